@@ -1,0 +1,1 @@
+"""Surogate plugin: conversation and text data sets, and the embedded example."""

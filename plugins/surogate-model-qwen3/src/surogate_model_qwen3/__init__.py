@@ -1,0 +1,1 @@
+"""Surogate plugin: the Qwen3 dense model family."""

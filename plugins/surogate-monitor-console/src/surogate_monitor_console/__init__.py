@@ -1,0 +1,1 @@
+"""Surogate plugin: live console view."""

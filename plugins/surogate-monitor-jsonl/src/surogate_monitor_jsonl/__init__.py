@@ -1,0 +1,1 @@
+"""Surogate plugin: metrics.jsonl, one event a line."""

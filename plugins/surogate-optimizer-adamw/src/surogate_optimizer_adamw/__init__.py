@@ -1,0 +1,1 @@
+"""Surogate plugin: AdamW with fp32 state."""

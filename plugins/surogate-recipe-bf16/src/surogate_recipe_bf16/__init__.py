@@ -1,0 +1,1 @@
+"""Surogate plugin: the bf16 precision recipe."""

@@ -1,0 +1,250 @@
+"""The frozen dataclasses that hooks return: what a plugin offers, as data.
+
+Every bundle has a `name`, unique within its kind: the name that a config selects it by
+(``recipe=bf16`` selects the `Recipe` whose name is ``bf16``). A bundle with `options` names a
+dataclass, one docstring a field; the config node of the group is validated against it, and an
+instance is passed to the bundle's callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.dsl import Model
+    from surogate_core.dsl.slots import LinearSlot
+    from surogate_core.train.events import Control, Event, RunInfo
+
+TensorKind = Literal["weights", "residuals", "gradients", "master", "optimizer"]
+"""The kinds of tensor that a store can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The options of a bundle that has none."""
+
+
+# ------------------------------------------------------------------------ what is trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A model architecture: the DSL model built from a Hugging Face ``config.json``."""
+
+    name: str
+    hf_model_types: tuple[str, ...]
+    """Values of ``model_type`` in ``config.json`` that this family reads."""
+    build: Callable[[Mapping[str, Any]], Model]
+    """Makes the model from the mapping of a ``config.json``; raises `UserError` naming a bad key."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Preset name → a ``config.json`` mapping, for training from random weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A task's loss, per token; the engine chunks it over tokens and averages over label tokens."""
+
+    name: str
+    token_loss: Callable[[Tensor, Tensor], Tensor]
+    """(logits_NV in compute dtype, labels_N int64) → loss_N fp32; 0 where the label is -100.
+    Traced: plain torch ops only, differentiable in the logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFormat:
+    """One `type` of data set: how a row becomes tokens and labels."""
+
+    name: str
+    options: type
+    """Dataclass of the fields a `datasets` entry of this type may have besides the common ones."""
+    encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded]
+    """(row, options, context) → tokens and labels; raises `RowError` with the reason for a bad row."""
+    version: int = 1
+    """Raised when the same row encodes differently; part of the shard cache's digest."""
+
+
+# ----------------------------------------------------------------------- how it is trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A precision recipe: how linear slots multiply."""
+
+    name: str
+    linear: Callable[[Tensor, Tensor, LinearSlot, Any], Tensor]
+    """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
+    options: type = NoOptions
+    unavailable: Callable[[torch.device], str | None] = lambda device: None
+    """Why the device cannot run the recipe natively, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """Trainable parameters that share hyper-parameters, as flat fp32 tensors.
+
+    `master` and `grad` are 1-D of equal length; `shapes` maps each parameter's name to its
+    (offset in elements, shape) in them, in order.
+    """
+
+    name: str
+    master: Tensor
+    grad: Tensor
+    shapes: Mapping[str, tuple[int, tuple[int, ...]]]
+    weight_decay: float
+
+
+class Optimizer(Protocol):
+    """What an `OptimizerSpec` builds: state as named tensors, one capturable step."""
+
+    def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
+        """Update every group's master in place, with no host synchronisation.
+
+        `lr`: 0-d fp32. `clip`: 0-d fp32, the factor that gradients are multiplied by.
+        `skip`: 0-d fp32, 1 when the gradients are not finite: nothing may change then.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """The live state tensors by name; loading copies into them in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """An optimizer."""
+
+    name: str
+    build: Callable[[Sequence[ParamGroup], OptimizerSettings, Any], Optimizer]
+    """(groups, the run's optimizer keys, options) → the optimizer with zeroed state."""
+    options: type = NoOptions
+    state_bytes_per_parameter: float = 8.0
+    """For `surogate plan`'s prediction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """The flat optimizer keys of the configuration that every optimizer may read."""
+
+    adamw_beta1: float = 0.9
+    adamw_beta2: float = 0.999
+    adamw_epsilon: float = 1e-8
+
+
+class Store(Protocol):
+    """Where tensors of one kind live between their uses at block borders.
+
+    Keys are the schedule's (``layer 3``). Prefetch starts a copy on a side stream; fetch
+    returns tensors that the current stream may read at once; release ends their use.
+    """
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Take the tensors over."""
+
+    def prefetch(self, key: str) -> None:
+        """Start bringing the key's tensors to the compute device."""
+
+    def fetch(self, key: str) -> Sequence[Tensor]:
+        """The key's tensors on the compute device."""
+
+    def release(self, key: str) -> None:
+        """The compute-device copies may be reused; residuals are forgotten."""
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held now, by place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloader:
+    """A place for some kinds of tensor."""
+
+    name: str
+    kinds: frozenset[TensorKind]
+    place: Literal["device", "host", "disk", "sharded"]
+    """For the plan's table."""
+    store: Callable[[TensorKind, torch.device, Any], Store]
+    options: type = NoOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One implementation of a registered op."""
+
+    op: str
+    """The op's name in `surogate_core.kernels`, e.g. ``rms_norm``."""
+    name: str
+    """Unique within the op, shown by `surogate doctor`."""
+    function: Callable[..., Any]
+    """Same signature and meaning as the op's reference; differentiable under tracing."""
+    supports: Callable[[torch.device, torch.dtype], bool]
+    priority: int = 0
+    """The highest supporting priority wins; the reference has -100."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPack:
+    """A set of kernels for some hardware."""
+
+    name: str
+    kernels: Callable[[], Iterable[Kernel]]
+    """Called once, on first use; may compile."""
+    unavailable: Callable[[torch.device], str | None] = lambda device: None
+    """Why the device cannot use the pack, or None."""
+
+
+# --------------------------------------------------------------------- where and who watches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """How the run's processes start."""
+
+    name: str
+    launch: Callable[[Callable[[], int], Any], int]
+    """(the run's main, options) → exit code."""
+    options: type = NoOptions
+
+
+class Monitor(Protocol):
+    """What a `MonitorSpec` builds."""
+
+    def on_event(self, event: Event) -> Control | None:
+        """See one event; may answer with a control. Never blocks on the device."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the monitor, as JSON values."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+
+    def close(self) -> None:
+        """Flush and release; called once, also after a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSpec:
+    """A monitor."""
+
+    name: str
+    build: Callable[[Any, RunInfo], Monitor]
+    """(options, the run's facts) → the monitor."""
+    options: type = NoOptions
+
+
+Bundle = ModelFamily | Objective | DatasetFormat | Recipe | OptimizerSpec | Offloader | KernelPack | Launcher | MonitorSpec
+
+KINDS: Mapping[str, tuple[str, type]] = {
+    "model": ("surogate_model_family", ModelFamily),
+    "objective": ("surogate_objective", Objective),
+    "dataset": ("surogate_dataset", DatasetFormat),
+    "recipe": ("surogate_recipe", Recipe),
+    "optimizer": ("surogate_optimizer", OptimizerSpec),
+    "offload": ("surogate_offloader", Offloader),
+    "kernels": ("surogate_kernel_pack", KernelPack),
+    "launcher": ("surogate_launcher", Launcher),
+    "monitor": ("surogate_monitor", MonitorSpec),
+}
+"""Kind (= the config group, where there is one) → its hook and its bundle's type."""

@@ -1,0 +1,1 @@
+"""Typed schema, Hydra composition, and validation that reports every mistake at once."""

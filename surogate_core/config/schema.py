@@ -1,0 +1,200 @@
+"""The keys of a run: one frozen dataclass, a docstring a field (docs/config.md is made from it).
+
+A key is here once what it controls works. Nodes of config groups (`recipe`, `optimizer`, …)
+are `Selection`s: the name picks a plugin's bundle and the other keys are that bundle's options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+Beta = Annotated[float, Interval(ge=0, lt=1)]
+Positive = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """A bundle picked by name, with its validated options."""
+
+    name: str
+    """Name of the bundle."""
+    options: Any = None
+    """Instance of the bundle's options dataclass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSelection:
+    """Which model: a directory or hub id to read, or a family's preset shape."""
+
+    name: str = "auto"
+    """Name of the model family; auto reads `model_type` from the model's config.json."""
+    path: str | None = None
+    """Local directory or Hugging Face id with config.json, weights and tokenizer."""
+    preset: str | None = None
+    """A shape that the family knows, used when `path` is null; implies `from_scratch`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json to override, e.g. `model.config.num_hidden_layers=2`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginPolicy:
+    """Which plugins may be imported."""
+
+    policy: Literal["open", "allowlist"] = "open"
+    """`open` loads every installed plugin, `allowlist` only those named in `allow`."""
+    allow: list[str] = field(default_factory=list)
+    """Entry-point names that may be loaded under `allowlist`."""
+    block: list[str] = field(default_factory=list)
+    """Entry-point names that are never loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that shapes a run."""
+
+    # ------------------------------------------------------------------ what is trained
+    task: Literal["sft", "pt"] = "sft"
+    """The job: supervised fine-tuning, or pre-training of all weights."""
+    objective: str = "cross_entropy"
+    """Name of the objective that gives the loss."""
+    model: ModelSelection = field(default_factory=ModelSelection)
+    """The model; `model=DIR_OR_HUB_ID` and `model=FAMILY_OPTION` are short forms."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; null takes the model's own, else the embedded one."""
+    from_scratch: bool = False
+    """Start from random weights, drawn from `train_seed`."""
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights; auto is bfloat16 on a GPU and float32 on a CPU."""
+    sequence_len: Annotated[int, Ge(8)] = 1024
+    """Tokens in a packed row; a longer sample is treated by `truncation_strategy`."""
+
+    # ------------------------------------------------------------------------ the run
+    run_name: str | None = None
+    """Name shown and logged; null generates one."""
+    output_dir: str = "output"
+    """Where the run writes: config, metrics, checkpoints, export."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints are written; null is `output_dir`."""
+    num_epochs: Annotated[float, Gt(0)] = 3.0
+    """Passes over the training rows."""
+    max_steps: Annotated[int, Ge(-1)] = -1
+    """Optimizer steps; -1 lets `num_epochs` decide."""
+    resume_from_checkpoint: bool | str = True
+    """true resumes from the latest good checkpoint if there is one; a path names it; false starts anew."""
+    save_steps: NonNegative = 50
+    """Optimizer steps between checkpoints; 0 saves at the end only."""
+    save_total_limit: Positive = 5
+    """Checkpoints kept; the newest good one is never deleted."""
+    eval_steps: NonNegative = 100
+    """Optimizer steps between evaluations; 0 evaluates at the start and the end only."""
+
+    # ----------------------------------------------------------------- batch and engine
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto is the first GPU if there is one."""
+    compiler: Literal["auto", "fx", "inductor"] = "auto"
+    """How traced blocks run; auto is inductor on CUDA and fx on a CPU."""
+    per_device_train_batch_size: Positive = 2
+    """Rows of `sequence_len` in a micro-batch."""
+    gradient_accumulation_steps: Positive = 4
+    """Micro-batches in an optimizer step."""
+    sample_packing: bool = True
+    """Fill rows with several documents; false puts one document in a row."""
+    use_cuda_graphs: bool = True
+    """On CUDA, capture the micro-step and the optimizer step as graphs."""
+    lmhead_chunks: Positive = 1
+    """Pieces of the micro-batch's tokens whose logits exist at one time."""
+    recompute: bool = True
+    """Keep only each block's input and compute the block again in the backward pass."""
+    recompute_att: bool = False
+    """Without `recompute`: compute attention outputs again instead of keeping them."""
+    recompute_ffn: bool = False
+    """Without `recompute`: compute the feed-forward projections again."""
+    recompute_qkv: bool = False
+    """Without `recompute`: compute the q, k and v projections again."""
+    recompute_swiglu: bool = False
+    """Without `recompute`: compute SwiGLU outputs again."""
+    recompute_rmsnorm: bool = False
+    """Without `recompute`: compute RMSNorm outputs again."""
+
+    # ------------------------------------------------------------------------ optimizer
+    optimizer: Selection = field(default_factory=lambda: Selection(name="adamw"))
+    """The optimizer and its own options."""
+    learning_rate: Annotated[float, Ge(0)] = 2e-4
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
+    """Shape of the decay after the warm-up; wsd holds the peak until the cool-down."""
+    warmup_ratio: Fraction = 0.0
+    """Warm-up as a share of all steps; not together with `warmup_steps`."""
+    warmup_steps: NonNegative = 0
+    """Warm-up in optimizer steps."""
+    cooldown_steps: NonNegative = 0
+    """Last steps over which the rate falls linearly to its final value."""
+    final_lr_fraction: Fraction = 0.0
+    """Final learning rate as a share of the peak."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    """Global norm that gradients are clipped to; 0 does not clip."""
+    adamw_beta1: Beta = 0.9
+    """Decay of AdamW's first moment."""
+    adamw_beta2: Beta = 0.999
+    """Decay of AdamW's second moment."""
+    adamw_epsilon: Annotated[float, Gt(0)] = 1e-8
+    """Added to AdamW's denominator."""
+
+    # ----------------------------------------------------------------------------- LoRA
+    lora: bool = True
+    """Train low-rank adapters and leave the base weights as they are."""
+    lora_rank: Positive = 16
+    """Rank r of the adapters."""
+    lora_alpha: Annotated[float, Gt(0)] = 32.0
+    """The adapter's output is scaled by alpha / r."""
+    lora_dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
+    """Probability that an input of an adapter is dropped while training."""
+    lora_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype that adapter weights are computed from; masters are always fp32."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all"])
+    """Projections that get an adapter, by their names in the model (`q_proj`); `all` is every one."""
+
+    # ------------------------------------------------------------------------ precision
+    recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))
+    """The precision recipe and its own options."""
+
+    # ------------------------------------------------------------------------- placement
+    offload: Selection = field(default_factory=lambda: Selection(name="none"))
+    """Where tensors live between uses."""
+    launcher: Selection = field(default_factory=lambda: Selection(name="local"))
+    """How the run's processes start."""
+
+    # ----------------------------------------------------------------------------- data
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """Training data: each entry has `path`, `type`, and the fields of its type."""
+    validation_datasets: list[dict[str, Any]] = field(default_factory=list)
+    """Held-out data, same form; empty takes `validation_split_ratio` of the training documents."""
+    validation_split_ratio: Annotated[float, Interval(ge=0, lt=1)] = 0.1
+    """Share of the training documents held out when there are no `validation_datasets`."""
+    truncation_strategy: Literal["delete", "left", "right", "split"] = "delete"
+    """A sample longer than `sequence_len`: drop it, cut its left or right end, or split it."""
+    max_bad_rows: NonNegative = 100
+    """Malformed rows that are skipped and reported; one more stops the run."""
+    data_cache_dir: str | None = None
+    """Where tokenised shards are kept; null is the user's cache directory."""
+    train_seed: NonNegative = 1234
+    """Seed of weights, adapters, dropout and the order of rows."""
+    eval_seed: NonNegative = 1234
+    """Seed of the held-out split."""
+
+    # -------------------------------------------------------------------------- watching
+    monitor: list[Selection] = field(default_factory=list)
+    """The monitors that receive the run's events."""
+    log_file: str | None = None
+    """The run's log as JSON lines; null is `output_dir/surogate.log`."""
+
+    # --------------------------------------------------------------------------- plugins
+    plugins: PluginPolicy = field(default_factory=PluginPolicy)
+    """Which plugins may be imported."""

@@ -1,0 +1,40 @@
+"""The micro-batch: what the data side hands to the engine.
+
+Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S document borders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE_LABEL = -100
+"""Label of a position that carries no loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Packed rows, flattened, on the host. All shapes are the same in every micro-batch of a run.
+
+    Labels are already shifted: `labels[t]` is the token that position t predicts, `IGNORE_LABEL`
+    where nothing is to be learnt, always so at the last position of a document. Padding is a
+    document of its own with no labels.
+    """
+
+    input_ids: Tensor
+    """[N] int64."""
+    labels: Tensor
+    """[N] int64."""
+    positions: Tensor
+    """[N] int32, restarting at 0 in each document."""
+    cu_seqlens: Tensor
+    """[S] int32, the documents' borders in the flattened row: 0, …, N, then N repeated."""
+    max_seqlen: int
+    """A bound of a document's length that is the same for the whole run (= sequence_len)."""
+    tokens: int
+    """Tokens that are not padding."""
+    label_tokens: int
+    """Positions that carry loss."""

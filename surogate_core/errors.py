@@ -1,0 +1,60 @@
+"""Errors that end a run, by whose they are; the CLI turns each into its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class SurogateError(Exception):
+    """Base of the errors that are reported in one message, without a traceback."""
+
+    exit_code = 1
+
+
+class UserError(SurogateError, ValueError):
+    """The user's input is wrong: the message names the thing, the place and the fix."""
+
+    exit_code = 2
+
+
+class MachineError(SurogateError, RuntimeError):
+    """The input is right but this machine cannot do it (no GPU, out of memory, disk full)."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One mistake in a configuration.
+
+    `key` is the dotted key or option, `message` says what is wrong, `where` is ``file:line`` or
+    ``command line`` (empty when unknown), `fix` is what to type instead (empty when unknown).
+    """
+
+    key: str
+    message: str
+    where: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        fix = f" Fix: {self.fix}" if self.fix else ""
+        return f"{self.key}{place}: {self.message}{fix}"
+
+
+class ConfigError(UserError):
+    """Every mistake found in a configuration, reported together."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        lines = [str(p) for p in self.problems]
+        if len(lines) == 1:
+            super().__init__(lines[0])
+        else:
+            listed = "\n".join(f"  - {line}" for line in lines)
+            super().__init__(f"{len(lines)} mistakes in the configuration:\n{listed}")
+
+
+class PluginError(UserError):
+    """A plugin that the run asks for is missing, forbidden, broken or ambiguous."""

@@ -1,0 +1,84 @@
+"""Every hook of Surogate on one page; the prose, with an example each, is docs/hooks.md.
+
+A plugin is a module named by an entry point of group ``surogate``; its functions marked with
+``surogate_core.hookimpl`` implement these. A hook that offers bundles may return one bundle,
+a list of them, or None. Importing the module must be cheap: no torch at the top level.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pluggy import HookspecMarker
+
+if TYPE_CHECKING:
+    from typing import TypeVar, Union
+
+    from surogate_core import bundles as b
+
+    T = TypeVar("T")
+    Offer = Union[T, list[T], None]
+
+hookspec = HookspecMarker("surogate")
+
+
+# -------------------------------------------------------------------------- configuration
+
+
+@hookspec
+def surogate_config_path() -> str | None:
+    """The plugin's Hydra search path, e.g. ``pkg://surogate_model_qwen3.conf``."""
+
+
+# ------------------------------------------------------------------------ what is trained
+
+
+@hookspec
+def surogate_model_family() -> Offer[b.ModelFamily]:
+    """Model families: HF config mapping, blocks in the DSL, presets."""
+
+
+@hookspec
+def surogate_objective() -> Offer[b.Objective]:
+    """Objectives: the per-token loss of a task."""
+
+
+@hookspec
+def surogate_dataset() -> Offer[b.DatasetFormat]:
+    """Dataset formats: rows of one type into tokens and labels."""
+
+
+# ----------------------------------------------------------------------- how it is trained
+
+
+@hookspec
+def surogate_recipe() -> Offer[b.Recipe]:
+    """Precision recipes: how a linear slot multiplies, forward and backward."""
+
+
+@hookspec
+def surogate_optimizer() -> Offer[b.OptimizerSpec]:
+    """Optimizers over flat parameter groups."""
+
+
+@hookspec
+def surogate_offloader() -> Offer[b.Offloader]:
+    """Offloaders: where a kind of tensor lives between uses."""
+
+
+@hookspec
+def surogate_kernel_pack() -> Offer[b.KernelPack]:
+    """Kernel packs: implementations of registered ops for some hardware."""
+
+
+# --------------------------------------------------------------------- where and who watches
+
+
+@hookspec
+def surogate_launcher() -> Offer[b.Launcher]:
+    """Launchers: how the processes of a run are started."""
+
+
+@hookspec
+def surogate_monitor() -> Offer[b.MonitorSpec]:
+    """Monitors: receive the run's events, may answer with a control."""

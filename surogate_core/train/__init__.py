@@ -1,0 +1,1 @@
+"""The training loop: events, checkpoints, schedules, export."""
