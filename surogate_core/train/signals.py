@@ -1,0 +1,52 @@
+"""SIGINT and SIGTERM as a flag that the loop reads between steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignals:
+    """While entered, records the first SIGINT or SIGTERM instead of ending the process.
+
+    The loop finishes its step, saves, and exits with `exit_code`. A second signal of the same kind
+    ends the process at once, as if no handler were there. Outside the main thread, where Python
+    allows no handlers, it does nothing.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal that came, or None."""
+        self._seen: set[int] = set()
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """130 after SIGINT, 143 after SIGTERM, 0 after none."""
+        return 128 + self.received if self.received is not None else 0
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            # None: the former handler was not set from Python and cannot be given back.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self._seen:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._seen.add(number)
+        if self.received is None:
+            self.received = signal.Signals(number)

@@ -1,0 +1,217 @@
+"""Reading a Hugging Face model directory: everything is checked before any data is read."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import MachineError, UserError
+from surogate_core.train.tensorfile import TensorFile, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""What a model directory is made of; pickles and code are never fetched."""
+
+_SHOWN = 12
+"""Most problems listed in one message."""
+
+
+class ModelDir:
+    """A model directory: its configuration, and its tensors by name over all shards."""
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], files: Mapping[str, TensorFile], where: Mapping[str, str]
+    ):
+        """Use `open`. `files`: file name → file; `where`: tensor name → file name."""
+        self.path = path
+        self.config = config
+        """The mapping of ``config.json``."""
+        self._files = files
+        self._where = where
+
+    @classmethod
+    def open(cls, source: str | Path, *, revision: str | None = None) -> ModelDir:
+        """Open a local directory or a hub id, which is fetched into the normal Hugging Face cache.
+
+        Reads ``config.json``, the index and every shard's header. Raises one `UserError` for a missing
+        directory, file or shard, JSON that cannot be parsed, and a truncated or damaged shard; all
+        bad shards are in one message. No code of the model is run and no pickle is read.
+        """
+        path = locate(source, revision=revision)
+        config = _read_json(path / "config.json")
+        if (path / SINGLE).exists():
+            files = _open_files(path, [SINGLE], needed_by=path)
+            return cls(path, config, files, dict.fromkeys(files[SINGLE], SINGLE))
+        if not (path / INDEX).exists():
+            raise _no_weights(path)
+        where = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise UserError(f"{path / INDEX}: weight_map is not a mapping of tensor names to file names.")
+        files = _open_files(path, sorted(set(where.values())), needed_by=path / INDEX)
+        absent = [f"{name}: not in {file}" for name, file in where.items() if name not in files[file]]
+        if absent:
+            raise UserError(f"{path / INDEX}: the shards are not those of this index:\n{_listed(absent)}")
+        return cls(path, config, files, where)
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors, in the order of the index or file."""
+        return tuple(self._where)
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says about a tensor."""
+        return self._files[self._where[name]].infos[name]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """A tensor's shape and dtype, without reading its data."""
+        info = self.info(name)
+        return info.shape, info.torch_dtype
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor, on the CPU, in the dtype of the file."""
+        return self._files[self._where[name]][name]
+
+    def copy_into(self, name: str, target: Tensor) -> None:
+        """Read one tensor into `target` (contiguous, same shape and dtype, any device), a piece at a time."""
+        self._files[self._where[name]].copy_into(name, target)
+
+    def check(self, expected: Mapping[str, Iterable[int]]) -> tuple[str, ...]:
+        """Hold the headers against the model's needs (name → shape); returns the names that it does not need.
+
+        Raises one `UserError` that lists every missing tensor, with the nearest name here, and every
+        tensor of another shape, with its file.
+        """
+        problems = []
+        spare = [name for name in self._where if name not in expected]
+        for name, shape in expected.items():
+            if name not in self._where:
+                near = difflib.get_close_matches(name, spare, n=1, cutoff=0.8)
+                problems.append(f"{name} is missing" + (f"; the nearest name is {near[0]}" if near else ""))
+            elif list(self.info(name).shape) != (wanted := list(shape)):
+                file = self._where[name]
+                problems.append(f"{name} has shape {list(self.info(name).shape)} in {file}, the model needs {wanted}")
+        if problems:
+            raise UserError(
+                f"{self.path}: the weights are not those of the model that config.json describes:\n"
+                f"{_listed(problems)}\n"
+                "Fix: use the config.json and the weights of one and the same model."
+            )
+        return tuple(spare)
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the configuration, every header and file size; not over the data, nor the path."""
+        files = {
+            name: [file.path.stat().st_size, [[n, i.dtype, i.shape, i.begin] for n, i in sorted(file.infos.items())]]
+            for name, file in self._files.items()
+        }
+        text = json.dumps([self.config, files], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def locate(source: str | Path, *, revision: str | None = None) -> Path:
+    """The local directory of a model: `source` itself, or the snapshot of a hub id in the normal cache.
+
+    ``HF_HUB_OFFLINE`` is honoured. Raises `UserError` when there is no such directory or repository,
+    and `MachineError` when the hub cannot be reached.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    text = str(source)
+    if path.exists():
+        raise UserError(f"{text}: a model is a directory with config.json and safetensors files, not a file.")
+    if text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise UserError(f"{text}: there is no such directory.{_nearest_directory(path)}")
+
+    from huggingface_hub import errors, snapshot_download
+
+    near = _nearest_directory(path)
+    try:
+        return Path(snapshot_download(text, revision=revision, allow_patterns=_HUB_FILES))
+    except errors.HFValidationError as error:
+        raise UserError(f"{text}: neither a directory here nor a valid Hugging Face id.") from error
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{text}: access to this repository must be requested. "
+            f"Fix: accept its terms at https://huggingface.co/{text}, then run `hf auth login`."
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise UserError(
+            f"{text}: neither a directory here nor a repository on the Hugging Face hub.{near} "
+            "A private one needs `hf auth login`."
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise MachineError(
+            f"{text}: not a directory here, not in the Hugging Face cache, and the hub cannot be reached.{near} "
+            "Fix: give a local directory, or go online (HF_HUB_OFFLINE unset) once."
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise MachineError(f"{text}: the Hugging Face hub failed: {error}") from error
+
+
+def _nearest_directory(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
+    return f" The nearest name is {parent / near[0]}." if near else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: missing. A model directory has config.json and safetensors files.") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}. Fix: download or copy the file again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object.")
+    return value
+
+
+def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[str, TensorFile]:
+    """Open every file; all that are missing or damaged are reported in one `UserError`."""
+    files, problems = {}, []
+    for name in names:
+        if Path(name).name != name:
+            problems.append(f"{name}: a shard must lie in the directory itself")
+        elif not (path / name).exists():
+            problems.append(f"{path / name}: missing")
+        else:
+            try:
+                files[name] = TensorFile(path / name)
+            except UserError as error:
+                problems.append(str(error))
+    if len(problems) == 1:
+        raise UserError(problems[0] if "Fix:" in problems[0] else f"{problems[0]} (needed by {needed_by}).")
+    if problems:
+        raise UserError(f"{needed_by}: {len(problems)} weight files cannot be used:\n{_listed(problems)}")
+    return files
+
+
+def _no_weights(path: Path) -> UserError:
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
+    if pickles:
+        return UserError(
+            f"{path}: no {SINGLE}; {pickles[0]} is a pickle, which is never read. "
+            "Fix: load it with transformers and save_pretrained it again, which writes safetensors."
+        )
+    return UserError(f"{path}: neither {SINGLE} nor {INDEX} is here.")
+
+
+def _listed(problems: list[str]) -> str:
+    lines = [f"  - {line}" for line in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"  … and {len(problems) - _SHOWN} more")
+    return "\n".join(lines)
