@@ -1,0 +1,11 @@
+"""The language that model families are written in: dims, parameters, linear slots, blocks.
+
+A family declares what a block holds and writes its forward once, in plain torch ops and the
+ops of `surogate_core.kernels`; weight formats, adapters, recipes and recompute come in from
+outside, when the engine traces the block (`surogate_core.dsl.trace`).
+"""
+
+from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack
+from surogate_core.dsl.dims import Dim, Setting
+
+__all__ = ["Block", "Dim", "Embedding", "LMHead", "Linear", "Model", "Param", "Setting", "Stack"]

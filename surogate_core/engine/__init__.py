@@ -1,0 +1,1 @@
+"""The engine: an explicit schedule over traced pieces and stores."""

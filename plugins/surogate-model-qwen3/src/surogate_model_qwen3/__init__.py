@@ -1,1 +1,20 @@
 """Surogate plugin: the Qwen3 dense model family."""
+
+from __future__ import annotations
+
+from surogate_core import bundles, hookimpl
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the options `model=qwen3…` are."""
+    return "pkg://surogate_model_qwen3.conf"
+
+
+@hookimpl
+def surogate_model_family() -> bundles.ModelFamily:
+    """Qwen3, dense."""
+    from surogate_model_qwen3.model import build
+    from surogate_model_qwen3.presets import PRESETS
+
+    return bundles.ModelFamily(name="qwen3", hf_model_types=("qwen3",), build=build, presets=PRESETS)

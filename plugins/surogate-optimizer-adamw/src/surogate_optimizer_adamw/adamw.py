@@ -1,0 +1,65 @@
+"""AdamW (arXiv 1711.05101) over flat groups, one fused launch a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import OptimizerSettings, ParamGroup
+
+
+class AdamW:
+    """fp32 first and second moments beside each flat master.
+
+    Decay is applied before the moment's step, as torch.optim.AdamW does:
+    ``p *= 1 − lr·wd; p −= lr · m̂ / (√v̂ + ε)``.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings):
+        self.groups = tuple(groups)
+        self.settings = settings
+        self.first = [torch.zeros_like(g.master) for g in groups]
+        self.second = [torch.zeros_like(g.master) for g in groups]
+        device = groups[0].master.device
+        # One counter, not one a group: all groups step together.
+        self.steps = torch.zeros((), dtype=torch.float32, device=device)
+
+    @classmethod
+    def build(cls, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any) -> AdamW:
+        """The optimizer with zeroed state."""
+        return cls(groups, settings)
+
+    def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
+        """One update of every master, in place; see `surogate_core.bundles.Optimizer`."""
+        self.steps += 1 - skip
+        # At step 0 the bias corrections are 0/0; a skipped first step must still change nothing.
+        count = self.steps.clamp(min=1)
+        for group, first, second in zip(self.groups, self.first, self.second, strict=True):
+            torch._fused_adamw_(
+                [group.master],
+                [group.grad],
+                [first],
+                [second],
+                [],
+                [count],
+                lr=lr,
+                beta1=self.settings.adamw_beta1,
+                beta2=self.settings.adamw_beta2,
+                weight_decay=group.weight_decay,
+                eps=self.settings.adamw_epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=clip.reciprocal(),
+                found_inf=skip,
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """Live state by name."""
+        state = {"steps": self.steps}
+        for group, first, second in zip(self.groups, self.first, self.second, strict=True):
+            state[f"{group.name}.first"] = first
+            state[f"{group.name}.second"] = second
+        return state

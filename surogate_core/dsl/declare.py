@@ -1,0 +1,305 @@
+"""Declarations: parameters, linear slots, blocks and models.
+
+A class body is the declaration; an instance is the class bound to a ``config.json`` mapping and,
+while a block is being traced, to tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from surogate_core.dsl.dims import Dim, Setting, size_of
+from surogate_core.dsl.slots import Adapter, BoundSlot, Gemm, LinearSlot
+
+Init = Literal["normal", "ones", "zeros", "lora_a"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor that a piece of the model needs."""
+
+    name: str
+    """Name within its piece, e.g. ``q.weight``."""
+    hf_name: str
+    """Name in a safetensors file; for adapters PEFT's, without its ``base_model.model.`` prefix."""
+    shape: tuple[int, ...]
+    trainable: bool
+    role: Literal["weight", "norm", "bias", "embedding", "adapter"]
+    init: Init
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies: matrices yes, norms and biases no."""
+        return self.role not in ("norm", "bias")
+
+
+class Param:
+    """A parameter that is used as it is, such as a norm's weight."""
+
+    def __init__(self, hf_name: str, *dims: Dim | int, init: Init = "ones"):
+        self.hf_name, self.dims, self.init = hf_name, dims, init
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else bound.tensors[self.name]
+
+
+class Linear:
+    """A linear slot: weight [outputs, inputs] and, when `bias` holds, bias [outputs]."""
+
+    def __init__(self, module: str, inputs: Dim, outputs: Dim, *, group: str, bias: bool | Setting = False):
+        self.module, self.inputs, self.outputs = module, inputs, outputs
+        self.group, self.bias = group, bias
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else bound.slots[self.name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRA:
+    """Which linear slots get an adapter, and what kind."""
+
+    adapter: Adapter
+    targets: frozenset[str]
+    """Last parts of module names (``q_proj``), or ``all``."""
+
+    def for_module(self, module: str) -> Adapter | None:
+        """The adapter of the slot with this module path, if it has one."""
+        named = module.rsplit(".", 1)[-1]
+        return self.adapter if "all" in self.targets or named in self.targets else None
+
+
+class Block:
+    """Base of a family's blocks: class attributes declare, `forward` computes.
+
+    `forward(self, x, tables)` maps x_ND to y_ND, both in the compute dtype; `tables` is what
+    `Model.tables` returned plus ``cu_seqlens`` [S] int32. `self.max_seqlen` bounds a document.
+    """
+
+    _params: ClassVar[tuple[Param, ...]] = ()
+    _linears: ClassVar[tuple[Linear, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        declared = [v for base in reversed(cls.__mro__) for v in vars(base).values()]
+        cls._params = tuple(v for v in declared if isinstance(v, Param))
+        cls._linears = tuple(v for v in declared if isinstance(v, Linear))
+
+    def __init__(self, config: Mapping[str, Any], max_seqlen: int = 0):
+        self.config = config
+        self.max_seqlen = max_seqlen
+        self.tensors: Mapping[str, Tensor] = {}
+        self.slots: Mapping[str, BoundSlot] = {}
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        """The block's output, [N, D]."""
+        raise TypeError(f"{type(self).__name__} declares no forward")
+
+    def linear_slots(self, lora: LoRA | None) -> tuple[LinearSlot, ...]:
+        """The slots as planned for this run."""
+        return tuple(
+            LinearSlot(
+                name=linear.name,
+                module=linear.module,
+                inputs=linear.inputs.size(self.config),
+                outputs=linear.outputs.size(self.config),
+                bias=linear.bias.value(self.config) if isinstance(linear.bias, Setting) else linear.bias,
+                group=linear.group,
+                adapter=lora.for_module(linear.module) if lora else None,
+                index=index,
+            )
+            for index, linear in enumerate(self._linears)
+        )
+
+    def tensor_specs(self, prefix: str, slots: tuple[LinearSlot, ...], *, train_base: bool) -> tuple[TensorSpec, ...]:
+        """Every tensor of the block, in the order in which its program takes them."""
+        specs = [
+            TensorSpec(
+                name=p.name,
+                hf_name=prefix + p.hf_name,
+                shape=tuple(size_of(d, self.config) for d in p.dims),
+                trainable=train_base,
+                role="norm",
+                init=p.init,
+            )
+            for p in self._params
+        ]
+        for s in slots:
+            module = prefix + s.module
+            weight = TensorSpec(
+                name=f"{s.name}.weight",
+                hf_name=f"{module}.weight",
+                shape=(s.outputs, s.inputs),
+                trainable=train_base,
+                role="weight",
+                init="normal",
+            )
+            specs.append(weight)
+            if s.bias:
+                bias_name = f"{s.name}.bias"
+                specs.append(
+                    replace(
+                        weight,
+                        name=bias_name,
+                        hf_name=f"{module}.bias",
+                        shape=(s.outputs,),
+                        role="bias",
+                        init="zeros",
+                    )
+                )
+            if s.adapter:
+                for which, shape, init in (
+                    ("lora_A", (s.adapter.rank, s.inputs), "lora_a"),
+                    ("lora_B", (s.outputs, s.adapter.rank), "zeros"),
+                ):
+                    specs.append(
+                        TensorSpec(
+                            name=f"{s.name}.{which}",
+                            hf_name=f"{module}.{which}.weight",
+                            shape=shape,
+                            trainable=True,
+                            role="adapter",
+                            init=init,  # type: ignore[arg-type]
+                        )
+                    )
+        return tuple(specs)
+
+    def bind(
+        self,
+        tensors: Mapping[str, Tensor],
+        slots: tuple[LinearSlot, ...],
+        *,
+        gemm: Gemm,
+        gemm_options: Any,
+        seed: Tensor | None,
+    ) -> Block:
+        """The block with its tensors in place, so that `forward` can be traced."""
+        bound = type(self)(self.config, self.max_seqlen)
+        bound.tensors = tensors
+        bound.slots = {
+            s.name: BoundSlot(
+                slot=s,
+                tensors={k.removeprefix(f"{s.name}."): v for k, v in tensors.items() if k.startswith(f"{s.name}.")},
+                gemm=gemm,
+                gemm_options=gemm_options,
+                seed=seed,
+            )
+            for s in slots
+        }
+        return bound
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The token embedding, weight [V, D]."""
+
+    hf_name: str
+    vocab: Dim
+    width: Dim
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """`count` blocks of one kind; `prefix` holds ``{i}`` for the layer's number."""
+
+    block: type[Block]
+    count: Dim
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class LMHead:
+    """Final norm and vocabulary projection; `tied` shares the embedding's weight."""
+
+    hf_name: str
+    norm_hf_name: str
+    eps: Setting
+    tied: Setting
+
+
+class Model:
+    """Base of a family's model: ``embed``, ``layers`` and ``head`` declare it.
+
+    `layers` is one `Stack` or a tuple of them.
+    """
+
+    architecture: ClassVar[str]
+    """HF class name written into exported config.json files."""
+    embed: ClassVar[Embedding]
+    layers: ClassVar[Stack | tuple[Stack, ...]]
+    head: ClassVar[LMHead]
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = dict(config)
+
+    def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Tensors that every block reads, from the positions [N] int32; e.g. RoPE's cos and sin."""
+        return {}
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the embedding's weight."""
+        return bool(self.head.tied.value(self.config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.embed.vocab.size(self.config)
+
+    @property
+    def width(self) -> int:
+        """Features D of the residual stream."""
+        return self.embed.width.size(self.config)
+
+    def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
+        """Every layer as (HF name prefix, block), in order."""
+        stacks = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        number = 0
+        for stack in stacks:
+            block = stack.block(self.config, max_seqlen)
+            for _ in range(stack.count.size(self.config)):
+                yield stack.prefix.format(i=number), block
+                number += 1
+
+    def embed_specs(self, *, train_base: bool) -> tuple[TensorSpec, ...]:
+        """The embedding's tensor."""
+        return (
+            TensorSpec(
+                name="weight",
+                hf_name=self.embed.hf_name,
+                shape=(self.vocab_size, self.width),
+                trainable=train_base,
+                role="embedding",
+                init="normal",
+            ),
+        )
+
+    def head_specs(self, *, train_base: bool) -> tuple[TensorSpec, ...]:
+        """The head's tensors: the norm and the projection, which may be the embedding's own."""
+        norm = TensorSpec(
+            name="norm",
+            hf_name=self.head.norm_hf_name,
+            shape=(self.width,),
+            trainable=train_base,
+            role="norm",
+            init="ones",
+        )
+        weight = TensorSpec(
+            name="weight",
+            hf_name=self.embed.hf_name if self.tied else self.head.hf_name,
+            shape=(self.vocab_size, self.width),
+            trainable=train_base,
+            role="embedding",
+            init="normal",
+        )
+        return norm, weight

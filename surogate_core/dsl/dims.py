@@ -1,0 +1,81 @@
+"""Symbolic dims and settings: names of ``config.json`` keys, read when a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from surogate_core.errors import UserError
+
+_MISSING = object()
+
+
+def read_key(config: Mapping[str, Any], key: str, default: Any = _MISSING) -> Any:
+    """The value of a ``config.json`` key; `UserError` naming it when it is missing."""
+    value = config.get(key, _MISSING)
+    if value is _MISSING or value is None:
+        if default is _MISSING:
+            raise UserError(f"config.json: key `{key}` is missing. Fix: add it, or use a complete model directory.")
+        return default(config) if callable(default) else default
+    return value
+
+
+class Dim:
+    """A size that is a key of ``config.json``, or a product or sum of such sizes.
+
+    Read on a bound block or model it is the int.
+    """
+
+    def __init__(self, key: str, default: int | Callable[[Mapping[str, Any]], int] | None = None):
+        self.label = key
+        self._read: Callable[[Mapping[str, Any]], Any] = lambda c: read_key(
+            c, key, _MISSING if default is None else default
+        )
+
+    @classmethod
+    def _derived(cls, label: str, read: Callable[[Mapping[str, Any]], Any]) -> Dim:
+        dim = cls.__new__(cls)
+        dim.label, dim._read = label, read
+        return dim
+
+    def size(self, config: Mapping[str, Any]) -> int:
+        """The size under a ``config.json`` mapping; a positive int."""
+        value = self._read(config)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"config.json: `{self.label}` must be a positive integer, not {value!r}.")
+        return value
+
+    def __mul__(self, other: Dim | int) -> Dim:
+        return Dim._derived(f"{self.label}·{_label(other)}", lambda c: self.size(c) * size_of(other, c))
+
+    def __add__(self, other: Dim | int) -> Dim:
+        return Dim._derived(f"{self.label}+{_label(other)}", lambda c: self.size(c) + size_of(other, c))
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else self.size(bound.config)
+
+    def __repr__(self) -> str:
+        return self.label
+
+
+def size_of(dim: Dim | int, config: Mapping[str, Any]) -> int:
+    """The size of a dim, or the int itself."""
+    return dim if isinstance(dim, int) else dim.size(config)
+
+
+def _label(dim: Dim | int) -> str:
+    return str(dim) if isinstance(dim, int) else dim.label
+
+
+class Setting:
+    """A value of ``config.json`` that is not a size, e.g. ``Setting("rms_norm_eps")``."""
+
+    def __init__(self, key: str, default: Any = _MISSING):
+        self.key, self.default = key, default
+
+    def value(self, config: Mapping[str, Any]) -> Any:
+        """The value under a ``config.json`` mapping."""
+        return read_key(config, self.key, self.default)
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else self.value(bound.config)

@@ -1,0 +1,270 @@
+"""Ahead-of-time differentiation: one traced joint graph per distinct piece of a model.
+
+A pure function of tensors is traced with its backward (AOTAutograd), and the joint graph is cut
+into a forward that also returns what the backward must keep, and a backward that receives it.
+Values that are inputs of the piece (weights, tables, its activation) are never kept: they are
+handed to the backward again, so that a store may have moved them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Compiler = Literal["fx", "inductor"]
+Compiled = Callable[..., Sequence[Any]]
+
+_VIEWS = frozenset(
+    {
+        torch.ops.aten.t,
+        torch.ops.aten.permute,
+        torch.ops.aten.transpose,
+        torch.ops.aten.view,
+        torch.ops.aten._unsafe_view,
+        torch.ops.aten.reshape,
+        torch.ops.aten.expand,
+        torch.ops.aten.unsqueeze,
+        torch.ops.aten.squeeze,
+        torch.ops.aten.slice,
+        torch.ops.aten.select,
+        torch.ops.aten.split,
+        torch.ops.aten.split_with_sizes,
+        torch.ops.aten.alias,
+        torch.ops.aten.detach,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Shape, dtype and device of a program's input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, requires_grad: bool = False) -> Signature:
+        """The signature of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, requires_grad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What the backward computes again instead of receiving it."""
+
+    block: bool
+    """Everything: only the inputs are kept."""
+    regions: frozenset[str] = frozenset()
+    """Outputs of these regions (`kernels.ops.region`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A compiled graph and which of a longer argument list it takes."""
+
+    function: Compiled
+    taken: tuple[int, ...]
+
+    def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        return self.function(*[arguments[i] for i in self.taken])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A differentiated piece.
+
+    `forward(inputs)` → [output, *kept]; `backward([*inputs, *kept, d_output])` → gradients of
+    the inputs that require them, in order. `keeps_input[i]`: whether the backward reads input i.
+    """
+
+    forward: _Call
+    backward: _Call
+    reads_input: tuple[bool, ...]
+    kept: tuple[Signature, ...]
+    """Signatures of what the forward keeps besides inputs; their bytes are the residuals'."""
+
+
+def trace_joint(function: Callable[..., Tensor], inputs: Sequence[Signature]) -> fx.GraphModule:
+    """The joint graph of a function of flat tensor inputs with one output.
+
+    Placeholders: the inputs, then the output's gradient. Outputs: the output, then the gradients
+    of the inputs that require them.
+    """
+    joint = _export(function, inputs, joint=True)
+    (output,) = (n for n in joint.graph.nodes if n.op == "output")
+    flat = list(torch.utils._pytree.tree_leaves(output.args[0]))
+    grads = [g for g, signature in zip(flat[1:], inputs, strict=True) if signature.requires_grad]
+    output.args = ([flat[0], *grads],)
+    return joint
+
+
+def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
+    with FakeTensorMode():
+        fakes = [
+            torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad and joint)
+            for s in inputs
+        ]
+    with fx_traceback.preserve_node_meta(), torch.set_grad_enabled(joint):
+        module = aot_export_joint_simple(lambda *args: (function(*args),), fakes, trace_joint=joint)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    output.args = (list(torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)),)
+    _drop_assertions(module.graph)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """Traced metadata assertions hold by construction; at run time they only cost."""
+    for node in list(graph.nodes):
+        if node.target == torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+
+
+def _extract(
+    graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], within: set[fx.Node]
+) -> fx.GraphModule:
+    """The subgraph that computes `outputs` from `inputs` with the nodes `within`."""
+    extracted = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = extracted.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node in within and node not in copies:
+            copies[node] = extracted.node_copy(node, lambda n: copies[n])
+    extracted.output([copies[n] for n in outputs])
+    extracted.eliminate_dead_code()
+    extracted.lint()
+    return fx.GraphModule(torch.nn.Module(), extracted)
+
+
+def _closure(outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that the outputs depend on, themselves included."""
+    seen: set[fx.Node] = set()
+    todo = list(outputs)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return seen
+
+
+def _base_op(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
+    """Whether the backward computes this forward value again."""
+    if recompute.block or node not in forward:
+        return True
+    if _base_op(node) in _VIEWS:
+        return True
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        return _again(node.all_input_nodes[0], forward, recompute)
+    if not isinstance(node.meta.get("val"), Tensor):
+        return True
+    return (node.meta.get("custom") or {}).get("region") in recompute.regions
+
+
+def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs; the backward keeps exactly what it cannot compute again."""
+    nodes = list(joint.graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    outputs: list[fx.Node] = list(nodes[-1].args[0])
+    *inputs, tangent = placeholders
+    forward = _closure(outputs[:1])
+    downstream = {tangent}
+    for node in nodes:
+        if any(i in downstream for i in node.all_input_nodes):
+            downstream.add(node)
+    kept: list[fx.Node] = []
+    within: set[fx.Node] = set()
+    todo = list(outputs[1:])
+    while todo:
+        node = todo.pop()
+        if node in within or node in placeholders:
+            continue
+        if node not in downstream and not _again(node, forward, recompute):
+            if node not in kept:
+                kept.append(node)
+            continue
+        within.add(node)
+        todo.extend(node.all_input_nodes)
+    order = {n: i for i, n in enumerate(nodes)}
+    kept.sort(key=lambda n: order[n])
+    return (
+        _extract(joint.graph, inputs, [outputs[0], *kept], forward),
+        _extract(joint.graph, [*inputs, *kept, tangent], outputs[1:], within),
+    )
+
+
+def _compile(module: fx.GraphModule, compiler: Compiler) -> Compiled:
+    if compiler == "fx":
+        return module.forward
+    fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with torch.no_grad():
+        return torch._inductor.compile(module, fakes)
+
+
+def _compiled(module: fx.GraphModule, names: Sequence[str], compiler: Compiler) -> _Call:
+    """The graph compiled without the placeholders that it does not read."""
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    taken = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+    position = {name: i for i, name in enumerate(names)}
+    return _Call(_compile(module, compiler), tuple(position[name] for name in taken))
+
+
+def differentiate(
+    function: Callable[..., Tensor], inputs: Sequence[Signature], *, recompute: Recompute, compiler: Compiler
+) -> Program:
+    """Trace, cut and compile a function of flat tensor inputs with one tensor output."""
+    joint = trace_joint(function, inputs)
+    input_names = [n.name for n in joint.graph.nodes if n.op == "placeholder"][:-1]
+    if compiler == "inductor" and not recompute.block and not recompute.regions:
+        # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
+        with functorch_config.patch(recompute_views=True):
+            forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
+    else:
+        forward, backward = _cut(joint, recompute)
+    kept = [n for n in next(iter(reversed(forward.graph.nodes))).args[0][1:] if n.name not in input_names]
+    output = next(iter(reversed(forward.graph.nodes)))
+    output.args = ([output.args[0][0], *kept],)
+    kept_names = [n.name for n in kept]
+    tangent = next(n.name for n in backward.graph.nodes if n.op == "placeholder" and n.name.startswith("tangents"))
+    read = {n.name for n in backward.graph.nodes if n.op == "placeholder" and n.users}
+    return Program(
+        forward=_compiled(forward, input_names, compiler),
+        backward=_compiled(backward, [*input_names, *kept_names, tangent], compiler),
+        reads_input=tuple(name in read for name in input_names),
+        kept=tuple(Signature.of(n.meta["val"]) for n in kept),
+    )
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler) -> _Call:
+    """Compile the joint graph whole: ([*inputs, d_output]) → [output, *gradients]."""
+    joint = trace_joint(function, inputs)
+    names = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
+    return _compiled(joint, names, compiler)
+
+
+def without_gradients(function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler) -> _Call:
+    """Compile the forward alone: (inputs) → [output]."""
+    module = _export(function, inputs, joint=False)
+    names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+    return _compiled(module, names, compiler)

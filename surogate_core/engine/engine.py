@@ -1,0 +1,394 @@
+"""The engine: carries out the schedule for micro-steps, the optimizer step and evaluation.
+
+Shape suffixes: N tokens of a micro-batch, D features, S document borders, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Objective, Offloader, Optimizer, OptimizerSettings, OptimizerSpec, Recipe, Store
+from surogate_core.data.batch import MicroBatch
+from surogate_core.dsl.declare import LoRA, Model
+from surogate_core.dsl.trace import Compiler, Recompute, Signature
+from surogate_core.engine.parameters import Parameters, Source, pieces
+from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
+from surogate_core.kernels.registry import KernelTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What shapes an engine besides the model and its plugins."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Dtype of weights and activations."""
+    adapter_dtype: torch.dtype
+    compiler: Compiler
+    cuda_graphs: bool
+    tokens: int
+    """N of every micro-batch."""
+    borders: int
+    """S of every micro-batch."""
+    max_seqlen: int
+    head_chunks: int
+    recompute: Recompute
+    weight_decay: float
+    max_grad_norm: float
+    """0 does not clip."""
+    seed: int
+    """Seed of dropout; a mask depends on it, the step, the micro-step, the layer and the slot."""
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The device tensors that a micro-step reads; their addresses never change on CUDA."""
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    seeds_L: Tensor
+    loss_scale: Tensor
+    """0-d fp32: 1 / label tokens of the whole optimizer step."""
+
+    @classmethod
+    def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
+        """Zeroed tensors of a run's shapes."""
+        n, device = settings.tokens, settings.device
+        return cls(
+            input_ids=torch.zeros(n, dtype=torch.int64, device=device),
+            labels=torch.zeros(n, dtype=torch.int64, device=device),
+            positions=torch.zeros(n, dtype=torch.int32, device=device),
+            cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
+            seeds_L=torch.zeros(layers, dtype=torch.int32, device=device),
+            loss_scale=torch.zeros((), dtype=torch.float32, device=device),
+        )
+
+    def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
+        """Copy a micro-batch in, without waiting for the device."""
+        for target, value in (
+            (self.input_ids, batch.input_ids),
+            (self.labels, batch.labels),
+            (self.positions, batch.positions),
+            (self.cu_seqlens, batch.cu_seqlens),
+            (self.seeds_L, seeds),
+        ):
+            if target.device.type == "cuda":
+                value = value.pin_memory()
+            target.copy_(value, non_blocking=True)
+        self.loss_scale.fill_(loss_scale)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """An optimizer step's figures; reading them waits for the device if it is behind."""
+
+    label_tokens: int
+    tokens: int
+    _figures: Tensor
+    _ready: torch.cuda.Event | None
+
+    def read(self) -> tuple[float, float]:
+        """(mean loss per label token, gradient norm before clipping)."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        loss_sum, norm = self._figures.tolist()
+        return loss_sum / max(1, self.label_tokens), norm
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Activations on their way through the schedule."""
+
+    tables: list[Tensor] = field(default_factory=list)
+    x: Tensor | None = None
+    dx: Tensor | None = None
+    residuals: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = ()
+
+
+class Engine:
+    """A model made ready to train on one device."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        settings: EngineSettings,
+        recipe: Recipe,
+        recipe_options: Any,
+        objective: Objective,
+        optimizer: OptimizerSpec,
+        optimizer_settings: OptimizerSettings,
+        optimizer_options: Any,
+        offloader: Offloader,
+        offloader_options: Any,
+        kernels: KernelTable,
+        lora: LoRA | None,
+        source: Source,
+        progress: Callable[[str, int, int], None] = lambda task, done, total: None,
+    ):
+        self.model, self.settings = model, settings
+        found = pieces(model, lora=lora, max_seqlen=settings.max_seqlen)
+        self.embed, *layers, self.head = found
+        self.layers = {piece.key: piece for piece in layers}
+        self._layer_number = {key: i for i, key in enumerate(self.layers)}
+        self.weights: Store = offloader.store("weights", settings.device, offloader_options)
+        self.residuals: Store = offloader.store("residuals", settings.device, offloader_options)
+        self.parameters = Parameters(
+            found,
+            weights=self.weights,
+            device=settings.device,
+            dtype=settings.dtype,
+            adapter_dtype=settings.adapter_dtype,
+            weight_decay=settings.weight_decay,
+        )
+        self.parameters.fill(source, progress=lambda done, total: progress("loading weights", done, total))
+        self.optimizer: Optimizer = optimizer.build(self.parameters.groups, optimizer_settings, optimizer_options)
+        self.inputs = Inputs.allocate(settings, len(layers))
+        self.train_embedding = self.embed.specs[0].trainable
+        self.training = training_schedule(len(layers), train_embedding=self.train_embedding)
+        self.evaluation = evaluation_schedule(len(layers))
+        self.programs = ProgramBuilder(
+            model=model,
+            parameters=self.parameters,
+            recipe=recipe,
+            recipe_options=recipe_options,
+            objective=objective,
+            kernels=kernels,
+            tokens=settings.tokens,
+            tables={name: Signature.of(t) for name, t in self._tables().items()},
+            head_chunks=settings.head_chunks,
+            recompute=settings.recompute,
+            compiler=settings.compiler,
+            progress=lambda what: progress(what, 0, 0),
+        )
+        self._zero = torch.zeros((), dtype=torch.int32, device=settings.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._lr = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._figures = torch.zeros(2, dtype=torch.float32, device=settings.device)
+        self._compile(progress)
+        self._micro_step: Callable[[], None] = self._run_training
+        self._update: Callable[[], None] = self._run_update
+        if settings.device.type == "cuda" and settings.cuda_graphs:
+            from surogate_core.engine.graphs import capture
+
+            progress("capturing CUDA graphs", 0, 0)
+            self._micro_step, self._update = capture(self)
+
+    def _compile(self, progress: Callable[[str, int, int], None]) -> None:
+        for piece in self.layers.values():
+            self.programs.layer(piece)
+        for chunk in self.programs.chunks():
+            self.programs.head(self.head, chunk.stop - chunk.start, training=True)
+        progress("compiling", 1, 1)
+
+    # ------------------------------------------------------------------------- schedule
+
+    def _tables(self) -> dict[str, Tensor]:
+        tables = self.model.tables(self.inputs.positions, self.settings.dtype)
+        return {**tables, "cu_seqlens": self.inputs.cu_seqlens}
+
+    def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
+        seed = self.inputs.seeds_L[self._layer_number[key]]
+        return [*self.parameters.inputs(self.layers[key]), x, *flow.tables, seed]
+
+    def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
+        flow = _Flow()
+        for action in schedule:
+            match action.verb:
+                case "tables":
+                    flow.tables = list(self._tables().values())
+                case "prefetch":
+                    (self.residuals if action.kind == "residuals" else self.weights).prefetch(action.key)
+                case "fetch":
+                    if action.kind == "residuals":
+                        flow.residuals = self.residuals.fetch(action.key)
+                case "release":
+                    (self.residuals if action.kind == "residuals" else self.weights).release(action.key)
+                case "forward":
+                    self._forward(action.key, flow, training=training)
+                case "put":
+                    self.residuals.put(action.key, flow.residuals)
+                    flow.residuals = ()
+                case "loss":
+                    self._loss(flow, training=training)
+                case "backward":
+                    self._backward(action.key, flow)
+                case "reduce":
+                    self._reduce(action.key, flow)
+
+    def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
+        if key == EMBED:
+            (weight,) = self.parameters.inputs(self.embed)
+            flow.x = torch.nn.functional.embedding(self.inputs.input_ids, weight)
+            return
+        x = flow.x
+        assert x is not None
+        piece = self.layers[key]
+        if training:
+            program = self.programs.layer(piece)
+            flow.x, *kept = program.forward(self._layer_inputs(key, flow, x))
+            flow.residuals = (x, *kept)
+        else:
+            (flow.x,) = self.programs.evaluation_layer(piece)(self._layer_inputs(key, flow, x))
+
+    def _loss(self, flow: _Flow, *, training: bool) -> None:
+        x, flow.x = flow.x, None
+        assert x is not None
+        tensors = self.parameters.inputs(self.head)
+        labels = self.inputs.labels
+        dx = torch.empty_like(x) if training else None
+        totals: list[Tensor] = []
+        for chunk in self.programs.chunks():
+            program = self.programs.head(self.head, chunk.stop - chunk.start, training=training)
+            arguments = [*tensors, x[chunk], labels[chunk]]
+            if dx is None:
+                self.loss_sum.add_(program(arguments)[0])
+                continue
+            loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
+            self.loss_sum.add_(loss)
+            totals = [a.add_(g) for a, g in zip(totals, gradients, strict=True)] if totals else list(gradients)
+        flow.dx, flow.gradients = dx, totals
+
+    def _backward(self, key: str, flow: _Flow) -> None:
+        dx = flow.dx
+        assert dx is not None
+        if key == EMBED:
+            flow.gradients = ()
+            return
+        x, *kept = flow.residuals
+        flow.residuals = ()
+        *flow.gradients, flow.dx = self.programs.layer(self.layers[key]).backward(
+            [*self._layer_inputs(key, flow, x), *kept, dx]
+        )
+
+    def _reduce(self, key: str, flow: _Flow) -> None:
+        if key == EMBED:
+            assert flow.dx is not None
+            (gradient,) = self.parameters.gradients(self.embed)
+            _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
+        else:
+            piece = self.layers.get(key, self.head)
+            targets = self.parameters.gradients(piece)
+            if targets:
+                torch._foreach_add_(targets, list(flow.gradients))
+        flow.gradients = ()
+
+    def _run_training(self) -> None:
+        self._run(self.training, training=True)
+
+    def _run_update(self) -> None:
+        """Clip, step, refresh the compute copies, clear the gradients: no host synchronisation."""
+        groups = self.parameters.groups
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.grad) for g in groups]))
+        clip = torch.ones_like(norm)
+        if self.settings.max_grad_norm > 0:
+            clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        skip = (~torch.isfinite(norm)).float()
+        self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
+        self.parameters.refresh()
+        self._figures.copy_(torch.stack((self.loss_sum, norm)))
+        self.loss_sum.zero_()
+        for group in groups:
+            group.grad.zero_()
+
+    # --------------------------------------------------------------------------- public
+
+    def seeds(self, step: int, micro_step: int) -> Tensor:
+        """[L] int32 dropout seeds of a micro-step."""
+        sequence = np.random.SeedSequence([self.settings.seed, step, micro_step])
+        return torch.from_numpy(sequence.generate_state(len(self.layers), np.uint32).view(np.int32))
+
+    @torch.no_grad()
+    def train_step(self, batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+        """One optimizer step over the micro-batches; `step` counts from 0.
+
+        The loss is averaged over the label tokens of all of them.
+        """
+        label_tokens = sum(b.label_tokens for b in batches)
+        for micro_step, batch in enumerate(batches):
+            self.inputs.load(batch, self.seeds(step, micro_step), 1 / max(1, label_tokens))
+            self._micro_step()
+        self._lr.fill_(lr)
+        self._update()
+        tokens = sum(b.tokens for b in batches)
+        if self.settings.device.type != "cuda":
+            return StepResult(label_tokens, tokens, self._figures.clone(), None)
+        figures = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        figures.copy_(self._figures, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return StepResult(label_tokens, tokens, figures, ready)
+
+    @torch.no_grad()
+    def accumulate(self, batches: Sequence[MicroBatch], *, step: int = 0) -> float:
+        """The micro-steps of a step without its update: gradients stay in the groups; the mean loss."""
+        label_tokens = sum(b.label_tokens for b in batches)
+        self.loss_sum.zero_()
+        for micro_step, batch in enumerate(batches):
+            self.inputs.load(batch, self.seeds(step, micro_step), 1 / max(1, label_tokens))
+            self._micro_step()
+        loss = self.loss_sum.item() / max(1, label_tokens)
+        self.loss_sum.zero_()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """(mean loss per label token, label tokens) without dropout; touches no gradient."""
+        label_tokens = 0
+        total = torch.zeros((), dtype=torch.float64, device=self.settings.device)
+        for batch in batches:
+            self.inputs.load(batch, self.seeds(0, 0), 0.0)
+            self.loss_sum.zero_()
+            self._run(self.evaluation, training=False)
+            total += self.loss_sum
+            label_tokens += batch.label_tokens
+        self.loss_sum.zero_()
+        return (total.item() / max(1, label_tokens)), label_tokens
+
+    @torch.no_grad()
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[N, V] logits of a micro-batch, without dropout; for checks, not for training."""
+        from surogate_core.kernels import ops
+
+        self.inputs.load(batch, self.seeds(0, 0), 0.0)
+        flow = _Flow()
+        flow.tables = list(self._tables().values())
+        for key in (EMBED, *self.layers):
+            self._forward(key, flow, training=False)
+        norm, weight = self.parameters.inputs(self.head)
+        eps = float(self.model.head.eps.value(self.model.config))
+        assert flow.x is not None
+        return ops.rms_norm(flow.x, norm, eps) @ weight.t()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The live tensors that a checkpoint keeps, by file: masters by HF name, optimizer state."""
+        return {"trainable": dict(self.parameters.masters()), "optimizer": self.optimizer.state()}
+
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy a checkpoint's tensors into the live ones; names and shapes must agree."""
+        for file, live in self.state().items():
+            saved = state[file]
+            if missing := sorted(live.keys() ^ saved.keys()):
+                raise ValueError(f"checkpoint file {file}: tensors differ from this run's: {', '.join(missing[:5])}")
+            for name, tensor in live.items():
+                tensor.copy_(saved[name])
+        self.parameters.refresh()
+
+
+def _add_embedding_gradient(gradient_VD: Tensor, ids_N: Tensor, dx_ND: Tensor) -> None:
+    if gradient_VD.device.type == "cpu":
+        gradient_VD.index_add_(0, ids_N, dx_ND.to(gradient_VD.dtype))
+        return
+    # Sorted, so that the sum's order (and the run's bits) do not depend on thread timing.
+    dense = torch.ops.aten.embedding_dense_backward(dx_ND.float(), ids_N, gradient_VD.shape[0], -1, False)
+    gradient_VD.add_(dense)

@@ -1,0 +1,213 @@
+"""The tensors of a model: frozen ones in the weights store, trainable ones in flat groups.
+
+A flat group holds fp32 masters and fp32 gradients of many parameters in one tensor each, so that
+clipping, the optimizer and the refresh of compute copies are a few launches whatever the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import ParamGroup, Store
+from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
+from surogate_core.dsl.slots import LinearSlot
+from surogate_core.engine.schedule import EMBED, HEAD, layer_key
+
+ALIGNMENT = 64
+"""Elements that each parameter's offset in a flat group is a multiple of (256 bytes of fp32)."""
+
+Source = Callable[[TensorSpec], Tensor]
+"""Gives the initial value of a tensor, of its shape, in any float dtype, on any device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of the model that is traced as one: the embedding, a layer, or the head."""
+
+    key: str
+    specs: tuple[TensorSpec, ...]
+    block: Block | None = None
+    slots: tuple[LinearSlot, ...] = ()
+
+
+def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, ...]:
+    """All pieces in order. With LoRA the base is frozen, without it everything is trained."""
+    train_base = lora is None
+    found = [Piece(key=EMBED, specs=model.embed_specs(train_base=train_base))]
+    for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
+        slots = block.linear_slots(lora)
+        specs = block.tensor_specs(prefix, slots, train_base=train_base)
+        found.append(Piece(key=layer_key(index), specs=specs, block=block, slots=slots))
+    found.append(Piece(key=HEAD, specs=model.head_specs(train_base=train_base)))
+    return tuple(found)
+
+
+def distinct(found: tuple[Piece, ...]) -> Iterator[TensorSpec]:
+    """Every tensor once; a tied head shares the embedding's."""
+    seen: set[str] = set()
+    for piece in found:
+        for spec in piece.specs:
+            if spec.hf_name not in seen:
+                seen.add(spec.hf_name)
+                yield spec
+
+
+class RandomSource:
+    """Initial values drawn for each tensor from (seed, its name), so in any order the same.
+
+    Matrices are normal with deviation `std`; LoRA A is uniform in ±1/√inputs, as PEFT draws it.
+    """
+
+    def __init__(self, *, seed: int, std: float, device: torch.device):
+        self.seed, self.std, self.device = seed, std, device
+
+    def __call__(self, spec: TensorSpec) -> Tensor:
+        value = torch.empty(spec.shape, dtype=torch.float32, device=self.device)
+        if spec.init == "ones":
+            return value.fill_(1)
+        if spec.init == "zeros":
+            return value.zero_()
+        digest = hashlib.sha256(f"{self.seed}:{spec.hf_name}".encode()).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        if spec.init == "lora_a":
+            bound = 1 / math.sqrt(spec.shape[1])
+            return value.uniform_(-bound, bound, generator=generator)
+        return value.normal_(0, self.std, generator=generator)
+
+
+class Parameters:
+    """Allocates, fills and hands out a model's tensors on one device."""
+
+    def __init__(
+        self,
+        found: tuple[Piece, ...],
+        *,
+        weights: Store,
+        device: torch.device,
+        dtype: torch.dtype,
+        adapter_dtype: torch.dtype,
+        weight_decay: float,
+    ):
+        self.pieces = found
+        self.weights = weights
+        self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
+        self.specs = {spec.hf_name: spec for spec in distinct(found)}
+        trainable = [s for s in self.specs.values() if s.trainable]
+        self.groups: list[ParamGroup] = []
+        self._master: dict[str, Tensor] = {}
+        self._grad: dict[str, Tensor] = {}
+        self._compute: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for name, members, decay in (
+            ("decayed", [s for s in trainable if s.decayed], weight_decay),
+            ("undecayed", [s for s in trainable if not s.decayed], 0.0),
+        ):
+            if members:
+                self._add_group(name, members, decay)
+        self._frozen: dict[str, Tensor] = {}
+
+    def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
+        # Adapters and base weights may be computed in different dtypes, and a compute copy is
+        # one cast of a contiguous range: members are ordered by dtype.
+        members = sorted(members, key=lambda s: str(self.compute_dtype(s)))
+        shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
+        ranges: dict[torch.dtype, tuple[int, int]] = {}
+        size = 0
+        for spec in members:
+            dtype = self.compute_dtype(spec)
+            start = ranges.get(dtype, (size, size))[0]
+            shapes[spec.hf_name] = (size, spec.shape)
+            size += -(-math.prod(spec.shape) // ALIGNMENT) * ALIGNMENT
+            ranges[dtype] = (start, size)
+        master = torch.zeros(size, dtype=torch.float32, device=self.device)
+        grad = torch.zeros_like(master)
+        self.groups.append(
+            ParamGroup(name=name, master=master, grad=grad, shapes=shapes, weight_decay=weight_decay)
+        )
+        for dtype, (start, stop) in ranges.items():
+            compute = master
+            if dtype != torch.float32:
+                copy = torch.zeros(stop - start, dtype=dtype, device=self.device)
+                self._copies.append((copy, master[start:stop]))
+                compute = copy
+            for spec in members:
+                if self.compute_dtype(spec) == dtype:
+                    offset, shape = shapes[spec.hf_name]
+                    count = math.prod(shape)
+                    self._master[spec.hf_name] = master[offset : offset + count].view(shape)
+                    self._grad[spec.hf_name] = grad[offset : offset + count].view(shape)
+                    at = offset if compute is master else offset - start
+                    self._compute[spec.hf_name] = compute[at : at + count].view(shape)
+
+    def compute_dtype(self, spec: TensorSpec) -> torch.dtype:
+        """Dtype in which a piece receives the tensor."""
+        return self.adapter_dtype if spec.role == "adapter" else self.dtype
+
+    def fill(self, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Set every tensor from the source and hand the frozen ones to the weights store."""
+        total = len(self.specs)
+        for done, spec in enumerate(self.specs.values(), start=1):
+            value = source(spec)
+            if tuple(value.shape) != spec.shape:
+                raise AssertionError(f"{spec.hf_name}: source gave {tuple(value.shape)}, not {spec.shape}")
+            if spec.trainable:
+                self._master[spec.hf_name].copy_(value)
+            else:
+                self._frozen[spec.hf_name] = value.to(self.device, self.dtype).contiguous()
+            progress(done, total)
+        for piece in self.pieces:
+            self.weights.put(piece.key, [self._frozen[s.hf_name] for s in piece.specs if not s.trainable])
+        # From here the store owns them: an offloader may have moved them away.
+        self._frozen.clear()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the compute copies up to date with the masters."""
+        for copy, master in self._copies:
+            copy.copy_(master)
+
+    def inputs(self, piece: Piece) -> list[Tensor]:
+        """The tensors of a piece in the order of its specs; its frozen ones must be fetched."""
+        frozen = iter(self.weights.fetch(piece.key))
+        return [self._compute[s.hf_name] if s.trainable else next(frozen) for s in piece.specs]
+
+    def gradients(self, piece: Piece) -> list[Tensor]:
+        """Views of the gradient accumulators of a piece's trainable tensors, in order."""
+        return [self._grad[s.hf_name] for s in piece.specs if s.trainable]
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """The live fp32 masters by HF name."""
+        return self._master
+
+    def gradients_by_name(self) -> Mapping[str, Tensor]:
+        """The live fp32 gradients by HF name."""
+        return self._grad
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor but adapters as (HF name, value in the model's dtype), one at a time."""
+        seen: set[str] = set()
+        for piece in self.pieces:
+            frozen = iter(self.weights.fetch(piece.key))
+            for spec in piece.specs:
+                value = self._master[spec.hf_name] if spec.trainable else next(frozen)
+                if spec.role != "adapter" and spec.hf_name not in seen:
+                    seen.add(spec.hf_name)
+                    yield spec.hf_name, value.to(self.dtype)
+            self.weights.release(piece.key)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every adapter tensor as (PEFT name without prefix, fp32 master)."""
+        for name, master in self._master.items():
+            if self.specs[name].role == "adapter":
+                yield name, master
+
+    def counts(self) -> tuple[int, int]:
+        """(all parameters, trainable parameters)."""
+        sizes = [(math.prod(s.shape), s.trainable) for s in self.specs.values()]
+        return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)

@@ -1,0 +1,134 @@
+"""The compiled programs of a model: one per distinct piece, made once, shared by its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Objective, Recipe
+from surogate_core.dsl.declare import Model
+from surogate_core.dsl.trace import (
+    Compiler,
+    Program,
+    Recompute,
+    Signature,
+    _Call,
+    differentiate,
+    with_gradients,
+    without_gradients,
+)
+from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.kernels import ops, registry
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgramBuilder:
+    """Everything that shapes the programs of a run."""
+
+    model: Model
+    parameters: Parameters
+    recipe: Recipe
+    recipe_options: Any
+    objective: Objective
+    kernels: registry.KernelTable
+    tokens: int
+    """N, tokens of a micro-batch."""
+    tables: dict[str, Signature]
+    """Signatures of the tensors that every block reads, by name, in the order they are passed."""
+    head_chunks: int
+    recompute: Recompute
+    compiler: Compiler
+    progress: Callable[[str], None] = lambda what: None
+    _layers: dict[Any, Program] = field(default_factory=dict)
+    _evaluations: dict[Any, _Call] = field(default_factory=dict)
+    _heads: dict[Any, _Call] = field(default_factory=dict)
+
+    def _inputs(self, piece: Piece) -> list[Signature]:
+        return [
+            Signature(s.shape, self.parameters.compute_dtype(s), self.parameters.device, s.trainable)
+            for s in piece.specs
+        ]
+
+    def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
+        return Signature((tokens, self.model.width), self.parameters.dtype, self.parameters.device, requires_grad)
+
+    def _layer_inputs(self, piece: Piece) -> list[Signature]:
+        seed = Signature((), torch.int32, self.parameters.device)
+        activation = self._activation(self.tokens, requires_grad=True)
+        return [*self._inputs(piece), activation, *self.tables.values(), seed]
+
+    def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
+        block, count, names = piece.block, len(piece.specs), list(self.tables)
+        assert block is not None
+
+        def run(*flat: Tensor) -> Tensor:
+            tensors = {spec.name: value for spec, value in zip(piece.specs, flat, strict=False)}
+            x, tables, seed = flat[count], dict(zip(names, flat[count + 1 : -1], strict=True)), flat[-1]
+            bound = block.bind(
+                tensors,
+                piece.slots,
+                gemm=self.recipe.linear,
+                gemm_options=self.recipe_options,
+                seed=seed if training else None,
+            )
+            return bound.forward(x, tables)
+
+        return run
+
+    def _signature(self, piece: Piece) -> Any:
+        return type(piece.block), piece.slots, tuple(self._inputs(piece))
+
+    def layer(self, piece: Piece) -> Program:
+        """Forward and backward of a layer: ([*tensors, x_ND, *tables, seed])."""
+        key = self._signature(piece)
+        if key not in self._layers:
+            self.progress(f"differentiating {type(piece.block).__name__}")
+            with registry.using(self.kernels):
+                self._layers[key] = differentiate(
+                    self._layer_function(piece, training=True),
+                    self._layer_inputs(piece),
+                    recompute=self.recompute,
+                    compiler=self.compiler,
+                )
+        return self._layers[key]
+
+    def evaluation_layer(self, piece: Piece) -> _Call:
+        """Forward alone of a layer, without dropout."""
+        key = self._signature(piece)
+        if key not in self._evaluations:
+            self.progress(f"tracing {type(piece.block).__name__} for evaluation")
+            with registry.using(self.kernels):
+                self._evaluations[key] = without_gradients(
+                    self._layer_function(piece, training=False), self._layer_inputs(piece), compiler=self.compiler
+                )
+        return self._evaluations[key]
+
+    def chunks(self) -> Sequence[slice]:
+        """The token ranges whose logits exist at one time."""
+        size = -(-self.tokens // self.head_chunks)
+        return [slice(start, min(start + size, self.tokens)) for start in range(0, self.tokens, size)]
+
+    def head(self, piece: Piece, tokens: int, *, training: bool) -> _Call:
+        """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, d_loss)]).
+
+        Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation.
+        """
+        key = (tokens, training)
+        if key not in self._heads:
+            self.progress("differentiating the head and loss" if training else "tracing the head for evaluation")
+            eps = float(self.model.head.eps.value(self.model.config))
+
+            def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor) -> Tensor:
+                h_ND = ops.rms_norm(x_ND, norm_D, eps)
+                return self.objective.token_loss(h_ND @ weight_VD.t(), labels_N).sum()
+
+            labels = Signature((tokens,), torch.int64, self.parameters.device)
+            inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True), labels]
+            make = with_gradients if training else without_gradients
+            with registry.using(self.kernels):
+                self._heads[key] = make(run, inputs, compiler=self.compiler)
+        return self._heads[key]

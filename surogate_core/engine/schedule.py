@@ -1,0 +1,133 @@
+"""The micro-step as a list of actions that can be read, printed and tested without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from surogate_core.bundles import TensorKind
+
+EMBED, HEAD = "embed", "head"
+
+Verb = Literal[
+    "tables",  # compute the tensors that all blocks read
+    "prefetch",  # start bringing a key's tensors to the device
+    "fetch",  # a key's tensors are needed now
+    "forward",
+    "loss",  # head, loss and their gradients, fused
+    "backward",
+    "put",  # hand a key's tensors to their store
+    "reduce",  # add gradients into the step's
+    "release",  # a key's tensors are not needed until they are fetched again
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of the schedule: what is done, to which piece, with which kind of tensor."""
+
+    verb: Verb
+    key: str
+    kind: TensorKind | None = None
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind + ' ' if self.kind else ''}{self.key}".rstrip()
+
+
+def layer_key(index: int) -> str:
+    """The stores' key of a layer."""
+    return f"layer {index}"
+
+
+def training_schedule(layers: int, *, train_embedding: bool) -> tuple[Action, ...]:
+    """Forward through all pieces, the fused head, and backward in reverse.
+
+    The next piece's weights are prefetched before the current piece runs.
+    """
+    keys = [layer_key(i) for i in range(layers)]
+    actions = [*_forward(keys, keep=True)]
+    actions += [
+        Action("fetch", HEAD, "weights"),
+        Action("loss", HEAD),
+        Action("reduce", HEAD, "gradients"),
+        Action("release", HEAD, "weights"),
+    ]
+    backward = keys[::-1]
+    for key, following in zip(backward, [*backward[1:], None], strict=True):
+        if following:
+            actions += [Action("prefetch", following, "weights"), Action("prefetch", following, "residuals")]
+        actions += [
+            Action("fetch", key, "weights"),
+            Action("fetch", key, "residuals"),
+            Action("backward", key),
+            Action("reduce", key, "gradients"),
+            Action("release", key, "residuals"),
+            Action("release", key, "weights"),
+        ]
+    if train_embedding:
+        actions += [Action("backward", EMBED), Action("reduce", EMBED, "gradients")]
+    return tuple(actions)
+
+
+def evaluation_schedule(layers: int) -> tuple[Action, ...]:
+    """Forward only; nothing is kept."""
+    return (
+        *_forward([layer_key(i) for i in range(layers)], keep=False),
+        Action("fetch", HEAD, "weights"),
+        Action("loss", HEAD),
+        Action("release", HEAD, "weights"),
+    )
+
+
+def _forward(keys: Sequence[str], *, keep: bool) -> tuple[Action, ...]:
+    actions = [
+        Action("tables", ""),
+        Action("fetch", EMBED, "weights"),
+        Action("forward", EMBED),
+        Action("release", EMBED, "weights"),
+    ]
+    for key, following in zip(keys, [*keys[1:], HEAD], strict=True):
+        actions += [
+            Action("prefetch", following, "weights"),
+            Action("fetch", key, "weights"),
+            Action("forward", key),
+        ]
+        if keep:
+            actions.append(Action("put", key, "residuals"))
+        actions.append(Action("release", key, "weights"))
+    return tuple(actions)
+
+
+def render(schedule: Sequence[Action]) -> str:
+    """The schedule as text, one piece a line, equal runs of layers folded."""
+    lines: list[tuple[str, str]] = []
+    for key, run in groupby(_with_piece(schedule), key=lambda pair: pair[0]):
+        actions = [action for _, action in run]
+        lines.append((key, " · ".join(_phrase(a) for a in actions)))
+    folded: list[str] = []
+    for (text, is_layer), run in groupby(lines, key=lambda line: (line[1], line[0].startswith("layer"))):
+        keys = [key for key, _ in run]
+        if is_layer and len(keys) > 1:
+            first, last = (k.removeprefix("layer ") for k in (keys[0], keys[-1]))
+            folded.append(f"layers {first}…{last}: {text}")
+        else:
+            folded.extend(f"{key}: {text}" for key in keys)
+    return "\n".join(folded)
+
+
+def _with_piece(schedule: Sequence[Action]) -> list[tuple[str, Action]]:
+    """Each action with the piece on whose line it stands: a prefetch stands with what it overlaps."""
+    paired: list[tuple[str, Action]] = []
+    piece = ""
+    for action in reversed(schedule):
+        if action.verb != "prefetch":
+            piece = action.key or "tables"
+        paired.append((piece, action))
+    return paired[::-1]
+
+
+def _phrase(action: Action) -> str:
+    of = " of the next" if action.verb == "prefetch" else ""
+    return f"{action.verb} {action.kind or ''}".strip() + of

@@ -1,0 +1,56 @@
+"""The store that keeps tensors on the compute device; offloaders bring others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Offloader, TensorKind
+
+
+class DeviceStore:
+    """Tensors stay where they are; fetching costs nothing.
+
+    Residuals are forgotten when released, everything else stays.
+    """
+
+    def __init__(self, kind: TensorKind):
+        self.kind = kind
+        self._held: dict[str, tuple[Tensor, ...]] = {}
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Take the tensors over, replacing what the key held."""
+        self._held[key] = tuple(tensors)
+
+    def prefetch(self, key: str) -> None:
+        """Nothing to do: the tensors are on the device."""
+
+    def fetch(self, key: str) -> tuple[Tensor, ...]:
+        """The key's tensors."""
+        return self._held[key]
+
+    def release(self, key: str) -> None:
+        """Forget residuals."""
+        if self.kind == "residuals":
+            self._held.pop(key, None)
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held, each storage counted once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in self._held.values() for t in h}
+        return {"device": sum(storages.values()), "host": 0, "disk": 0}
+
+
+def _device_store(kind: TensorKind, device: torch.device, options: Any) -> DeviceStore:
+    return DeviceStore(kind)
+
+
+NO_OFFLOAD = Offloader(
+    name="none",
+    kinds=frozenset({"weights", "residuals", "gradients", "master", "optimizer"}),
+    place="device",
+    store=_device_store,
+)
+"""Everything stays on the compute device."""

@@ -1,0 +1,215 @@
+"""The ops that families are written in, each with its plain-PyTorch reference.
+
+Every reference is differentiable, runs in any float dtype (float64 makes it the oracle) and can
+be traced. Shape suffixes: N tokens, D features, H heads, K key/value heads, E head features,
+F feed-forward features, V vocabulary, S document borders.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.kernels.registry import op
+
+
+def region(name: str) -> AbstractContextManager[Any]:
+    """Marks the traced nodes of a part of a block, for the ``recompute_*`` switches."""
+    return fx_traceback.annotate({"region": name})
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide = _wide(x_ND)
+        inverse_N1 = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x_ND, weight_D, inverse_N1)
+        return weight_D * (wide * inverse_N1).to(x_ND.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_ND, weight_D, inverse_N1 = ctx.saved_tensors
+        xhat = _wide(x_ND) * inverse_N1
+        dy = _wide(dy_ND)
+        dxhat = dy * _wide(weight_D)
+        dx = (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)) * inverse_N1
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight_D.dtype)
+        return dx.to(x_ND.dtype), dweight, None
+
+
+@op
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dim (arXiv 1910.07467); statistics in fp32.
+
+    The normalised value is rounded to x's dtype before it is scaled, as transformers does.
+    """
+    with region("rmsnorm"):
+        return _RMSNorm.apply(x_ND, weight_D, eps)  # type: ignore[no-any-return]
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_NF, up_NF)
+        return torch.nn.functional.silu(gate_NF) * up_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        gate_NF, up_NF = ctx.saved_tensors
+        gate, up, dy = _wide(gate_NF), _wide(up_NF), _wide(dy_NF)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+        return dgate.to(gate_NF.dtype), (dy * silu).to(up_NF.dtype)
+
+
+@op
+def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """silu(gate) · up (arXiv 2002.05202)."""
+    with region("swiglu"):
+        return _SwiGLU.apply(gate_NF, up_NF)  # type: ignore[no-any-return]
+
+
+def _rotate(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
+    first, second = _wide(x_NHE).chunk(2, dim=-1)
+    cos, sin = cos_NE.unsqueeze(1), sin_NE.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_NHE.dtype)
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_NE, sin_NE)
+        return _rotate(x_NHE, cos_NE, sin_NE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NHE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cos_NE, sin_NE = ctx.saved_tensors
+        return _rotate(dy_NHE, cos_NE, -sin_NE), None, None
+
+
+@op
+def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other.
+
+    `cos_NE`, `sin_NE`: [N, E/2] fp32, one angle for each pair (i, i + E/2).
+    """
+    return _Rope.apply(x_NHE, cos_NE, sin_NE)  # type: ignore[no-any-return]
+
+
+def document_ids(cu_seqlens_S: Tensor, tokens: int) -> Tensor:
+    """[N] the number of the document that each position belongs to."""
+    steps = torch.arange(tokens, device=cu_seqlens_S.device, dtype=cu_seqlens_S.dtype)
+    return torch.bucketize(steps, cu_seqlens_S, right=True)
+
+
+@op
+def attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Causal attention within each document; H is a multiple of K (grouped queries).
+
+    `max_seqlen` bounds a document's length. Returns [N, H, E]. The reference forms all N² scores.
+    """
+    n, heads, _ = q_NHE.shape
+    groups = heads // k_NKE.shape[1]
+    k = k_NKE.repeat_interleave(groups, dim=1)
+    v = v_NKE.repeat_interleave(groups, dim=1)
+    document = document_ids(cu_seqlens_S, n)
+    order = torch.arange(n, device=q_NHE.device)
+    visible = (document[:, None] == document[None, :]) & (order[:, None] >= order[None, :])
+    scores = torch.einsum("nhe,mhe->hnm", _wide(q_NHE), _wide(k)) * scale
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    return torch.einsum("hnm,mhe->nhe", weights, _wide(v)).to(q_NHE.dtype)
+
+
+def _hash32(x: Tensor) -> Tensor:
+    """Avalanche of int32 bits: Chris Wellons' lowbias32 (nullprogram.com/blog/2018/07/31)."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def dropout_mask(shape: torch.Size, seed: Tensor, *, salt: int, p: float) -> Tensor:
+    """[shape] bool, True with probability 1 − p: a function of (seed, salt, element number) only.
+
+    Counter-based, so that recomputed blocks, replayed graphs and resumed runs draw the same
+    mask, and CPUs and GPUs agree. `seed`: 0-d int32.
+    """
+    count = shape.numel()
+    key = _hash32(seed + salt * 0x1E3779B9)
+    counter = torch.arange(count, dtype=torch.int32, device=seed.device)
+    threshold = round(p * 2**32) - 2**31
+    return (_hash32(counter ^ key) >= threshold).view(shape)
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, salt: int, p: float) -> Tensor:
+        mask = dropout_mask(x.shape, seed, salt=salt, p=p)
+        ctx.save_for_backward(mask)
+        ctx.p = p
+        return x * mask * (1 / (1 - p))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return dy * mask * (1 / (1 - ctx.p)), None, None, None
+
+
+@op
+def dropout(x: Tensor, seed: Tensor, salt: int, p: float) -> Tensor:
+    """Zero elements with probability p, scale the rest by 1 / (1 − p); see `dropout_mask`."""
+    return _Dropout.apply(x, seed, salt, p)  # type: ignore[no-any-return]
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        logits = _wide(logits_NV)
+        lse_N = torch.logsumexp(logits, dim=-1)
+        trained_N = labels_N != IGNORE_LABEL
+        index_N = torch.where(trained_N, labels_N, 0)
+        picked_N = logits_NV.gather(1, index_N[:, None])[:, 0].to(logits.dtype)
+        ctx.save_for_backward(logits_NV, lse_N, index_N, trained_N)
+        return torch.where(trained_N, lse_N - picked_N, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss_N: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits_NV, lse_N, index_N, trained_N = ctx.saved_tensors
+        factor_N1 = torch.where(trained_N, dloss_N, 0.0)[:, None]
+        softmax = torch.exp(_wide(logits_NV) - lse_N[:, None])
+        if logits_NV.device.type == "cpu":
+            dlogits = (softmax * factor_N1).scatter_add(1, index_N[:, None], -factor_N1)
+        else:
+            # A comparison fuses into the same kernel; a scatter would be a second pass.
+            columns = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+            dlogits = (softmax - (columns == index_N[:, None]).to(softmax.dtype)) * factor_N1
+        return dlogits.to(logits_NV.dtype), None
+
+
+@op
+def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """[N] fp32 negative log-likelihood of each label; 0 where the label is `IGNORE_LABEL`."""
+    return _CrossEntropy.apply(logits_NV, labels_N)  # type: ignore[no-any-return]

@@ -1,0 +1,85 @@
+"""Ops by name, and which kernel runs each: asked once, while a block is traced.
+
+An op is called inside traced code. Its reference is plain PyTorch, so it is traced through and
+Inductor may fuse it; a kernel from a pack replaces it where its predicate holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Kernel, KernelPack
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REFERENCE_PRIORITY = -100
+
+references: dict[str, Kernel] = {}
+"""Op name → its reference, as the kernel of last resort."""
+
+
+@dataclass(slots=True)
+class KernelTable:
+    """The kernels that a run may use on its device, and what was chosen of them."""
+
+    device: torch.device
+    kernels: tuple[Kernel, ...] = ()
+    chosen: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(op, dtype) → name of the kernel that was taken; for the run's log and `surogate doctor`."""
+
+    @classmethod
+    def build(cls, device: torch.device, packs: Sequence[KernelPack]) -> KernelTable:
+        """The table of all kernels of the packs that the device can use."""
+        usable = [pack for pack in packs if pack.unavailable(device) is None]
+        return cls(device=device, kernels=tuple(k for pack in usable for k in pack.kernels()))
+
+    def choose(self, op: str, dtype: torch.dtype) -> Kernel:
+        """The supporting kernel of the highest priority; ties go to the first name."""
+        offers = [k for k in self.kernels if k.op == op and k.supports(self.device, dtype)]
+        best = min([*offers, references[op]], key=lambda k: (-k.priority, k.name))
+        self.chosen[op, str(dtype).removeprefix("torch.")] = best.name
+        return best
+
+
+_active: ContextVar[KernelTable | None] = ContextVar("surogate_kernels", default=None)
+
+
+@contextmanager
+def using(table: KernelTable) -> Iterator[KernelTable]:
+    """Ops called within choose from the table; without one they run their references."""
+    token = _active.set(table)
+    try:
+        yield table
+    finally:
+        _active.reset(token)
+
+
+def op(reference: Callable[P, R]) -> Callable[P, R]:
+    """Register a function as an op and its reference; the first argument is a tensor."""
+    name = reference.__name__
+    references[name] = Kernel(
+        op=name,
+        name="reference",
+        function=reference,
+        supports=lambda device, dtype: True,
+        priority=REFERENCE_PRIORITY,
+    )
+
+    @wraps(reference)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        table = _active.get()
+        if table is None:
+            return reference(*args, **kwargs)
+        first: Tensor = args[0]
+        return table.choose(name, first.dtype).function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
