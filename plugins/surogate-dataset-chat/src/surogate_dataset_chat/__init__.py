@@ -1,1 +1,27 @@
 """Surogate plugin: conversation and text data sets, and the embedded example."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surogate_core import hookimpl
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import DatasetFormat
+
+EMBEDDED_TOKENIZER = "pkg://surogate_dataset_chat/embedded/tokenizer"
+"""The tokenizer that a run uses when its model has none of its own."""
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where this plugin's config groups are."""
+    return "pkg://surogate_dataset_chat.conf"
+
+
+@hookimpl
+def surogate_dataset() -> list[DatasetFormat]:
+    """The formats `conversation` and `text`."""
+    from surogate_dataset_chat import conversation, text
+
+    return [conversation.FORMAT, text.FORMAT]

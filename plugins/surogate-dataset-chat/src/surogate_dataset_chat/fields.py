@@ -1,0 +1,29 @@
+"""Reading a row's fields, with reasons that name the nearest field."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from surogate_core.data.tokenize import RowError
+
+
+def required(row: Mapping[str, Any], field: str) -> Any:
+    """The field's value. Raises `RowError` when the row lacks it."""
+    if row.get(field) is None:
+        close = difflib.get_close_matches(field, list(row), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        state = "is null" if field in row else f"is missing, the row has {', '.join(map(repr, row)) or 'no fields'}"
+        raise RowError(f"field {field!r} {state}{hint}")
+    return row[field]
+
+
+def required_text(row: Mapping[str, Any], field: str) -> str:
+    """The field's text. Raises `RowError` when it is missing, not a string or blank."""
+    value = required(row, field)
+    if not isinstance(value, str):
+        raise RowError(f"field {field!r} must be a string, this is {type(value).__name__}")
+    if not value.strip():
+        raise RowError(f"field {field!r} is empty")
+    return value

@@ -1,0 +1,40 @@
+"""Type `text`: one field of plain text; every token is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles import DatasetFormat
+from surogate_dataset_chat.fields import required_text
+
+if TYPE_CHECKING:
+    from surogate_core.data.tokenize import EncodeContext, Encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """Fields of a data set of type `text`."""
+
+    text_field: str = "text"
+    """Field of the row that holds the text."""
+
+
+def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext) -> Encoded:
+    """The text with the tokenizer's own special tokens, and its end-of-text token at the end.
+
+    Raises `RowError` when the field is missing, not a string or empty.
+    """
+    from surogate_core.data.tokenize import Encoded
+
+    tokenizer = context.tokenizer
+    # verbose=False: a text longer than the model's maximum is the packer's business, not worth a warning.
+    ids = tokenizer(required_text(row, options.text_field), verbose=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    if isinstance(eos, int) and (not ids or ids[-1] != eos):
+        ids = [*ids, eos]
+    return Encoded.from_mask(ids)
+
+
+FORMAT = DatasetFormat(name="text", options=TextOptions, encode=encode, version=1)

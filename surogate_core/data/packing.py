@@ -1,0 +1,183 @@
+"""Packing: whole documents into rows of fixed length, next-token labels inside each document.
+
+A row is a list of pieces (document, start, length); nothing is copied until a batch is made.
+
+The packer is best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973) over a
+window of documents: deterministic, one pass, memory bounded by the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from surogate_core.data.batch import IGNORE_LABEL
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from surogate_core.data.tokenize import TruncationStrategy
+
+PACKING_VERSION = 1
+"""Raised when the same documents pack differently; part of the packed rows' key."""
+
+WINDOW = 1 << 16
+"""Documents that are packed together."""
+
+
+class Piece(NamedTuple):
+    """A run of a document's tokens that stands in a row as a document of its own."""
+
+    document: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSettings:
+    """What shapes rows."""
+
+    sequence_len: int
+    truncation_strategy: TruncationStrategy = "delete"
+    sample_packing: bool = True
+    window: int = WINDOW
+
+    def key(self) -> dict[str, Any]:
+        """JSON-able content for a digest."""
+        return {**asdict(self), "version": PACKING_VERSION}
+
+
+@dataclass(slots=True, kw_only=True)
+class PackStats:
+    """What packing did, counted in documents unless said otherwise."""
+
+    documents: int = 0
+    """Documents that were offered."""
+    deleted: int = 0
+    """Longer than a row and dropped (`truncation_strategy: delete`)."""
+    truncated: int = 0
+    """Longer than a row and cut at one end."""
+    split: int = 0
+    """Longer than a row and split into several."""
+    unlabelled: int = 0
+    """Pieces dropped because cutting left them without a label."""
+    rows: int = 0
+    tokens: int = 0
+    """Tokens in rows, padding not counted."""
+    label_tokens: int = 0
+    """Positions that carry loss."""
+    max_documents: int = 0
+    """Most documents in a row, the padding counted as one."""
+
+
+class Lengths(Protocol):
+    """What the packer needs to know of the documents."""
+
+    def length(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each document."""
+
+    def label_count(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each document that carry loss, the first token never counted."""
+
+    def labels(self, document: int) -> NDArray[np.int32]:
+        """The document's unshifted labels."""
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `lengths` grouped into bins whose sums are at most `capacity`.
+
+    Longest first, equal lengths in their order, each into the fullest bin that has room (the one
+    opened last among equals). Every length must lie in 1 … capacity.
+    """
+    bins: list[list[int]] = []
+    with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces = 0  # bit s is set where with_space[s] is not empty: finds the tightest fit in a few machine words
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            candidates = with_space[space]
+            chosen = candidates.pop()
+            if not candidates:
+                spaces &= ~(1 << space)
+            bins[chosen].append(index)
+        else:
+            space = capacity
+            chosen = len(bins)
+            bins.append([index])
+        left = space - length
+        if left:
+            with_space[left].append(chosen)
+            spaces |= 1 << left
+    return bins
+
+
+def cut(length: int, sequence_len: int, strategy: TruncationStrategy) -> list[tuple[int, int]]:
+    """(start, length) of the parts that a document of `length` tokens enters rows with.
+
+    The parts of a split document overlap by one token, which is context only in the later part:
+    so every label of the document is learnt exactly once.
+    """
+    if length <= sequence_len:
+        return [(0, length)]
+    match strategy:
+        case "delete":
+            return []
+        case "left":
+            return [(length - sequence_len, sequence_len)]
+        case "right":
+            return [(0, sequence_len)]
+        case "split":
+            stride = sequence_len - 1
+            return [(start, min(sequence_len, length - start)) for start in range(0, length - 1, stride)]
+
+
+def pack(
+    documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
+) -> Iterator[list[list[Piece]]]:
+    """Rows of the documents, window by window; `stats` is counted up as they are made."""
+    for first in range(0, len(documents), settings.window):
+        window = documents[first : first + settings.window]
+        pieces = list(_pieces(window, known, settings, stats))
+        if settings.sample_packing:
+            filled = best_fit_decreasing([piece.length for piece in pieces], settings.sequence_len)
+            rows = [[pieces[i] for i in indices] for indices in filled]
+        else:
+            rows = [[piece] for piece in pieces]
+        stats.rows += len(rows)
+        for row in rows:
+            used = sum(piece.length for piece in row)
+            stats.tokens += used
+            stats.max_documents = max(stats.max_documents, len(row) + (used < settings.sequence_len))
+        yield rows
+
+
+def _pieces(documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats) -> Iterable[Piece]:
+    lengths = known.length(documents).tolist()
+    label_counts = known.label_count(documents).tolist()
+    for document, length, whole_labels in zip(documents.tolist(), lengths, label_counts, strict=True):
+        stats.documents += 1
+        if length <= settings.sequence_len:
+            stats.label_tokens += whole_labels
+            yield Piece(document, 0, length)
+            continue
+        match settings.truncation_strategy:
+            case "delete":
+                stats.deleted += 1
+                continue
+            case "split":
+                stats.split += 1
+            case _:
+                stats.truncated += 1
+        trained = known.labels(document) != IGNORE_LABEL
+        for start, part in cut(length, settings.sequence_len, settings.truncation_strategy):
+            labels = int(np.count_nonzero(trained[start + 1 : start + part]))
+            if labels == 0:
+                stats.unlabelled += 1
+                continue
+            stats.label_tokens += labels
+            yield Piece(document, start, part)

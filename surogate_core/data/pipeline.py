@@ -1,0 +1,329 @@
+"""From the configuration's data sets to packed rows: read, encode, keep, split, pack, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surogate_core.data.cache import Cache, CacheEntry, cache_root, digest_of
+from surogate_core.data.entries import DatasetEntry, parse_entries
+from surogate_core.data.packing import PackSettings
+from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows
+from surogate_core.data.shards import (
+    SHARD_VERSION,
+    Documents,
+    DocumentShard,
+    DocumentWriter,
+    PackedRows,
+    pack_documents,
+)
+from surogate_core.data.sources import Source, open_source
+from surogate_core.data.tokenize import EncodeContext, RowError
+from surogate_core.data.tokenizer import padding_id, tokenizer_digest
+from surogate_core.errors import UserError
+from surogate_core.train.events import Progress
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.bundles import DatasetFormat
+    from surogate_core.config.schema import RunConfig
+
+NOTHING_TRAINED_SHARE = 0.01
+"""Below this share of trained tokens a data set is reported as (almost) untrained."""
+EVERYTHING_TRAINED_SHARE = 0.995
+"""Above it, as trained on its prompts too."""
+MANY_DROPPED_SHARE = 0.1
+"""Above this share of documents dropped for their length, the run is warned."""
+
+_PROGRESS_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedData:
+    """The data of a run."""
+
+    train: PackedRows
+    eval: PackedRows | None
+    """Held-out rows; None when nothing is held out."""
+    report: DataReport
+    digest: str
+    """Digest of the content and order of all rows; equal digests give equal micro-batches."""
+
+
+def prepare(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    formats: Mapping[str, DatasetFormat],
+    *,
+    progress: Callable[[Progress], None] = lambda event: None,
+) -> PreparedData:
+    """Read, tokenise and pack the data sets of `config`, or map what an earlier run made of them.
+
+    Raises `ConfigError` for a wrong entry, `UserError` for missing, empty or too broken data,
+    `MachineError` when the cache's disk is full.
+    """
+    entries = [
+        *parse_entries(config.datasets, formats, key="datasets"),
+        *parse_entries(config.validation_datasets, formats, key="validation_datasets"),
+    ]
+    if not config.datasets:
+        raise UserError("`datasets` is empty. Fix: name at least one data set, e.g. dataset=embedded.")
+    encoder = _Encoder(config, tokenizer, progress)
+    loaded = [encoder.load(entry) for entry in entries]
+    train_sets, eval_sets = loaded[: len(config.datasets)], loaded[len(config.datasets) :]
+
+    settings = PackSettings(
+        sequence_len=config.sequence_len,
+        truncation_strategy=config.truncation_strategy,
+        sample_packing=config.sample_packing,
+    )
+    rows_cache = Cache(encoder.root, "rows")
+
+    def packed(documents: Documents, chosen: NDArray[np.int64] | None, chosen_key: Any) -> PackedRows:
+        return pack_documents(rows_cache, documents, chosen, chosen_key, settings, padding_id=padding_id(tokenizer))
+
+    documents = _concatenated(train_sets)
+    held_out: PackedRows | None = None
+    if eval_sets:
+        train = packed(documents, None, "all")
+        held_out = packed(_concatenated(eval_sets), None, "all")
+    else:
+        kept, out = split_documents(len(documents), config.validation_split_ratio, config.eval_seed)
+        split_key = {"ratio": config.validation_split_ratio, "seed": config.eval_seed}
+        train = packed(documents, kept, {**split_key, "side": "train"} if len(out) else "all")
+        if len(out):
+            held_out = packed(documents, out, {**split_key, "side": "eval"})
+    _require_rows(train, config, "datasets")
+    if held_out is not None and len(held_out) == 0:
+        if eval_sets:
+            _require_rows(held_out, config, "validation_datasets")
+        held_out = None
+    if held_out is not None:
+        # Every micro-batch of the run has the same shapes, training and evaluation alike.
+        train.max_documents = held_out.max_documents = max(train.max_documents, held_out.max_documents)
+
+    report = DataReport(
+        datasets=tuple(item.report for item in loaded),
+        bad_rows=tuple(row for item in loaded for row in item.bad_rows)[:BAD_ROWS_KEPT],
+        train=train.stats,
+        train_fill=train.fill,
+        eval=held_out.stats if held_out is not None else None,
+        warnings=tuple(_warnings(config, loaded, train, held_out)),
+    )
+    digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
+    return PreparedData(train=train, eval=held_out, report=report, digest=digest)
+
+
+def split_documents(count: int, ratio: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(kept, held out) indices of `count` documents, both ascending; at least one on each side if `ratio` > 0."""
+    if ratio == 0 or count < 2:
+        return np.arange(count, dtype=np.int64), np.empty(0, np.int64)
+    out = min(max(1, round(count * ratio)), count - 1)
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+    order = random.permutation(count).astype(np.int64, copy=False)
+    return np.sort(order[out:]), np.sort(order[:out])
+
+
+# -------------------------------------------------------------------------------- encoding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    shard: DocumentShard
+    digest: str
+    report: DatasetReport
+    bad_rows: tuple[BadRow, ...]
+    ends_special: float
+    """Share of the documents whose last trained token is a special one."""
+
+
+class _Encoder:
+    """Turns entries into document shards and counts bad rows over all of them."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, progress: Callable[[Progress], None]):
+        import tokenizers
+        import transformers
+
+        self.root = cache_root(config.data_cache_dir)
+        self._cache = Cache(self.root, "documents")
+        self._max_bad_rows = config.max_bad_rows
+        self._bad_rows: list[BadRow] = []
+        self._bad_row_count = 0
+        self._progress = progress
+        self._context = EncodeContext(
+            tokenizer=tokenizer,
+            sequence_len=config.sequence_len,
+            truncation_strategy=config.truncation_strategy,
+        )
+        self._special_ids = frozenset(tokenizer.all_special_ids) | frozenset(
+            i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self._key = {
+            "shard_version": SHARD_VERSION,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "sequence_len": config.sequence_len,
+            "truncation_strategy": config.truncation_strategy,
+            # Both shape tokens: the one renders templates, the other splits text.
+            "libraries": [transformers.__version__, tokenizers.__version__],
+        }
+
+    def load(self, entry: DatasetEntry) -> _Loaded:
+        """The entry's documents, encoded now unless the cache has them."""
+        source = open_source(entry.source)
+        task = f"tokenise {source.name}"
+        key = digest_of(
+            {
+                **self._key,
+                "source": source.digest,
+                "format": [entry.format.name, entry.format.version],
+                "options": dataclasses.asdict(entry.options),
+            }
+        )
+        cached = True
+
+        def build(directory: Path) -> Mapping[str, Any]:
+            nonlocal cached
+            cached = False
+            return self._encode(entry, source, directory, task)
+
+        def waiting() -> None:
+            self._progress(Progress(task=f"wait for another run to {task}", done=0, unit="rows"))
+
+        found = self._cache.get_or_build(key, build, waiting=waiting)
+        if cached:
+            self._count_cached_bad_rows(entry, found)
+        facts = found.facts
+        return _Loaded(
+            shard=DocumentShard(found.path),
+            digest=facts["digest"],
+            bad_rows=tuple(BadRow(**row) for row in facts["bad_rows"]),
+            ends_special=facts["ends_special"] / facts["documents"],
+            report=DatasetReport(
+                key=entry.key,
+                path=entry.source.path,
+                cached=cached,
+                bad_rows=facts["bad_row_count"],
+                **{name: facts[name] for name in ("rows", "documents", "tokens", "label_tokens")},
+            ),
+        )
+
+    def _encode(self, entry: DatasetEntry, source: Source, directory: Path, task: str) -> Mapping[str, Any]:
+        bad: list[BadRow] = []
+        rows = bad_count = ends_special = 0
+        shown = time.monotonic()
+        with DocumentWriter(directory) as writer:
+            for where, row in source.rows():
+                rows += 1
+                try:
+                    if isinstance(row, RowError):
+                        raise row
+                    document = entry.format.encode(row, entry.options, self._context)
+                    if document.label_tokens == 0:
+                        raise RowError("no token of it would be trained")
+                except RowError as error:
+                    bad_count += 1
+                    reported = BadRow(where=where, reason=str(error))
+                    if len(bad) < BAD_ROWS_KEPT:
+                        bad.append(reported)
+                    self._count_bad_row(entry, reported)
+                    continue
+                writer.append(document)
+                ends_special += int(document.labels[document.labels >= 0][-1]) in self._special_ids
+                if time.monotonic() - shown > _PROGRESS_SECONDS:
+                    shown = time.monotonic()
+                    self._progress(Progress(task=task, done=rows, unit="rows"))
+            if writer.documents == 0:
+                why = f" Bad rows: {list_bad_rows(bad, bad_count)}" if bad else ""
+                state = "has no rows" if rows == 0 else f"has no usable row among {rows:,}"
+                raise UserError(
+                    f"{entry.key}: data set {entry.source.path} {state}.{why} "
+                    f"Fix: check `path`, `type` ({entry.format.name}) and the type's fields."
+                )
+            self._progress(Progress(task=task, done=rows, total=rows, unit="rows"))
+            return {
+                "path": entry.source.path,
+                "rows": rows,
+                "bad_row_count": bad_count,
+                "bad_rows": [dataclasses.asdict(row) for row in bad],
+                "documents": writer.documents,
+                "tokens": writer.tokens,
+                "label_tokens": writer.label_tokens,
+                "ends_special": ends_special,
+                "digest": writer.content_digest(),
+            }
+
+    def _count_bad_row(self, entry: DatasetEntry, row: BadRow) -> None:
+        self._bad_row_count += 1
+        if len(self._bad_rows) < BAD_ROWS_KEPT:
+            self._bad_rows.append(row)
+        if self._bad_row_count > self._max_bad_rows:
+            raise UserError(
+                f"{entry.key}: more than max_bad_rows={self._max_bad_rows} malformed rows: "
+                f"{list_bad_rows(self._bad_rows, self._bad_row_count)} "
+                f"Fix: mend the rows, check `type` and its fields, or raise `max_bad_rows`."
+            )
+
+    def _count_cached_bad_rows(self, entry: DatasetEntry, found: CacheEntry) -> None:
+        self._bad_row_count += found.facts["bad_row_count"] - len(found.facts["bad_rows"])
+        for row in found.facts["bad_rows"]:
+            self._count_bad_row(entry, BadRow(**row))
+
+
+def _concatenated(sets: list[_Loaded]) -> Documents:
+    return Documents([item.shard for item in sets], digest_of([item.digest for item in sets]))
+
+
+# ------------------------------------------------------------------------------- judgement
+
+
+def _require_rows(rows: PackedRows, config: RunConfig, key: str) -> None:
+    if len(rows) == 0:
+        raise UserError(
+            f"{key}: none of the {rows.stats.documents:,} documents fits into sequence_len={config.sequence_len} "
+            f"with truncation_strategy={config.truncation_strategy}. "
+            f"Fix: raise `sequence_len`, or set truncation_strategy to right or split."
+        )
+
+
+def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_out: PackedRows | None) -> list[str]:
+    warnings = []
+    for item in loaded:
+        report = item.report
+        name = f"{report.key} ({report.path})"
+        if report.trained_share < NOTHING_TRAINED_SHARE:
+            warnings.append(
+                f"{name}: only {report.trained_share:.2%} of the tokens are trained; "
+                f"check that the assistant's turns are where the data set's type looks for them."
+            )
+        elif report.trained_share > EVERYTHING_TRAINED_SHARE and config.task == "sft":
+            warnings.append(
+                f"{name}: every token is trained, prompts included; right for plain text, "
+                f"not for conversations (use type conversation)."
+            )
+        if item.ends_special < 0.5:
+            warnings.append(
+                f"{name}: most documents do not end in a trained end-of-turn token, so the model will not learn "
+                f"to stop; check the tokenizer's chat template."
+            )
+        if report.bad_rows:
+            warnings.append(
+                f"{name}: {report.bad_rows:,} of {report.rows:,} rows were malformed and skipped: "
+                f"{list_bad_rows(item.bad_rows, report.bad_rows)}"
+            )
+    for key, rows in (("training", train), ("held-out", held_out)):
+        if rows is not None and rows.stats.deleted > MANY_DROPPED_SHARE * rows.stats.documents:
+            warnings.append(
+                f"{rows.stats.deleted:,} of {rows.stats.documents:,} {key} documents are longer than "
+                f"sequence_len={config.sequence_len} and were dropped; raise it, or set truncation_strategy."
+            )
+    if held_out is None and config.validation_split_ratio > 0:
+        warnings.append("Nothing is held out: there are too few documents to split, so no evaluation is made.")
+    return warnings

@@ -1,0 +1,108 @@
+"""What became of the rows: counts, bad rows with their places, and warnings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surogate_core.data.packing import PackStats
+
+BAD_ROWS_KEPT = 1000
+"""Bad rows whose place and reason are kept; more are only counted."""
+
+BAD_ROWS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """A row that was skipped."""
+
+    where: str
+    """``file:line``, or the file and the row's number."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetReport:
+    """One entry of `datasets` or `validation_datasets`, before packing."""
+
+    key: str
+    """The entry's key, e.g. ``datasets[0]``."""
+    path: str
+    rows: int
+    """Rows read, bad ones among them."""
+    bad_rows: int
+    documents: int
+    tokens: int
+    label_tokens: int
+    cached: bool
+    """Whether its tokens came from the cache."""
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens that carry loss."""
+        return self.label_tokens / max(1, self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """The whole of a run's data."""
+
+    datasets: tuple[DatasetReport, ...]
+    bad_rows: tuple[BadRow, ...]
+    """The first `BAD_ROWS_KEPT` of them."""
+    train: PackStats
+    train_fill: float
+    """Share of the training rows' positions that hold tokens."""
+    eval: PackStats | None
+    warnings: tuple[str, ...]
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of all data sets, bad ones among them."""
+        return sum(d.rows for d in self.datasets)
+
+    @property
+    def bad_row_count(self) -> int:
+        """All bad rows."""
+        return sum(d.bad_rows for d in self.datasets)
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the training tokens that carry loss."""
+        return self.train.label_tokens / max(1, self.train.tokens)
+
+    def summary(self) -> str:
+        """The report as one paragraph."""
+        train = self.train
+        parts = [
+            f"{self.rows_read:,} rows read: {train.tokens:,} tokens for training in {train.rows:,} packed rows "
+            f"({self.train_fill:.1%} full), {self.trained_share:.1%} of them trained"
+        ]
+        if self.eval is not None:
+            parts.append(f"{self.eval.tokens:,} tokens in {self.eval.rows:,} rows held out")
+        changes = [
+            f"{count:,} {what}"
+            for count, what in (
+                (self.bad_row_count, "bad rows skipped"),
+                (train.deleted, "too long and dropped"),
+                (train.truncated, "too long and cut"),
+                (train.split, "too long and split"),
+                (train.unlabelled, "parts without a label dropped"),
+            )
+            if count
+        ]
+        if changes:
+            parts.append(", ".join(changes))
+        text = "; ".join(parts) + "."
+        if self.bad_rows:
+            text += f" Bad rows: {list_bad_rows(self.bad_rows, self.bad_row_count)}"
+        return text
+
+
+def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:
+    """The first few bad rows on one line."""
+    shown = "; ".join(str(row) for row in bad[:BAD_ROWS_SHOWN])
+    return shown + (f"; and {total - BAD_ROWS_SHOWN:,} more." if total > BAD_ROWS_SHOWN else ".")

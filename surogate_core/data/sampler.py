@@ -1,0 +1,157 @@
+"""The order in which rows are trained on, as a state that is saved, and rows as micro-batches.
+
+Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S document borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from surogate_core.data.shards import PackedRows
+
+STATE_VERSION = 1
+
+
+def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
+    """The rows end to end as one micro-batch of host tensors; None is a row of padding only."""
+    import torch
+
+    length = rows.sequence_len
+    n = len(indices) * length
+    input_ids = np.full(n, rows.padding_id, np.int64)
+    labels = np.full(n, IGNORE_LABEL, np.int64)
+    positions = np.empty(n, np.int32)
+    borders = [0]
+    tokens = 0
+    for slot, index in enumerate(indices):
+        at = slot * length
+        if index is not None:
+            row = rows.row(index)
+            used = len(row.input_ids)
+            input_ids[at : at + used] = row.input_ids
+            labels[at : at + used - 1] = row.labels[1:]
+            tokens += used
+            for document in row.lengths:
+                positions[at : at + document] = np.arange(document, dtype=np.int32)
+                at += document
+                labels[at - 1] = IGNORE_LABEL  # the next token belongs to another document
+                borders.append(at)
+        padding = (slot + 1) * length - at
+        if padding:
+            positions[at : at + padding] = np.arange(padding, dtype=np.int32)
+            borders.append(at + padding)
+    cu_seqlens = np.full(len(indices) * rows.max_documents + 1, n, np.int32)
+    cu_seqlens[: len(borders)] = borders
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_seqlen=length,
+        tokens=tokens,
+        label_tokens=int(np.count_nonzero(labels != IGNORE_LABEL)),
+    )
+
+
+class StepLoader:
+    """An endless stream of optimizer steps over epochs, each epoch in an order of its own.
+
+    Rows are taken from one stream, so a step may span the border of two epochs and no row is
+    ever left out. The order depends on the seed, the epoch and the number of rows alone; the
+    state is the number of rows taken, so it stays valid when the batch size changes.
+    """
+
+    def __init__(self, rows: PackedRows, *, rows_per_micro_batch: int, micro_batches: int, seed: int):
+        assert len(rows) > 0
+        self._rows = rows
+        self._rows_per_micro_batch = rows_per_micro_batch
+        self._micro_batches = micro_batches
+        self._seed = seed
+        self._taken = 0
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the rows that have been handed out."""
+        return self._taken / len(self._rows)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps in one pass; not a whole number unless the rows divide evenly."""
+        return len(self._rows) / (self._rows_per_micro_batch * self._micro_batches)
+
+    def next_step(self) -> list[MicroBatch]:
+        """The micro-batches of the next optimizer step."""
+        return [self._next_micro_batch() for _ in range(self._micro_batches)]
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON values."""
+        return {
+            "version": STATE_VERSION,
+            "rows_taken": self._taken,
+            "rows": len(self._rows),
+            "digest": self._rows.digest,
+            "seed": self._seed,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises `UserError` when the rows or their order are others."""
+        mine = self.state()
+        changed = [key for key in ("version", "rows", "digest", "seed") if state.get(key) != mine[key]]
+        if changed:
+            raise UserError(
+                f"The checkpoint was made with other training rows or another order of them "
+                f"({', '.join(f'{key} {_short(state.get(key))}, now {_short(mine[key])}' for key in changed)}): "
+                f"its place in the data cannot be continued. Fix: restore `datasets`, the tokenizer, `sequence_len`, "
+                f"packing and `train_seed` to what they were, or start anew with resume_from_checkpoint=false."
+            )
+        self._taken = int(state["rows_taken"])
+
+    def _next_micro_batch(self) -> MicroBatch:
+        return collate(self._rows, [self._next_row() for _ in range(self._rows_per_micro_batch)])
+
+    def _next_row(self) -> int:
+        epoch, place = divmod(self._taken, len(self._rows))
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(len(self._rows), self._seed, epoch))
+        self._taken += 1
+        return int(self._order[1][place])
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The permutation of row indices of one epoch, int64."""
+    # RandomState's streams are frozen by NumPy's policy (NEP 19), Generator's are not: a resumed
+    # run must see the same order after an upgrade.
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    return random.permutation(rows).astype(np.int64, copy=False)
+
+
+class EvalBatches:
+    """Every row once, in order; the last micro-batch is filled up with rows of padding."""
+
+    def __init__(self, rows: PackedRows, *, rows_per_micro_batch: int):
+        self._rows = rows
+        self._rows_per_micro_batch = rows_per_micro_batch
+
+    def __len__(self) -> int:
+        """Micro-batches in one pass."""
+        return -(-len(self._rows) // self._rows_per_micro_batch)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for first in range(0, len(self._rows), self._rows_per_micro_batch):
+            indices: list[int | None] = list(range(first, min(first + self._rows_per_micro_batch, len(self._rows))))
+            indices += [None] * (self._rows_per_micro_batch - len(indices))
+            yield collate(self._rows, indices)
+
+
+def _short(value: Any) -> str:
+    return str(value)[:12]

@@ -1,0 +1,369 @@
+"""Rows of a `datasets` entry, streamed: local files and directories, ``pkg://`` data, URLs, hub ids.
+
+JSON is read by this module, line by line, so that a bad row is named by file and line; other
+formats are streamed by the `datasets` library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from surogate_core.data.paths import is_hub_id, is_url, resolve_package_path
+from surogate_core.data.tokenize import RowError
+from surogate_core.errors import UserError
+
+READERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+}
+"""Suffix of a data file → what reads it."""
+
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in the name of a directory's file that say which split it is; without one it is `train`."""
+
+_BOM = b"\xef\xbb\xbf"
+_BLOCK = 1 << 20
+
+SourceRow = tuple[str, Mapping[str, Any] | RowError]
+"""Where a row is (``file:line``), and the row or what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """The fields of a `datasets` entry that say which rows it means."""
+
+    path: str
+    """File, directory, ``pkg://package/file``, URL or hub id."""
+    subset: str | None = None
+    """Configuration of a hub data set, or a subdirectory of a local one."""
+    split: str = "train"
+    """Split of a hub data set or of a directory; a single file has only one."""
+    samples: int | None = None
+    """Take this many rows from the beginning; null takes all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows that can be read any number of times."""
+
+    name: str
+    """Short name for progress and messages."""
+    digest: str
+    """SHA-256 of the content, or of what identifies it where the content is not at hand."""
+    rows: Callable[[], Iterator[SourceRow]]
+    """Reads the rows anew, one at a time. Raises `UserError` when a file is broken."""
+
+
+def open_source(spec: SourceSpec) -> Source:
+    """The rows of an entry. Raises `UserError` when there is nothing at its path."""
+    if is_url(spec.path):
+        return _limited(_url_source(spec), spec)
+    local = Path(resolve_package_path(spec.path)).expanduser()
+    if spec.subset is not None and (local / spec.subset).is_dir():
+        local = local / spec.subset
+    if local.is_dir():
+        saved = (local / "state.json").exists() or (local / "dataset_dict.json").exists()
+        return _limited(_saved_source(local, spec) if saved else _files_source(_files_of(local, spec), spec), spec)
+    if local.exists():
+        return _limited(_files_source([local], spec), spec)
+    if local.suffix.lower() in READERS or not is_hub_id(spec.path):
+        nearest = _nearest_name(local)
+        raise UserError(
+            f"data set {spec.path}: no such file or directory. Fix: correct `path`"
+            + (f"; did you mean {nearest}?" if nearest else ".")
+        )
+    return _limited(_hub_source(spec), spec)
+
+
+def _limited(source: Source, spec: SourceSpec) -> Source:
+    if spec.samples is None:
+        return source
+    return Source(
+        name=source.name,
+        digest=hashlib.sha256(f"{source.digest} first {spec.samples}".encode()).hexdigest(),
+        rows=lambda: islice(source.rows(), spec.samples),
+    )
+
+
+# ------------------------------------------------------------------------------ local files
+
+
+def _files_source(files: list[Path], spec: SourceSpec) -> Source:
+    for file in files:
+        if file.suffix.lower() not in READERS:
+            raise UserError(
+                f"data set {file}: files ending in {file.suffix or 'nothing'!r} cannot be read. "
+                f"Fix: use one of {', '.join(sorted(READERS))}."
+            )
+    digest = hashlib.sha256()
+    for file in files:
+        with _readable(file), file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+
+    def rows() -> Iterator[SourceRow]:
+        for file in files:
+            if READERS[file.suffix.lower()] == "json":
+                yield from _json_rows(file)
+            else:
+                yield from _library_rows(str(file), file.suffix.lower())
+
+    return Source(name=Path(spec.path).name, digest=digest.hexdigest(), rows=rows)
+
+
+def _files_of(directory: Path, spec: SourceSpec) -> list[Path]:
+    """The directory's data files of the wanted split, sorted by path."""
+    files = sorted(
+        path
+        for path in directory.rglob("*")  # does not follow links to directories, so it cannot loop
+        if path.suffix.lower() in READERS
+        and path.is_file()
+        and not any(part.startswith((".", "_")) for part in path.relative_to(directory).parts)
+    )
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(_split_of(path.relative_to(directory)), []).append(path)
+    if spec.split in by_split:
+        return by_split[spec.split]
+    if not files:
+        raise UserError(
+            f"data set {spec.path}: the directory holds no data files. "
+            f"Fix: put files ending in {', '.join(sorted(READERS))} there, or correct `path`."
+        )
+    raise UserError(
+        f"data set {spec.path}: no file of split {spec.split!r}; the directory has "
+        f"{', '.join(f'{split} ({len(paths)} files)' for split, paths in sorted(by_split.items()))}. "
+        f"Fix: set `split`."
+    )
+
+
+def _split_of(path: Path) -> str:
+    words = set(re.split(r"[^a-z]+", str(path.with_suffix("")).lower()))
+    return next((split for split, names in SPLIT_WORDS.items() if words & set(names)), "train")
+
+
+def _nearest_name(path: Path) -> str | None:
+    import difflib
+
+    try:
+        names = [sibling.name for sibling in path.parent.iterdir()]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return str(path.parent / close[0]) if close else None
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"data set {file}: cannot be read: {error.strerror}.") from error
+
+
+# ------------------------------------------------------------------------------------- JSON
+
+
+def _json_rows(file: Path) -> Iterator[SourceRow]:
+    with _readable(file), file.open("rb") as handle:
+        if handle.read(len(_BOM)) != _BOM:
+            handle.seek(0)
+        start = handle.tell()
+        head = handle.read(4096).lstrip()
+        handle.seek(start)
+        yield from _array_rows(file, handle) if head.startswith(b"[") else _line_rows(file, handle)
+
+
+def _line_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
+    for number, line in enumerate(handle, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError as error:
+            yield f"{file}:{number}", RowError(f"not UTF-8 at byte {error.start + 1} of the line")
+        except json.JSONDecodeError as error:
+            yield f"{file}:{number}", RowError(f"not JSON at column {error.colno}: {error.msg}")
+        except RecursionError:
+            yield f"{file}:{number}", RowError("nested too deeply")
+        else:
+            yield f"{file}:{number}", _as_row(row)
+
+
+def _array_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
+    """The elements of one JSON array, read in blocks; the place is the line an element begins at."""
+    decoder = json.JSONDecoder()
+    import codecs
+
+    decode = codecs.getincrementaldecoder("utf-8")()
+    text, line, ended = "", 1, False
+
+    def more() -> None:
+        nonlocal text, ended
+        block = handle.read(max(_BLOCK, len(text)))  # grows with the element, so that a big one stays linear
+        ended = not block
+        text += decode.decode(block, final=ended)
+
+    try:
+        more()
+        opening = text.index("[") + 1
+        line += text.count("\n", 0, opening)
+        text = text[opening:]
+        while True:
+            body = text.lstrip(" \t\r\n,")
+            line += text.count("\n", 0, len(text) - len(body))
+            text = body
+            if not text and not ended:
+                more()
+                continue
+            if text.startswith("]"):
+                return
+            try:
+                row, end = decoder.raw_decode(text)
+                if end == len(text) and not ended:  # a number may go on in the next block
+                    more()
+                    continue
+            except json.JSONDecodeError as error:
+                if not ended:
+                    more()
+                    continue
+                raise UserError(
+                    f"data set {file}:{line + error.lineno - 1}: the JSON array is broken: {error.msg}. "
+                    f"Fix: mend the file; one object a line (.jsonl) loses only the broken line."
+                ) from error
+            yield f"{file}:{line}", _as_row(row)
+            line += text.count("\n", 0, end)
+            text = text[end:]
+    except UnicodeDecodeError as error:
+        raise UserError(f"data set {file}: not UTF-8. Fix: save it as UTF-8.") from error
+    except RecursionError as error:
+        raise UserError(f"data set {file}:{line}: an element is nested too deeply.") from error
+
+
+def _as_row(value: Any) -> Mapping[str, Any] | RowError:
+    if isinstance(value, dict):
+        return value
+    return RowError(f"a row must be a JSON object, this is {_kind(value)}")
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case list():
+            return "an array"
+        case str():
+            return "a string"
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case _:
+            return "a number"
+
+
+# --------------------------------------------------------------------- the datasets library
+
+
+def _library_rows(path: str, suffix: str) -> Iterator[SourceRow]:
+    def load() -> Iterable[Any]:
+        import datasets
+
+        options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
+        return datasets.load_dataset(READERS[suffix], data_files=[path], split="train", streaming=True, **options)
+
+    return _numbered(path, load)
+
+
+def _numbered(name: str, load: Callable[[], Iterable[Any]]) -> Iterator[SourceRow]:
+    done = 0
+    try:
+        for done, row in enumerate(load(), start=1):
+            yield f"{name} row {done}", row
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:  # datasets, pyarrow, pandas, fsspec and hub clients share no base class
+        after = f" after {done} rows" if done else ""
+        raise UserError(
+            f"data set {name}: cannot be read{after}: {_reason(error)} Fix: check that the file is whole."
+        ) from error
+
+
+def _url_source(spec: SourceSpec) -> Source:
+    suffix = Path(spec.path.split("?")[0]).suffix.lower()
+    if suffix not in READERS:
+        raise UserError(f"data set {spec.path}: a URL must end in one of {', '.join(sorted(READERS))}.")
+    import fsspec
+
+    try:
+        filesystem, inner = fsspec.core.url_to_fs(spec.path)
+        identity = {"url": spec.path, **{k: v for k, v in filesystem.info(inner).items() if k in _URL_IDENTITY}}
+    except Exception as error:  # each file system has its own errors
+        raise UserError(f"data set {spec.path}: cannot be reached: {_reason(error)} Fix: check `path`.") from error
+    return Source(
+        name=spec.path.rsplit("/", 1)[-1],
+        digest=hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest(),
+        rows=lambda: _library_rows(spec.path, suffix),
+    )
+
+
+_URL_IDENTITY = ("size", "ETag", "etag", "mtime", "LastModified", "updated", "md5Hash", "crc32c")
+
+
+def _saved_source(directory: Path, spec: SourceSpec) -> Source:
+    """A directory written by `datasets`' `save_to_disk`."""
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(str(directory))
+    except Exception as error:
+        raise UserError(f"data set {spec.path}: cannot be read: {_reason(error)}") from error
+    if isinstance(data, datasets.DatasetDict):
+        if spec.split not in data:
+            raise UserError(f"data set {spec.path}: no split {spec.split!r}, only {', '.join(data)}. Fix: set `split`.")
+        data = data[spec.split]
+    digest = hashlib.sha256()
+    for file in sorted({Path(cached["filename"]) for cached in data.cache_files}):
+        with _readable(file), file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return Source(name=directory.name, digest=digest.hexdigest(), rows=lambda: _numbered(spec.path, lambda: data))
+
+
+def _hub_source(spec: SourceSpec) -> Source:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
+    except Exception as error:  # see _numbered
+        raise UserError(
+            f"data set {spec.path}: neither a file here nor a data set that the hub gives: {_reason(error)} "
+            f"Fix: check `path`, `subset` and `split`, and your network and access."
+        ) from error
+    return Source(
+        name=spec.path,
+        digest=hashlib.sha256(f"{spec.path} {data._fingerprint}".encode()).hexdigest(),
+        rows=lambda: _numbered(spec.path, lambda: data),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    cause = error
+    while cause.__cause__ is not None:  # datasets wraps what the reader said
+        cause = cause.__cause__
+    lines = str(cause).strip().splitlines()
+    text = (lines[0] if lines else type(cause).__name__).rstrip()
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,93 @@
+"""Tokenizers: loading, the digest of what they do, and their fit to a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.data.paths import is_hub_id, resolve_package_path
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory, a ``pkg://`` directory or a hub id; code in it is never run.
+
+    Raises `UserError` when it is missing, incomplete or broken.
+    """
+    local = Path(resolve_package_path(path)).expanduser()
+    if local.is_dir():
+        if not any((local / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+            raise UserError(
+                f"tokenizer {path}: the directory has no tokenizer.json, tokenizer.model or tokenizer_config.json. "
+                f"Fix: set `tokenizer` to the directory or hub id of the model's tokenizer."
+            )
+    elif local.exists():
+        raise UserError(f"tokenizer {path}: this is a file. Fix: name the directory it lies in.")
+    elif not is_hub_id(path):
+        raise UserError(f"tokenizer {path}: no such directory. Fix: correct `tokenizer`.")
+
+    from transformers import AutoTokenizer
+
+    name = str(local) if local.is_dir() else path
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise OSError, ValueError, KeyError and bare Exception
+        raise UserError(
+            f"tokenizer {path}: cannot be loaded: {_first_line(error)} "
+            f"Fix: check that its files are complete, and a hub id for its spelling and your access."
+        ) from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise `UserError` when the tokenizer has ids that the model's embedding has no row for."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab_size:
+        raise UserError(
+            f"The tokenizer has token ids up to {largest} but the model's vocabulary has {vocab_size} entries "
+            f"(ids 0 to {vocab_size - 1}). Fix: set `tokenizer` to the one that belongs to the model, or for a model "
+            f"from scratch set model.config.vocab_size={_round_up(largest + 1, 64)}."
+        )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of what decides how the tokenizer encodes: vocabulary, rules, special tokens, chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content: dict[str, Any]
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        # Both are settings of the last call, not of the tokenizer.
+        content.pop("truncation", None)
+        content.pop("padding", None)
+    else:
+        content = {"vocabulary": tokenizer.get_vocab()}
+    content = {
+        "class": type(tokenizer).__name__,
+        "backend": content,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+        "bos": getattr(tokenizer, "add_bos_token", None),
+        "eos": getattr(tokenizer, "add_eos_token", None),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills padding; it carries no loss and nothing attends to it."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    return 0
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
