@@ -124,7 +124,7 @@ def recover(final: Path) -> None:
     old = sibling(final, "old")
     if old.exists():
         if final.exists():
-            remove_directory(old)
+            shutil.rmtree(old)
         else:
             old.rename(final)
     for kind in ("tmp", "trash"):
@@ -163,6 +163,5 @@ def replaced_directory(final: Path, *, what: str, needed: int | None = None, fix
         if translated is None:
             raise
         raise translated from error
-    if old.exists():
-        with suppress(OSError):
-            remove_directory(old)
+    # What cannot be deleted now is a leftover for the next `recover`.
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,216 @@
+"""The result of a run as directories that transformers, PEFT and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from surogate_core import __version__
+from surogate_core.errors import UserError
+from surogate_core.train import atomic
+from surogate_core.train.tensorfile import TensorWriter, nbytes, write_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MARKER = "surogate_export.json"
+"""Says that a directory is an export, which a later export may replace."""
+
+_PREFIX = "base_model.model."
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer: transformers' own way to save it."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the tokenizer's files into a directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What the model card says of the run."""
+
+    title: str
+    base_model: str | None = None
+    """Hub id or directory of the model that training began from; None: random weights."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Config keys worth knowing, in order."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Final figures, e.g. ``{"held-out loss": 1.23}``, in order; not-finite ones are left out of the JSON."""
+
+
+def export_full(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    card: Card,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: float = 5e9,
+) -> Path:
+    """Write a Hugging Face model directory; a former export there is replaced when the new one is whole.
+
+    `tensors`: (Hugging Face name, tensor on any device), each written and let go before the next is
+    asked for. `config`: the mapping of ``config.json``; `model_type` and `architectures` must be in
+    it, `torch_dtype` is set to the tensors' most common dtype. `generation_config` defaults to the
+    token ids of `config`. Raises `MachineError` (disk full) or `UserError` (not writable, or the
+    directory holds something that is not an export).
+    """
+    assert config.get("model_type")
+    assert config.get("architectures")
+    with _export_directory(directory, kind="full", card=card) as new:
+        dtypes = _write_shards(new, tensors, max_shard_bytes)
+        values = {key: value for key, value in config.items() if key != "dtype"}
+        values["torch_dtype"] = max(dtypes, key=lambda name: dtypes[name])
+        _write_json(new / "config.json", values)
+        if generation_config is None:
+            ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            generation_config = {key: value for key, value in ids.items() if value is not None}
+        _write_json(new / "generation_config.json", generation_config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(new))
+        _write_card(new, card, library="transformers")
+    return directory
+
+
+def export_adapter(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    target_modules: Sequence[str],
+    base_model: str | None,
+    card: Card,
+    tokenizer: Tokenizer | None = None,
+    task_type: str = "CAUSAL_LM",
+) -> Path:
+    """Write a PEFT adapter directory; a former export there is replaced when the new one is whole.
+
+    `tensors`: (``<module>.lora_A.weight``, [rank, in]) and (``<module>.lora_B.weight``, [out, rank]),
+    modules by their Hugging Face names; alpha / rank is not folded in. `base_model`: hub id or
+    directory that PEFT is to load the adapter on. Errors as in `export_full`.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        side = 0 if name.endswith(".lora_A.weight") else 1
+        assert side == 0 or name.endswith(".lora_B.weight"), name
+        assert tensor.shape[side] == rank, f"{name}: {list(tensor.shape)} is not of rank {rank}"
+        named[_PREFIX + name] = tensor
+    config = {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        # An integer where it is one: vLLM and older PEFT expect it.
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(target_modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    with _export_directory(directory, kind="adapter", card=card) as new:
+        write_tensors(new / "adapter_model.safetensors", named)
+        _write_json(new / "adapter_config.json", config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(new))
+        _write_card(new, card, library="peft")
+    return directory
+
+
+@contextmanager
+def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Path]:
+    """A directory that becomes `directory`; never in place of something that is not an export."""
+    if (
+        directory.exists()
+        and not (directory / MARKER).exists()
+        and (not directory.is_dir() or any(directory.iterdir()))
+    ):
+        raise UserError(
+            f"{directory}: already there and not an export of Surogate, so it is not overwritten. "
+            "Fix: choose another place, or move it away."
+        )
+    fix = "free space, or choose a place on another disk"
+    with atomic.replaced_directory(directory, what=f"{kind} export", fix=fix) as new:
+        figures = {k: v for k, v in card.figures.items() if not isinstance(v, float) or math.isfinite(v)}
+        _write_json(new / MARKER, {"surogate": __version__, "kind": kind, "title": card.title, "figures": figures})
+        yield new
+
+
+def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float) -> dict[str, int]:
+    """Write the tensors as one file or as shards with an index; returns dtype name → elements."""
+    shards: list[TensorWriter] = []
+    dtypes: dict[str, int] = {}
+    try:
+        for name, tensor in tensors:
+            full = shards and (
+                not shards[-1].fits(name, tensor)
+                or (shards[-1].entries and shards[-1].data_bytes + nbytes(tensor) > max_shard_bytes)
+            )
+            if full:
+                shards[-1].finish()
+            if full or not shards:
+                shards.append(TensorWriter(directory / f"shard-{len(shards) + 1:05d}"))
+            shards[-1].add(name, tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtypes[dtype] = dtypes.get(dtype, 0) + tensor.numel()
+        assert shards, "a model has tensors"
+        shards[-1].finish()
+    finally:
+        for shard in shards:
+            shard.close()
+    if len(shards) == 1:
+        shards[0].path.rename(directory / "model.safetensors")
+        return dtypes
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard.path.rename(directory / final)
+        assert not where.keys() & shard.entries.keys(), "a tensor comes twice"
+        where.update(dict.fromkeys(shard.entries, final))
+    total = sum(shard.data_bytes for shard in shards)
+    _write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))},
+    )
+    return dtypes
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    atomic.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _write_card(directory: Path, card: Card, *, library: str) -> None:
+    """README.md, with the front matter that the hub reads."""
+    front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [surogate]"]
+    lines = [f"# {card.title}", "", f"Trained with Surogate {__version__}."]
+    if card.base_model is not None:
+        lines.append(f"Base model: `{card.base_model}`.")
+        # The hub refuses front matter whose base model is not a repository.
+        if not Path(card.base_model).exists() and card.base_model.count("/") == 1:
+            front.append(f"base_model: {json.dumps(card.base_model)}")
+    if library == "peft":
+        lines += ["", "This is a LoRA adapter in PEFT's format; load it on its base model."]
+    for heading, values in (("Figures", card.figures), ("Settings", card.settings)):
+        if values:
+            lines += ["", f"## {heading}", "", "| | |", "| --- | --- |"]
+            lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items()]
+    text = "\n".join(["---", *front, "---", "", *lines, ""])
+    atomic.write_file(directory / "README.md", text.encode())
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

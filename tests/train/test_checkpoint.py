@@ -1,0 +1,343 @@
+"""Checkpoints: whole or never chosen, whatever stops the process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from surogate_core.errors import MachineError, UserError
+from surogate_core.train import atomic
+from surogate_core.train.checkpoint import CheckpointDir, check_compatible
+
+
+def groups(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "weights": {"w": torch.full((3, 5), float(step)), "b": torch.arange(4, dtype=torch.bfloat16)},
+        "optimizer": {"step": torch.tensor(step), "codes": torch.arange(7, dtype=torch.uint8), "none": torch.empty(0)},
+    }
+
+
+def save(checkpoints: CheckpointDir, step: int, **state: object) -> Path:
+    return checkpoints.save(step, tensors=groups(step), state={"step": step, **state})
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    state = {"rng": [2**63, -1], "lr": 0.1 + 0.2, "best": float("inf"), "text": "ä"}
+    path = save(CheckpointDir(tmp_path, limit=2), 3, **state)
+    assert path == tmp_path / "checkpoint-3"
+    assert names(path) == ["manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors"]
+    loaded = CheckpointDir(tmp_path, limit=2).latest_good()
+    assert loaded is not None
+    assert (loaded.step, loaded.state, set(loaded.groups)) == (3, {"step": 3, **state}, {"weights", "optimizer"})
+    for group, named in groups(3).items():
+        tensors = loaded.tensors(group)
+        assert set(tensors) == set(named)
+        for name, tensor in named.items():
+            assert tensors[name].dtype == tensor.dtype
+            assert torch.equal(tensors[name], tensor)
+            target = torch.empty_like(tensor)
+            tensors.copy_into(name, target)
+            assert torch.equal(target, tensor)
+    with pytest.raises(UserError, match="is needed"):
+        loaded.tensors("weights").copy_into("w", torch.empty(5, 3))
+
+
+def test_safetensors_library_reads_the_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    path = save(CheckpointDir(tmp_path, limit=1), 1)
+    for group, named in groups(1).items():
+        loaded = load_file(path / f"{group}.safetensors")
+        assert loaded.keys() == named.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in named.items())
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert CheckpointDir(tmp_path / "absent", limit=1).latest_good() is None
+    with pytest.raises(UserError, match="no checkpoint here"):
+        CheckpointDir.load(tmp_path / "absent")
+    save(CheckpointDir(tmp_path, limit=1), 1)
+    with pytest.raises(UserError, match="it holds checkpoint-1"):
+        CheckpointDir.load(tmp_path)
+
+
+def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    for step in (8, 9, 10, 11):
+        save(checkpoints, step)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-11"]
+
+
+def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
+    """A run that starts anew, or goes back, overtakes the higher steps of the run before it."""
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    save(checkpoints, 500)
+    save(checkpoints, 600)
+    save(checkpoints, 50)
+    latest = checkpoints.latest_good()
+    assert latest is not None
+    assert latest.step == 50
+    assert names(tmp_path) == ["checkpoint-50", "checkpoint-600"]
+
+
+def test_rotation_does_not_count_torn_ones_nor_touch_strangers(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    stranger = tmp_path / "checkpoint-1"
+    stranger.mkdir()
+    (stranger / "trainer_state.json").write_text("{}")
+    save(checkpoints, 2)
+    save(checkpoints, 3)
+    (tmp_path / "checkpoint-3" / "state.json").write_text("")
+    save(checkpoints, 4)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    save(checkpoints, 5)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-4", "checkpoint-5"]
+
+
+def test_same_step_again_replaces(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    save(checkpoints, 5, take=1)
+    save(checkpoints, 5, take=2)
+    latest = checkpoints.latest_good()
+    assert latest is not None
+    assert latest.state["take"] == 2
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+def test_a_strangers_directory_of_the_same_name_is_kept(tmp_path: Path) -> None:
+    stranger = tmp_path / "checkpoint-5"
+    stranger.mkdir()
+    (stranger / "precious").write_text("x")
+    save(CheckpointDir(tmp_path, limit=1), 5)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-5.kept-1"]
+    assert (tmp_path / "checkpoint-5.kept-1" / "precious").exists()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("tear", [truncate, flip, Path.unlink, lambda p: p.write_bytes(b"")])
+def test_torn_is_skipped_with_a_reason(tmp_path: Path, file: str, tear) -> None:  # noqa: ANN001
+    checkpoints = CheckpointDir(tmp_path, limit=5)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    tear(tmp_path / "checkpoint-2" / file)
+    latest = checkpoints.latest_good()
+    assert latest is not None
+    if file == "manifest.json":
+        # Without a manifest it may be a stranger's; or the bit flip hit white space.
+        assert latest.step == 1 or tear is flip
+    else:
+        assert latest.step == 1
+        assert len(checkpoints.skipped) == 1
+        assert "checkpoint-2" in checkpoints.skipped[0]
+        assert file in checkpoints.skipped[0]
+        with pytest.raises(UserError, match=file):
+            CheckpointDir.load(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_disk_full_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool) -> None:
+    """ENOSPC at each system call of a save in turn: an error of the machine, and nothing has changed."""
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    save(checkpoints, 1, take=1)
+    save(checkpoints, 2, take=1)
+    step = 2 if replace else 3
+    real = {name: getattr(os, name) for name in ("write", "fsync", "mkdir", "rename")}
+    remaining = 0
+
+    def failing(name: str):  # noqa: ANN202
+        def call(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+            nonlocal remaining
+            remaining -= 1
+            if remaining == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real[name](*args, **kwargs)
+
+        return call
+
+    # The first call makes the root, which is there.
+    for attempt in range(2, 200):
+        with monkeypatch.context() as patch:
+            remaining = attempt
+            for name in real:
+                patch.setattr(os, name, failing(name))
+            try:
+                save(checkpoints, step, take=2)
+            except MachineError as error:
+                assert f"checkpoint-{step}" in str(error)
+                assert "disk is full" in str(error)
+                assert "needed" in str(error)
+                assert "free" in str(error)
+                assert "Fix:" in str(error)
+            else:
+                break
+        latest = CheckpointDir(tmp_path, limit=2).latest_good()
+        assert latest is not None
+        # A failed sync of the parent comes after the rename: then the new one is there, and whole.
+        assert (latest.step, latest.state["take"]) in {(2, 1), (step, 2)}
+        if not replace:
+            assert {"checkpoint-1", "checkpoint-2"} <= set(names(tmp_path))
+        assert not [name for name in names(tmp_path) if name.startswith(".")]
+    assert attempt > 15
+    latest = checkpoints.latest_good()
+    assert latest is not None
+    assert (latest.step, latest.state["take"]) == (step, 2)
+
+
+def test_too_little_space_is_known_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 10)
+    with pytest.raises(MachineError, match=r"needed, 10 B free"):
+        save(CheckpointDir(tmp_path, limit=1), 1)
+    assert names(tmp_path) == []
+
+
+def test_root_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        save(CheckpointDir(tmp_path / "output", limit=1), 1)
+    with pytest.raises(UserError, match=r"output_dir .*Fix: set output_dir"):
+        atomic.ensure_writable(tmp_path / "output", key="output_dir")
+
+
+def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *args: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(UserError, match="Permission denied"):
+        save(CheckpointDir(tmp_path, limit=1), 1)
+
+
+def test_interrupted_replacement_is_recovered(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    path = save(checkpoints, 7)
+    (tmp_path / ".checkpoint-7.surogate-tmp").mkdir()
+    (tmp_path / ".checkpoint-3.surogate-trash").mkdir()
+    path.rename(tmp_path / ".checkpoint-7.surogate-old")
+    latest = CheckpointDir(tmp_path, limit=2).latest_good()
+    assert latest is not None
+    assert latest.step == 7
+    assert names(tmp_path) == ["checkpoint-7"]
+
+
+NURSERY = """
+import os, sys
+from pathlib import Path
+import torch
+from surogate_core.train.checkpoint import CheckpointDir
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+for line in sys.stdin:
+    first = int(line)
+    pid = os.fork()
+    if pid == 0:
+        checkpoints = CheckpointDir(root, limit=2)
+        checkpoints.latest_good()
+        for step in range(first, first + 10**6):
+            for take in (1, 2):
+                tensors = {g: {n: torch.full((4096,), float(step)) for n in "abc"} for g in ("weights", "optimizer")}
+                checkpoints.save(step, tensors=tensors, state={"step": step, "take": take})
+            os.write(1, b"%d\\n" % step)
+    print(f"pid {pid}", flush=True)
+    os.waitpid(pid, 0)
+    print("reaped", flush=True)
+"""
+
+
+def test_sigkill_while_saving(tmp_path: Path) -> None:
+    """Kill a process that saves in a loop at random moments: the latest good checkpoint always loads."""
+    rng = random.Random(1234)
+    leftovers = 0
+    newest = 0
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as nursery:
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        for _ in range(25):
+            nursery.stdin.write(f"{newest + 1}\n")
+            nursery.stdin.flush()
+            saved, pid = 0, None
+            while pid is None or saved == 0:
+                word = nursery.stdout.readline().split()
+                if word[0] == "pid":
+                    pid = int(word[1])
+                else:
+                    saved = int(word[0])
+            time.sleep(rng.uniform(0, 0.06))
+            os.kill(pid, signal.SIGKILL)
+            while (line := nursery.stdout.readline()) != "reaped\n":
+                saved = int(line)
+            leftovers += any(path.name.startswith(".") for path in tmp_path.iterdir())
+            checkpoints = CheckpointDir(tmp_path, limit=2)
+            latest = checkpoints.latest_good()
+            assert latest is not None
+            assert checkpoints.skipped == []
+            assert latest.step >= saved
+            assert latest.state["step"] == latest.step
+            for group in latest.groups:
+                for tensor in latest.tensors(group).values():
+                    assert torch.equal(tensor, torch.full((4096,), float(latest.step)))
+            assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+            newest = latest.step
+        nursery.stdin.close()
+    assert leftovers >= 5, "the kills did not hit saves"
+
+
+def current() -> dict:
+    return {
+        "essential": {"model": "abc", "lora_rank": 16, "lora_target_modules": ("q_proj",), "optimizer": "adamw"},
+        "plugins": {"model-qwen3": "0.1.0", "recipe-bf16": "0.1.0"},
+    }
+
+
+def test_compatible(tmp_path: Path) -> None:
+    saved = json.loads(json.dumps(current()))
+    assert check_compatible(saved, current(), path=tmp_path) == []
+    saved["plugins"]["recipe-bf16"] = "0.0.9"
+    (warning,) = check_compatible(saved, current(), path=tmp_path)
+    assert "recipe-bf16 was version 0.0.9" in warning
+
+
+def test_incompatible_lists_every_difference(tmp_path: Path) -> None:
+    saved = json.loads(json.dumps(current()))
+    saved["essential"].update(model="xyz", lora_rank=8)
+    del saved["essential"]["optimizer"]
+    saved["plugins"] = {"model-llama": "1", "recipe-bf16": "0.1.0"}
+    with pytest.raises(UserError) as caught:
+        check_compatible(saved, current(), path=tmp_path / "checkpoint-9")
+    message = str(caught.value)
+    for part in (
+        "checkpoint-9",
+        'model: "xyz" in the checkpoint, "abc" in this run',
+        "lora_rank: 8 in the checkpoint, 16 in this run",
+        'optimizer: absent in the checkpoint, "adamw" in this run',
+        "plugin model-llama: used by the checkpoint",
+        "plugin model-qwen3: used by this run",
+        "resume_from_checkpoint=false",
+    ):
+        assert part in message
+    assert "lora_target_modules" not in message

@@ -1,0 +1,64 @@
+"""SIGINT and SIGTERM: recorded once, deadly twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from surogate_core.train.signals import StopSignals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_first_is_recorded_and_handlers_return(number: signal.Signals, code: int) -> None:
+    before = signal.getsignal(number)
+    with StopSignals() as stop:
+        assert stop.received is None
+        assert stop.exit_code == 0
+        os.kill(os.getpid(), number)
+        assert stop.received == number
+        assert stop.exit_code == code
+    assert signal.getsignal(number) is before
+
+
+def test_two_kinds_keep_the_first() -> None:
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.exit_code == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_of_a_kind_ends_at_once(number: signal.Signals) -> None:
+    program = (
+        "import os, sys\n"
+        "from surogate_core.train.signals import StopSignals\n"
+        "with StopSignals():\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    print('alive', flush=True)\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    print('still alive', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "alive\n"
+    assert done.returncode == -number
+
+
+def test_outside_the_main_thread_it_does_nothing() -> None:
+    failures = []
+
+    def body() -> None:
+        try:
+            with StopSignals() as stop:
+                assert stop.exit_code == 0
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert failures == []
