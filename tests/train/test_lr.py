@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from surogate_core.train.lr import learning_rate, warmup_length
 PEAK = 3e-4
 
 
-def reference(schedule, warmup: int, total: int) -> list[float]:  # noqa: ANN001
+def reference(schedule, warmup: int, total: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     scheduler = schedule(optimizer, warmup, total)
     rates = []
@@ -30,13 +31,11 @@ def reference(schedule, warmup: int, total: int) -> list[float]:  # noqa: ANN001
 @pytest.mark.parametrize(
     ("kind", "schedule"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
 )
-def test_equals_transformers(kind, schedule, warmup: int) -> None:  # noqa: ANN001
+def test_equals_transformers(kind, schedule, warmup: int) -> None:
     """Equal from the warm-up's end on; in the warm-up ours is one step ahead, as theirs begins at rate 0."""
     total = 50
     theirs = reference(schedule, warmup, total)
-    ours = [
-        learning_rate(step, total_steps=total, peak=PEAK, kind=kind, warmup_steps=warmup) for step in range(total)
-    ]
+    ours = [learning_rate(step, total_steps=total, peak=PEAK, kind=kind, warmup_steps=warmup) for step in range(total)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12, abs=1e-18)
     assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
 
@@ -71,7 +70,7 @@ def test_warmup_length() -> None:
     cooldown=st.integers(0, 350),
     final=st.floats(0, 1),
 )
-def test_bounds_and_continuity(kind, total: int, warmup: int, cooldown: int, final: float) -> None:  # noqa: ANN001
+def test_bounds_and_continuity(kind, total: int, warmup: int, cooldown: int, final: float) -> None:
     rates = [
         learning_rate(
             step,
@@ -89,10 +88,10 @@ def test_bounds_and_continuity(kind, total: int, warmup: int, cooldown: int, fin
     assert all(rate >= PEAK * final * (1 - 1e-12) for rate in rates[warm:])
     assert rates[:warm] == sorted(rates[:warm])
     # Never a rise after the warm-up, and never a jump: at most the steepest phase's slope a step.
-    assert all(b <= a * (1 + 1e-12) for a, b in zip(rates[warm:], rates[warm + 1 :], strict=False))
+    assert all(b <= a * (1 + 1e-12) for a, b in pairwise(rates[warm:]))
     if kind == "wsd" and cooldown == 0:
         cooldown = math.ceil(total / 10)
     cool = min(cooldown, total - warm)
     slopes = [1 / warm if warm else 0, 1 / cool if cool else 0, math.pi / 2 / (total - warm) if total > warm else 0]
     steepest = PEAK * max(slopes) * (1 + 1e-9)
-    assert all(abs(b - a) <= steepest for a, b in zip(rates, rates[1:], strict=False))
+    assert all(abs(b - a) <= steepest for a, b in pairwise(rates))

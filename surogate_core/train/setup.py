@@ -1,0 +1,232 @@
+"""From a validated config to a model, a tokenizer and an engine; shared by training and the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import ModelFamily, OptimizerSettings
+from surogate_core.config.schema import RunConfig
+from surogate_core.dsl import Model
+from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.parameters import RandomSource, distinct, pieces
+from surogate_core.errors import ConfigError, MachineError, Problem, UserError
+from surogate_core.kernels.registry import KernelTable
+from surogate_core.train.weights import ModelDir, locate
+
+if TYPE_CHECKING:
+    from surogate_core.data.batch import MicroBatch
+    from surogate_core.plugins.registry import Registry
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """The model that a config means."""
+
+    title: str
+    """For people: the path or id, or family and preset."""
+    family: ModelFamily
+    model: Model
+    weights: ModelDir | None
+    """Where its weights are; None for random weights."""
+    fingerprint: str
+    """What a checkpoint remembers the base by."""
+
+
+def resolve_device(config: RunConfig) -> torch.device:
+    """The compute device; `MachineError` when a GPU is asked for and there is none."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MachineError("device=cuda: torch sees no CUDA GPU here. Fix: set device=auto, or see `surogate doctor`.")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Dtype of weights and activations."""
+    if config.torch_dtype != "auto":
+        return DTYPES[config.torch_dtype]
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
+    """The family, its model and where the weights come from; nothing large is read."""
+    chosen = config.model
+    families: Mapping[str, ModelFamily] = registry.all("model")
+    if chosen.path is not None:
+        weights = None if config.from_scratch else ModelDir.open(chosen.path)
+        values = dict(weights.config) if weights else _read_config(chosen.path)
+        title = chosen.path
+    else:
+        if chosen.name not in families or chosen.preset is None:
+            raise UserError(
+                "model: neither a `path` nor a family's preset is given. "
+                "Fix: set model=DIR_OR_HUB_ID, or an option such as model=qwen3."
+            )
+        presets = families[chosen.name].presets
+        if chosen.preset not in presets:
+            raise UserError(f"model.preset: {chosen.name} has no {chosen.preset!r}, only {', '.join(presets)}.")
+        weights, values = None, dict(presets[chosen.preset])
+        title = f"{chosen.name} {chosen.preset}"
+    if weights and chosen.config:
+        raise UserError("model.config: a trained model's shape cannot be changed. Fix: set from_scratch=true.")
+    values.update(chosen.config)
+    family = _family(chosen.name, values, families, title)
+    model = family.build(values)
+    text = json.dumps([values, config.train_seed], sort_keys=True, default=str)
+    fingerprint = weights.fingerprint() if weights else f"random:{text}"
+    return ResolvedModel(title=title, family=family, model=model, weights=weights, fingerprint=fingerprint)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    file = locate(path) / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must hold a JSON object.")
+    return values
+
+
+def _family(name: str, values: Mapping[str, Any], families: Mapping[str, ModelFamily], title: str) -> ModelFamily:
+    if name != "auto":
+        if name not in families:
+            raise UserError(f"model.name: no family {name!r} is installed, only {', '.join(sorted(families))}.")
+        return families[name]
+    kind = values.get("model_type")
+    for family in families.values():
+        if kind in family.hf_model_types:
+            return family
+    known = sorted(t for f in families.values() for t in f.hf_model_types)
+    raise UserError(
+        f"{title}: its config.json has model_type {kind!r}, and the installed families read {', '.join(known)}. "
+        f"Fix: install the plugin of that family; `surogate plugins list` shows what is there."
+    )
+
+
+def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
+    """The adapters to train, or None for all weights; names that are no projection are refused."""
+    if not config.lora:
+        return None
+    known = {slot.module.rsplit(".", 1)[-1] for _, block in model.blocks(0) for slot in block.linear_slots(None)}
+    targets = frozenset(config.lora_target_modules)
+    if unknown := sorted(targets - known - {"all"}):
+        problem = Problem(
+            key="lora_target_modules",
+            message=f"{', '.join(unknown)}: no such projection in this model.",
+            fix=f"choose from all, {', '.join(sorted(known))}.",
+        )
+        raise ConfigError([problem])
+    if not targets:
+        raise ConfigError([Problem(key="lora_target_modules", message="is empty.", fix="set [all], or lora=false.")])
+    return LoRA(
+        adapter=Adapter(
+            rank=config.lora_rank,
+            scale=config.lora_alpha / config.lora_rank,
+            dropout=config.lora_dropout,
+            dtype=DTYPES[config.lora_dtype],
+        ),
+        targets=targets,
+    )
+
+
+def resolve_recompute(config: RunConfig) -> Recompute:
+    """The recompute policy of the config's switches."""
+    switches = ("att", "ffn", "qkv", "swiglu", "rmsnorm")
+    return Recompute(
+        block=config.recompute,
+        regions=frozenset(s for s in switches if getattr(config, f"recompute_{s}")),
+    )
+
+
+def engine_settings(config: RunConfig, *, device: torch.device, borders: int) -> EngineSettings:
+    """The engine's settings for micro-batches with this many document borders."""
+    return EngineSettings(
+        device=device,
+        dtype=resolve_dtype(config, device),
+        adapter_dtype=DTYPES[config.lora_dtype],
+        compiler=config.compiler if config.compiler != "auto" else ("inductor" if device.type == "cuda" else "fx"),
+        cuda_graphs=config.use_cuda_graphs,
+        tokens=config.per_device_train_batch_size * config.sequence_len,
+        borders=borders,
+        max_seqlen=config.sequence_len,
+        head_chunks=config.lmhead_chunks,
+        recompute=resolve_recompute(config),
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.train_seed,
+    )
+
+
+def build_engine(
+    config: RunConfig,
+    registry: Registry,
+    resolved: ResolvedModel,
+    *,
+    sample: MicroBatch,
+    progress: Callable[[str, int, int], None],
+) -> Engine:
+    """Load or draw the weights, differentiate and compile; `sample` has the shapes of every micro-batch."""
+    device = resolve_device(config)
+    lora = resolve_lora(config, resolved.model)
+    settings = engine_settings(config, device=device, borders=sample.cu_seqlens.numel())
+    recipe = registry.get("recipe", config.recipe.name)
+    try:
+        return Engine(
+            resolved.model,
+            settings=settings,
+            recipe=recipe,
+            recipe_options=config.recipe.options,
+            objective=registry.get("objective", config.objective),
+            optimizer=registry.get("optimizer", config.optimizer.name),
+            optimizer_settings=OptimizerSettings(
+                adamw_beta1=config.adamw_beta1, adamw_beta2=config.adamw_beta2, adamw_epsilon=config.adamw_epsilon
+            ),
+            optimizer_options=config.optimizer.options,
+            offloader=registry.get("offload", config.offload.name),
+            offloader_options=config.offload.options,
+            kernels=KernelTable.build(device, list(registry.all("kernels").values())),
+            lora=lora,
+            source=_source(config, resolved, lora, device),
+            progress=progress,
+        )
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(config, error) from error
+
+
+def out_of_memory(config: RunConfig, error: BaseException) -> MachineError:
+    """The error with what can be turned."""
+    advice = [
+        *([] if config.recompute else ["recompute=true"]),
+        *([f"per_device_train_batch_size={config.per_device_train_batch_size // 2}"]
+          if config.per_device_train_batch_size > 1 else []),
+        f"lmhead_chunks={config.lmhead_chunks * 4}",
+        f"sequence_len={config.sequence_len // 2}",
+        *([] if config.lora else ["lora=true"]),
+    ]  # fmt: skip
+    first = str(error).split("\n")[0].split(". ")[0]
+    return MachineError(f"Out of GPU memory: {first}. Fix: try {', then '.join(advice)}; see `surogate plan`.")
+
+
+def _source(
+    config: RunConfig, resolved: ResolvedModel, lora: LoRA | None, device: torch.device
+) -> Callable[[TensorSpec], Tensor]:
+    std = float(resolved.model.config.get("initializer_range") or 0.02)
+    random = RandomSource(seed=config.train_seed, std=std, device=device)
+    weights = resolved.weights
+    if weights is None:
+        return random
+    specs = distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len))
+    weights.check({s.hf_name: s.shape for s in specs if s.role != "adapter"})
+    return lambda spec: random(spec) if spec.role == "adapter" else weights.get(spec.hf_name)
