@@ -1,0 +1,41 @@
+"""The plugins that this project publishes, so that a missing one can be named.
+
+``catalogue.json`` is made by ``scripts/make_catalogue.py`` from ``plugins/*/``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("catalogue.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Who publishes what; every value is the name of a distribution."""
+
+    options: dict[str, str]
+    """``group/option`` of a config option."""
+    bundles: dict[str, str]
+    """``kind/name`` of a bundle."""
+    keys: dict[str, str]
+    """Flat key that means something only with the plugin."""
+
+    def distribution_of(self, group: str, name: str) -> str | None:
+        """The distribution that offers the config option, or the bundle, of that name."""
+        return self.options.get(f"{group}/{name}") or self.bundles.get(f"{group}/{name}")
+
+    def names(self, group: str) -> list[str]:
+        """Names of a group's options and of the kind's bundles."""
+        prefix = f"{group}/"
+        return sorted({k.removeprefix(prefix) for k in (*self.options, *self.bundles) if k.startswith(prefix)})
+
+
+@cache
+def catalogue() -> Catalogue:
+    """The catalogue that is shipped with this version."""
+    data = json.loads(FILE.read_text(encoding="utf-8"))
+    return Catalogue(options=data["options"], bundles=data["bundles"], keys=data["keys"])

@@ -1,0 +1,297 @@
+"""Loading plugins and looking up what they offer.
+
+A plugin that cannot be loaded is remembered, not raised: it only matters to a run that asks for
+something it offers, and then the run stops with a message that names plugin and distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from surogate_core import hookspecs
+from surogate_core.bundles import KINDS, Bundle
+from surogate_core.errors import PluginError
+from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.discovery import CORE, ImportPolicy, InstalledPlugin, core_plugin, installed_plugins
+from surogate_core.plugins.static import StaticView, config_options, search_path_dir, static_view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A plugin that failed."""
+
+    plugin: InstalledPlugin
+    doing: str
+    """What it failed in, e.g. ``when it was imported``."""
+    error: BaseException
+
+    def __str__(self) -> str:
+        text = " ".join(str(self.error).split())
+        reason = f"{type(self.error).__name__}: {text}" if text else type(self.error).__name__
+        return f"{self.plugin.label} failed {self.doing}: {reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A bundle and the plugin that offers it."""
+
+    bundle: Any
+    plugin: InstalledPlugin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigOption:
+    """An option of a config group and the plugin that offers it."""
+
+    file: Path
+    plugin: InstalledPlugin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Why a name cannot be had: what is wrong, and what to do."""
+
+    message: str
+    fix: str
+    broken: Broken | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Registry:
+    """What the loaded plugins offer. Made by `load_plugins`."""
+
+    manager: pluggy.PluginManager
+    policy: ImportPolicy
+    plugins: dict[str, InstalledPlugin] = field(default_factory=dict)
+    """Loaded plugins by entry-point name."""
+    blocked: dict[str, tuple[InstalledPlugin, str]] = field(default_factory=dict)
+    """Plugins that were not imported, with the reason."""
+    broken: dict[str, Broken] = field(default_factory=dict)
+    search_path: list[tuple[str, str]] = field(default_factory=list)
+    """(plugin name, Hydra search path), in the order of loading; the core's own is not in it."""
+    options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
+    """Config group → option → its file and owner."""
+    _offers: dict[str, dict[str, Offered]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------------- bundles
+
+    def bundles(self, kind: str) -> Mapping[str, Offered]:
+        """Everything offered of a kind, by name. The kind's hooks are called on first use.
+
+        Raises `PluginError` when two plugins offer the same name.
+        """
+        if kind not in self._offers:
+            hook, bundle_type = KINDS[kind]
+            offers: dict[str, Offered] = {}
+            for plugin, bundle in self._call(hook, bundle_type):
+                other = offers.get(bundle.name)
+                if other is not None:
+                    raise PluginError(_clash(f"{kind} {bundle.name!r}", other.plugin, plugin))
+                offers[bundle.name] = Offered(bundle=bundle, plugin=plugin)
+            self._offers[kind] = dict(sorted(offers.items()))
+        return self._offers[kind]
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the kind's bundles, sorted."""
+        return list(self.bundles(kind))
+
+    def get(self, kind: str, name: str) -> Any:
+        """The bundle; raises `PluginError` naming who could offer it."""
+        offered = self.bundles(kind).get(name)
+        if offered is None:
+            missing = self.explain_missing(kind, name, self.names(kind))
+            raise PluginError(f"{kind} {name!r}: {missing.message} {missing.fix}".rstrip()) from (
+                missing.broken.error if missing.broken else None
+            )
+        return offered.bundle
+
+    def owner(self, kind: str, name: str) -> InstalledPlugin:
+        """The plugin that offers the bundle."""
+        self.get(kind, name)
+        return self.bundles(kind)[name].plugin
+
+    def check(self) -> None:
+        """Call the hooks of every kind, so that every clash and every failure is found."""
+        for kind in KINDS:
+            self.bundles(kind)
+
+    def _call(self, hook: str, expected: type) -> Iterable[tuple[InstalledPlugin, Any]]:
+        caller = getattr(self.manager.hook, hook)
+        for impl in sorted(caller.get_hookimpls(), key=lambda i: (i.plugin_name != CORE, i.plugin_name)):
+            plugin = self.plugins[impl.plugin_name]
+            try:
+                offers = impl.function()
+                listed = [] if offers is None else offers if isinstance(offers, list) else [offers]
+                for offer in listed:
+                    if not isinstance(offer, expected):
+                        raise TypeError(f"it returned {offer!r:.80}, not {expected.__name__}, a list of them or None")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self.broken.setdefault(plugin.name, Broken(plugin=plugin, doing=f"in its hook {hook}", error=error))
+                continue
+            for offer in listed:
+                yield plugin, offer
+
+    # ------------------------------------------------------------------------- messages
+
+    def explain_missing(self, group: str, name: str, known: Iterable[str]) -> Missing:
+        """Why `name` is not to be had in a group (or kind), and what to do.
+
+        In order: a broken plugin offers it; a blocked one does; one that is not installed does;
+        else the nearest known name.
+        """
+        for broken in self.broken.values():
+            if _offers(broken.plugin, group, name):
+                return Missing(
+                    message=f"{broken}.",
+                    fix=f"Repair or update {broken.plugin.distribution}; the traceback is in the log.",
+                    broken=broken,
+                )
+        for plugin, reason in self.blocked.values():
+            if static_view(plugin.module).offers(group, name):
+                return Missing(message=f"{plugin.label} offers it but is {reason}.", fix="Change the plugin policy.")
+        distribution = catalogue().distribution_of(group, name)
+        installed = {p.distribution for p in self.plugins.values()}
+        if distribution is not None and distribution not in installed:
+            return Missing(message=f"its plugin {distribution} is not installed.", fix=f"pip install {distribution}")
+        known = sorted(known)
+        near = get_close_matches(name, known, n=1, cutoff=0.5)
+        listed = ", ".join(known) or "none is installed"
+        message = f"there is no such {group}; known: {listed}."
+        if not near and self.broken:
+            message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."
+        return Missing(message=message, fix=near[0] if near else "")
+
+    # ----------------------------------------------------------------------------- facts
+
+    def plugin_set(self) -> list[dict[str, str]]:
+        """Name, distribution and version of every loaded plugin, sorted by name; the core is one."""
+        return [_facts(p) for _, p in sorted(self.plugins.items())]
+
+    def plugins_used(self, selected: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+        """The same, of the plugins that offer the given (kind, name) bundles only."""
+        used = {p.name: p for p in (self.owner(kind, name) for kind, name in selected)}
+        return [_facts(p) for _, p in sorted(used.items())]
+
+
+def load_plugins(policy: ImportPolicy | None = None) -> Registry:
+    """Import what the policy allows, one at a time in the order of names, and register it.
+
+    Raises `PluginError` when two distributions use the same entry-point name or ship the same
+    config option. Import errors are remembered in `Registry.broken`.
+    """
+    from surogate_core.plugins.discovery import import_policy
+
+    policy = import_policy() if policy is None else policy
+    manager = pluggy.PluginManager("surogate")
+    manager.add_hookspecs(hookspecs)
+    registry = Registry(manager=manager, policy=policy)
+    found = installed_plugins()
+    _refuse_equal_names(found, policy)
+    for plugin in found:
+        reason = policy.refusal(plugin.name)
+        if reason is not None:
+            manager.set_blocked(plugin.name)
+            registry.blocked[plugin.name] = (plugin, reason)
+    for plugin in (core_plugin(), *found):
+        if plugin.name not in registry.blocked:
+            _load(registry, plugin)
+    _check_pending(registry)
+    _collect_options(registry)
+    return registry
+
+
+def _load(registry: Registry, plugin: InstalledPlugin) -> None:
+    doing = "when it was imported"
+    try:
+        if plugin.entry_point is None:
+            from surogate_core import builtin
+
+            module: Any = builtin
+        else:
+            module = plugin.entry_point.load()
+        doing = "when its hooks were registered"
+        registry.manager.register(module, name=plugin.name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin that calls sys.exit() at import is broken too
+        if registry.manager.has_plugin(plugin.name):
+            registry.manager.unregister(name=plugin.name)
+        registry.broken[plugin.name] = Broken(plugin=plugin, doing=doing, error=error)
+    else:
+        registry.plugins[plugin.name] = plugin
+
+
+def _check_pending(registry: Registry) -> None:
+    while True:
+        try:
+            registry.manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            name = registry.manager.get_name(error.plugin)
+            assert name is not None, error
+            registry.manager.unregister(name=name)
+            plugin = registry.plugins.pop(name)
+            registry.broken[name] = Broken(plugin=plugin, doing="when its hooks were checked", error=error)
+        else:
+            return
+
+
+def _collect_options(registry: Registry) -> None:
+    from surogate_core.config.paths import conf_dir
+
+    _add_options(registry, core_plugin(), conf_dir())
+    for plugin, path in list(registry._call("surogate_config_path", str)):
+        directory = search_path_dir(path)
+        if directory is None or not directory.is_dir():
+            missing = FileNotFoundError(f"there is no config directory {path}")
+            registry.broken[plugin.name] = Broken(
+                plugin=plugin, doing="in its hook surogate_config_path", error=missing
+            )
+            continue
+        registry.search_path.append((plugin.name, path))
+        _add_options(registry, plugin, directory)
+
+
+def _add_options(registry: Registry, plugin: InstalledPlugin, directory: Path) -> None:
+    for (group, option), file in config_options(directory).items():
+        options = registry.options.setdefault(group, {})
+        other = options.get(option)
+        if other is not None:
+            raise PluginError(_clash(f"config option {group}={option}", other.plugin, plugin))
+        options[option] = ConfigOption(file=file, plugin=plugin)
+
+
+def _refuse_equal_names(found: Sequence[InstalledPlugin], policy: ImportPolicy) -> None:
+    seen: dict[str, InstalledPlugin] = {CORE: core_plugin()}
+    for plugin in found:
+        if policy.refusal(plugin.name) is not None:
+            continue
+        other = seen.setdefault(plugin.name, plugin)
+        if other is not plugin:
+            raise PluginError(_clash(f"entry point {plugin.name!r}", other, plugin, same_name=True))
+
+
+def _clash(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> str:
+    fix = f"Uninstall one of them: pip uninstall {second.distribution}"
+    if not same_name:
+        fix += f", or leave one out with plugins.block=[{second.name}]"
+    return f"{what} is offered twice: by {first.label} and by {second.label}. {fix}."
+
+
+def _offers(plugin: InstalledPlugin, group: str, name: str) -> bool:
+    view: StaticView = static_view(plugin.module)
+    return view.offers(group, name)
+
+
+def _facts(plugin: InstalledPlugin) -> dict[str, str]:
+    return {"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
+
+
+__all__ = ["Broken", "Bundle", "ConfigOption", "Missing", "Offered", "Registry", "load_plugins"]

@@ -1,0 +1,170 @@
+"""What a plugin offers, read from its files without importing it.
+
+Hooks are the functions decorated with ``hookimpl``; config options are the files
+``conf/<group>/<name>.yaml``; bundle names are those written as text in the calls that make
+bundles (``Recipe(name="bf16", …)``), so a name that is computed is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from surogate_core.bundles import KINDS
+
+_KIND_OF_CLASS = {bundle_type.__name__: kind for kind, (_, bundle_type) in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticView:
+    """What can be known of a plugin without importing it."""
+
+    hooks: tuple[str, ...] = ()
+    options: Mapping[tuple[str, str], Path] = field(default_factory=dict)
+    """(config group, option) → its file."""
+    bundles: tuple[tuple[str, str], ...] = ()
+    """(kind, name)."""
+    config_dir: Path | None = None
+    problem: str = ""
+    """Why there is nothing to see, or empty."""
+
+    def offers(self, group: str, name: str) -> bool:
+        """Whether a config option or a bundle of that name is offered."""
+        return (group, name) in self.options or (group, name) in self.bundles
+
+
+@cache
+def static_view(module: str) -> StaticView:
+    """Look at the module that an entry point's value names (``package.module`` or ``package.module:object``)."""
+    name = module.partition(":")[0].strip()
+    package = locate(name.partition(".")[0])
+    file = module_file(name)
+    if package is None or file is None:
+        return StaticView(problem=f"module {name} is not found")
+    return view_files(file, package if package.is_dir() else package.parent, whole_package=package.is_dir())
+
+
+def view_files(module: Path, package: Path, *, whole_package: bool = True) -> StaticView:
+    """Look at a plugin module and the package directory around it."""
+    try:
+        tree = ast.parse(module.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        hooks: tuple[str, ...] = ()
+        declared = None
+        problem = f"{module} cannot be read: {error}"
+    else:
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _is_hookimpl(n)]
+        hooks = tuple(sorted({f.name for f in functions}))
+        declared = next((_returned_text(f) for f in functions if f.name == "surogate_config_path"), None)
+        problem = ""
+    config_dir = search_path_dir(declared) if declared else None
+    if config_dir is None and whole_package:
+        config_dir = package / "conf"
+    files = sorted(package.rglob("*.py")) if whole_package else [module]
+    bundles = sorted({b for f in files for b in _bundles(f)})
+    options = config_options(config_dir) if config_dir is not None else {}
+    return StaticView(hooks=hooks, options=options, bundles=tuple(bundles), config_dir=config_dir, problem=problem)
+
+
+def config_options(config_dir: Path) -> dict[tuple[str, str], Path]:
+    """(group, option) → file, for every ``<group>/<option>.yaml`` under a config directory."""
+    if not config_dir.is_dir():
+        return {}
+    found = {}
+    for file in sorted(config_dir.rglob("*.yaml")):
+        group = file.parent.relative_to(config_dir).as_posix()
+        if group != ".":
+            found[group, file.stem] = file
+    return found
+
+
+def search_path_dir(search_path: str) -> Path | None:
+    """The directory of a Hydra search path (``pkg://package.conf``, ``file:///dir`` or a plain path)."""
+    scheme, separator, rest = search_path.partition("://")
+    if not separator:
+        return Path(search_path)
+    if scheme == "file":
+        return Path(rest)
+    if scheme != "pkg":
+        return None
+    parts = rest.replace("/", ".").split(".")
+    root = locate(parts[0])
+    return root.joinpath(*parts[1:]) if root is not None else None
+
+
+def locate(top_level: str) -> Path | None:
+    """The directory of a top-level package, or the file of a top-level module; nothing is imported."""
+    try:
+        spec = find_spec(top_level)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin else None
+
+
+def module_file(name: str) -> Path | None:
+    """The source file of a dotted module name."""
+    top, *rest = name.split(".")
+    root = locate(top)
+    if root is None:
+        return None
+    if not rest:
+        file = root / "__init__.py" if root.is_dir() else root
+        return file if file.is_file() else None
+    stem = root.joinpath(*rest)
+    return next((f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()), None)
+
+
+def _is_hookimpl(function: ast.FunctionDef) -> bool:
+    for decorator in function.decorator_list:
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if _last_name(target) == "hookimpl":
+            return True
+    return False
+
+
+def _returned_text(function: ast.FunctionDef) -> str | None:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            return node.value.value
+    return None
+
+
+def _bundles(file: Path) -> list[tuple[str, str]]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or _last_name(node.func) not in _KIND_OF_CLASS:
+            continue
+        for keyword in node.keywords:
+            if keyword.arg != "name":
+                continue
+            name = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if isinstance(keyword.value, ast.Name):
+                name = constants.get(keyword.value.id)
+            if isinstance(name, str):
+                found.append((_KIND_OF_CLASS[_last_name(node.func)], name))
+    return found
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
