@@ -77,13 +77,12 @@ def _validated(cls: type, values: Mapping[str, Any], key: str, problems: list[Pr
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        checked = TypeAdapter(cls).validate_python(dict(values))
+        return TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
         for detail in error.errors():
             place = ".".join(str(part) for part in (key, *detail["loc"]))
             problems.append(Problem(key=place, message=f"{detail['msg']}, got {detail['input']!r}."))
         return None
-    return checked
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

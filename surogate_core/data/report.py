@@ -42,8 +42,8 @@ class DatasetReport:
 
     @property
     def trained_share(self) -> float:
-        """Share of the tokens that carry loss."""
-        return self.label_tokens / max(1, self.tokens)
+        """Share of the tokens that carry loss, of those that can: a document's first token cannot."""
+        return self.label_tokens / max(1, self.tokens - self.documents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

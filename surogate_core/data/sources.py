@@ -6,6 +6,7 @@ formats are streamed by the `datasets` library.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -14,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from annotated_types import Ge
 
 from surogate_core.data.paths import is_hub_id, is_url, resolve_package_path
 from surogate_core.data.tokenize import RowError
@@ -40,6 +43,8 @@ SPLIT_WORDS = {
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
+_LARGEST_ELEMENT = 1 << 28
+"""Characters that one element of a JSON array may have; a broken one must not draw the whole file into memory."""
 
 SourceRow = tuple[str, Mapping[str, Any] | RowError]
 """Where a row is (``file:line``), and the row or what is wrong with it."""
@@ -55,7 +60,7 @@ class SourceSpec:
     """Configuration of a hub data set, or a subdirectory of a local one."""
     split: str = "train"
     """Split of a hub data set or of a directory; a single file has only one."""
-    samples: int | None = None
+    samples: Annotated[int, Ge(1)] | None = None
     """Take this many rows from the beginning; null takes all."""
 
 
@@ -209,8 +214,6 @@ def _line_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
 def _array_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
     """The elements of one JSON array, read in blocks; the place is the line an element begins at."""
     decoder = json.JSONDecoder()
-    import codecs
-
     decode = codecs.getincrementaldecoder("utf-8")()
     text, line, ended = "", 1, False
 
@@ -240,7 +243,7 @@ def _array_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
                     more()
                     continue
             except json.JSONDecodeError as error:
-                if not ended:
+                if not ended and len(text) < _LARGEST_ELEMENT:
                     more()
                     continue
                 raise UserError(

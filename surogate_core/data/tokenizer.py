@@ -35,12 +35,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     name = str(local) if local.is_dir() else path
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise OSError, ValueError, KeyError and bare Exception
         raise UserError(
             f"tokenizer {path}: cannot be loaded: {_first_line(error)} "
             f"Fix: check that its files are complete, and a hub id for its spelling and your access."
         ) from error
+    # Without its vocabulary file transformers hands out a tokenizer that knows its special tokens only.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
+        raise UserError(f"tokenizer {path}: its vocabulary is missing. Fix: add tokenizer.json to it.")
+    return tokenizer
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -69,7 +69,7 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
         raise RowError(f"message {number} must be an object, this is {type(raw).__name__}")
     renamed = {source: name for name, source in options.message_property_mappings.items()}
     # Columns that some rows lack come out of Parquet and Arrow as nulls.
-    message = {renamed.get(name, name): value for name, value in raw.items() if value is not None}
+    message: dict[str, Any] = {str(renamed.get(name, name)): value for name, value in raw.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
         raise RowError(_wrong_role(number, role, raw, options))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenize import RowError
@@ -65,9 +64,14 @@ def _by_generation_mask(
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"verbose": False},
+        tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
     )
-    return list(encoded["input_ids"]), [bool(mask) for mask in encoded["assistant_masks"]]
+    trained = [bool(mask) for mask in encoded["assistant_masks"]]
+    # transformers marks up to the first token of a block's last character; a character outside ASCII may have more.
+    for place, ((_, end), (start, _)) in enumerate(pairwise(encoded["offset_mapping"])):
+        if trained[place] and start < end:
+            trained[place + 1] = True
+    return list(encoded["input_ids"]), trained
 
 
 def _by_prefixes(
@@ -99,6 +103,8 @@ def _turn_span(
 ) -> Span:
     """Where the assistant's `turn` lies in the rendered conversation, its end token included."""
     before = _prefix(tokenizer, messages[:turn], tools, text, add_generation_prompt=True)
+    if before is not None and before == _prefix(tokenizer, messages[:turn], tools, text):
+        before = None  # the template has no generation prompt to tell a turn's header from its text
     after = text if turn == len(messages) - 1 else _prefix(tokenizer, messages[: turn + 1], tools, text)
     if before is None or after is None:
         swapped = [dict(message) for message in messages]
@@ -106,13 +112,15 @@ def _turn_span(
         other: str = _render(tokenizer, swapped, tools=tools, tokenize=False)
         if _MARKER not in other:
             raise RowError(f"the chat template leaves out message {turn + 1}, an assistant turn")
-        start = len(before) if before is not None else len(commonprefix([text, other]))
-        tail = len(commonprefix([text[::-1], other[::-1]]))
-        end = len(after) if after is not None else len(text) - tail
-    else:
-        start, end = len(before), len(after)
+    start = len(before) if before is not None else _common(text, other)
+    end = len(after) if after is not None else len(text) - _common(text[::-1], other[::-1])
     # Line breaks between turns are the template's, not what the assistant says.
     return start, start + len(text[start:end].rstrip())
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that two texts share at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _prefix(

@@ -1,0 +1,130 @@
+"""The formats `conversation` and `text`: their options, and reasons for bad rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import surogate_dataset_chat as plugin
+from surogate_dataset_chat.conversation import ConversationOptions
+from surogate_dataset_chat.text import TextOptions
+
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.tokenize import EncodeContext, RowError
+
+FORMATS = {f.name: f for f in plugin.surogate_dataset()}
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+
+
+@pytest.fixture
+def context(tokenizer: Any) -> EncodeContext:
+    """With the embedded tokenizer."""
+    return EncodeContext(tokenizer=tokenizer, sequence_len=64)
+
+
+def conversation(row: Any, context: EncodeContext, **options: Any) -> Any:
+    return FORMATS["conversation"].encode(row, ConversationOptions(**options), context)
+
+
+def test_the_plugin_offers_two_formats_and_its_config() -> None:
+    assert set(FORMATS) == {"conversation", "text"}
+    assert plugin.surogate_config_path() == "pkg://surogate_dataset_chat.conf"
+
+
+def test_importing_the_plugin_is_cheap() -> None:
+    heavy = ("torch", "transformers", "numpy", "datasets")
+    code = f"import surogate_dataset_chat, sys; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_text_is_trained_whole_and_ends(context: EncodeContext) -> None:
+    document = FORMATS["text"].encode(
+        {"body": "The capital of Italy is Rome."}, TextOptions(text_field="body"), context
+    )
+    assert context.tokenizer.decode(document.input_ids) == "The capital of Italy is Rome.<|im_end|>"
+    assert document.labels.tolist() == document.input_ids.tolist()
+    again = FORMATS["text"].encode({"text": "Rome.<|im_end|>"}, TextOptions(), context)
+    assert again.input_ids.tolist().count(context.tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "field 'text' is missing, the row has no fields"),
+        ({"texts": "x"}, "did you mean 'texts'?"),
+        ({"text": None}, "field 'text' is null"),
+        ({"text": 3}, "must be a string, this is int"),
+        ({"text": " \n"}, "is empty"),
+    ],
+)
+def test_bad_text_rows_have_a_reason(context: EncodeContext, row: Any, reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        FORMATS["text"].encode(row, TextOptions(), context)
+    assert reason in str(caught.value)
+
+
+def test_fields_and_properties_can_be_renamed(context: EncodeContext) -> None:
+    plain = conversation({"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]}, context)
+    renamed = conversation(
+        {
+            "chat": [{"from": "user", "value": "Hi", "id": None}, {"from": "assistant", "value": "Hello", "id": None}],
+            "sys": "Be brief.",
+        },
+        context,
+        messages_field="chat",
+        system_field="sys",
+        message_property_mappings={"role": "from", "content": "value"},
+    )
+    assert renamed.input_ids.tolist() == plain.input_ids.tolist()
+    assert renamed.labels.tolist() == plain.labels.tolist()
+    trained = [t for t in plain.labels.tolist() if t != IGNORE_LABEL]
+    assert context.tokenizer.decode(trained) == "Hello<|im_end|>"
+
+
+def test_a_row_without_a_system_prompt_is_fine(context: EncodeContext) -> None:
+    for system in (None, ""):
+        document = conversation({"messages": [USER, ASSISTANT], "sys": system}, context, system_field="sys")
+        assert "system" not in context.tokenizer.decode(document.input_ids)
+
+
+def test_tools_reach_the_template(templated: Any) -> None:
+    tokenizer, _ = templated("qwen3")
+    context = EncodeContext(tokenizer=tokenizer, sequence_len=64)
+    for tools in ([{"name": "clock"}], '[{"name": "clock"}]'):
+        document = conversation({"messages": [USER, ASSISTANT], "tools": tools}, context, tools_field="tools")
+        assert '"clock"' in tokenizer.decode(document.input_ids)
+    bare = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    assert "<tool_call>clock" in tokenizer.decode(conversation({"messages": [USER, bare]}, context).input_ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "field 'messages' is missing, the row has no fields"),
+        ({"message": [USER]}, "did you mean 'message'?"),
+        ({"messages": "Hi"}, "must be a list of messages, this is str"),
+        ({"messages": []}, "no assistant turn"),
+        ({"messages": [USER]}, "no assistant turn"),
+        ({"messages": [USER, "Hello"]}, "message 2 must be an object, this is str"),
+        ({"messages": [{"role": "asistant", "content": "x"}]}, "did you mean 'assistant'?"),
+        ({"messages": [USER, {"role": "gpt", "content": "x"}]}, "message 2 has role 'gpt', known are system"),
+        ({"messages": [{"from": "user", "value": "x"}]}, "no property 'role', it has 'from', 'value'"),
+        ({"messages": [USER, {"role": ["assistant"], "content": "x"}]}, "has role ['assistant']"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2 (assistant) has no content"),
+        ({"messages": [USER, {"role": "assistant"}]}, "message 2 (assistant) has no content"),
+        ({"messages": [{"role": "user", "content": " "}, ASSISTANT]}, "message 1 (user): content is blank"),
+        ({"messages": [{"role": "user", "content": 7}, ASSISTANT]}, "content must be a string, this is int"),
+        ({"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]}, "content must be a string, this is list"),
+        ({"messages": [USER, ASSISTANT], "sys": 3}, "field 'sys' must be a string"),
+        ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "a system prompt is in both"),
+        ({"messages": [USER, ASSISTANT], "tools": "{"}, "field 'tools' is not JSON"),
+        ({"messages": [USER, ASSISTANT], "tools": "3"}, "must be a list of objects"),
+    ],
+)
+def test_bad_conversations_have_a_reason(context: EncodeContext, row: Any, reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        conversation(row, context, system_field="sys", tools_field="tools")
+    assert reason in str(caught.value)

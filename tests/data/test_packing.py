@@ -1,0 +1,175 @@
+"""Packing loses nothing, doubles nothing, keeps documents apart and fills rows."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.cache import Cache
+from surogate_core.data.packing import PackSettings, PackStats, Piece, best_fit_decreasing, cut, pack
+from surogate_core.data.sampler import EvalBatches, collate
+from surogate_core.data.shards import Documents, DocumentShard, DocumentWriter, PackedRows, pack_documents
+from surogate_core.data.tokenize import Encoded
+
+PADDING = 7
+
+
+def make_rows(root: Path, lengths: list[int], settings_: PackSettings) -> tuple[PackedRows, list[Encoded]]:
+    """Documents of distinct tokens; every third token of a document is untrained."""
+    documents, token = [], 10
+    for length in lengths:
+        ids = range(token, token + length)
+        documents.append(Encoded.from_mask(ids, [i % 3 != 0 for i in ids]))
+        token += length
+    shard = root / "shard"
+    shard.mkdir()
+    with DocumentWriter(shard) as writer:
+        for document in documents:
+            writer.append(document)
+        digest = writer.content_digest()
+    joined = Documents([DocumentShard(shard)], digest)
+    return pack_documents(Cache(root, "rows"), joined, None, "all", settings_, padding_id=PADDING), documents
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    sequence_len=st.integers(2, 24),
+    strategy=st.sampled_from(["delete", "left", "right", "split"]),
+    sample_packing=st.booleans(),
+    window=st.integers(1, 70),
+)
+@settings(max_examples=60, deadline=None)
+def test_micro_batches_hold_each_kept_token_once_with_its_own_next_token(
+    lengths: list[int], sequence_len: int, strategy: str, sample_packing: bool, window: int
+) -> None:
+    config = PackSettings(
+        sequence_len=sequence_len,
+        truncation_strategy=strategy,  # type: ignore[arg-type]
+        sample_packing=sample_packing,
+        window=window,
+    )
+    with tempfile.TemporaryDirectory() as root:
+        rows, documents = make_rows(Path(root), lengths, config)
+        owner = {int(t): d for d, document in enumerate(documents) for t in document.input_ids}
+        label_of = {
+            int(t): int(x) for document in documents for t, x in zip(document.input_ids, document.labels, strict=True)
+        }
+        seen: list[int] = []
+        learnt: list[int] = []
+        token_count = label_count = 0
+        for batch in EvalBatches(rows, rows_per_micro_batch=2):
+            ids, labels = batch.input_ids.tolist(), batch.labels.tolist()
+            borders = batch.cu_seqlens.tolist()
+            assert len(ids) == len(labels) == 2 * sequence_len
+            assert len(borders) == 2 * rows.max_documents + 1
+            assert borders[0] == 0
+            assert borders[-1] == len(ids)
+            assert borders == sorted(borders)
+            assert set(range(0, len(ids) + 1, sequence_len)) <= set(borders)
+            for start, end in pairwise(borders):
+                if start == end:
+                    continue
+                part = ids[start:end]
+                assert batch.positions.tolist()[start:end] == list(range(end - start))
+                assert labels[end - 1] == IGNORE_LABEL
+                if all(t == PADDING for t in part):
+                    assert all(x == IGNORE_LABEL for x in labels[start:end])
+                    continue
+                assert len({owner[t] for t in part}) == 1
+                assert part == list(range(part[0], part[0] + len(part)))
+                assert labels[start : end - 1] == [label_of[t] for t in part[1:]]
+                seen += part
+                learnt += [x for x in labels[start:end] if x != IGNORE_LABEL]
+            token_count += batch.tokens
+            label_count += batch.label_tokens
+        assert len(learnt) == len(set(learnt)) == label_count == rows.stats.label_tokens
+        assert len(seen) == token_count == rows.stats.tokens
+        short = [t for d in documents if len(d.input_ids) <= sequence_len for t in d.input_ids.tolist()]
+        assert set(short) <= set(seen)
+        if strategy == "split":
+            assert set(learnt) == {int(x) for d in documents for x in d.labels[1:] if x != IGNORE_LABEL}
+        else:
+            assert len(seen) == len(set(seen))
+        if not sample_packing:
+            assert all(len(rows.row(i).lengths) == 1 for i in range(len(rows)))
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=200), capacity=st.integers(50, 120))
+def test_best_fit_decreasing_places_each_document_once_in_bins_that_hold(lengths: list[int], capacity: int) -> None:
+    bins = best_fit_decreasing(lengths, capacity)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= capacity for b in bins)
+    assert bins == best_fit_decreasing(lengths, capacity)
+    # Any two bins together hold more than one bin's worth, else best fit would have joined them.
+    loads = sorted(sum(lengths[i] for i in b) for b in bins)
+    assert len(loads) < 2 or loads[0] + loads[1] > capacity
+
+
+def test_best_fit_prefers_the_tightest_bin() -> None:
+    assert best_fit_decreasing([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+
+
+class Known:
+    """Lengths without tokens."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths.astype(np.int64)
+
+    def length(self, documents: np.ndarray) -> np.ndarray:
+        return self.lengths[documents]
+
+    def label_count(self, documents: np.ndarray) -> np.ndarray:
+        return self.lengths[documents] - 1
+
+    def labels(self, document: int) -> np.ndarray:
+        return np.zeros(self.lengths[document], np.int32)
+
+
+def test_rows_of_a_realistic_mix_are_at_least_98_percent_full() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.9, 20_000), 8, 2048).astype(np.int64)
+    stats = PackStats()
+    rows = [
+        row for w in pack(np.arange(len(lengths)), Known(lengths), PackSettings(sequence_len=2048), stats) for row in w
+    ]
+    assert stats.documents == len(lengths)
+    assert stats.tokens == lengths.sum() == sum(p.length for row in rows for p in row)
+    assert stats.tokens / (len(rows) * 2048) >= 0.98
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [("delete", []), ("left", [(6, 4)]), ("right", [(0, 4)]), ("split", [(0, 4), (3, 4), (6, 4)])],
+)
+def test_a_long_document_is_cut_as_asked(strategy: str, parts: list[tuple[int, int]]) -> None:
+    assert cut(10, 4, strategy) == parts  # type: ignore[arg-type]
+    assert cut(4, 4, strategy) == [(0, 4)]  # type: ignore[arg-type]
+
+
+def test_parts_without_a_label_are_dropped_and_counted() -> None:
+    class OnlyTheEnd(Known):
+        def labels(self, document: int) -> np.ndarray:
+            labels = np.full(self.lengths[document], IGNORE_LABEL, np.int32)
+            labels[-1] = 1
+            return labels
+
+    stats = PackStats()
+    config = PackSettings(sequence_len=4, truncation_strategy="split")
+    rows = [row for w in pack(np.arange(1), OnlyTheEnd(np.array([10])), config, stats) for row in w]
+    assert rows == [[Piece(0, 6, 4)]]
+    assert (stats.split, stats.unlabelled, stats.label_tokens) == (1, 2, 1)
+
+
+def test_a_row_of_padding_only_has_no_tokens_and_no_labels(tmp_path: Path) -> None:
+    rows, _ = make_rows(tmp_path, [3, 3], PackSettings(sequence_len=8))
+    batch = collate(rows, [None, 0])
+    assert batch.input_ids[:8].tolist() == [PADDING] * 8
+    assert (batch.labels[:8] == IGNORE_LABEL).all()
+    assert batch.cu_seqlens.tolist() == [0, 8, 11, 14, 16, 16, 16]
+    assert (batch.tokens, batch.max_seqlen) == (6, 8)

@@ -1,0 +1,176 @@
+"""Rows of every kind of source, and what is said about broken ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.data.paths import resolve_package_path
+from surogate_core.data.sources import SourceSpec, open_source
+from surogate_core.data.tokenize import RowError
+from surogate_core.errors import UserError
+
+ROWS = [{"text": f"row {i}", "n": i} for i in range(5)]
+
+
+def read(path: Path | str, **fields: Any) -> list[Any]:
+    return [row for _, row in open_source(SourceSpec(path=str(path), **fields)).rows()]
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows as Parquet, CSV, TSV or Arrow, by the path's suffix."""
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    table = pa.Table.from_pylist(rows)
+    match path.suffix:
+        case ".parquet":
+            parquet.write_table(table, path)
+        case ".csv":
+            csv.write_csv(table, path)
+        case ".tsv":
+            csv.write_csv(table, path, csv.WriteOptions(delimiter="\t"))
+        case ".arrow":
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+    return path
+
+
+def test_json_lines_know_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n{"a": \n[1]\nnull\n{"a": "\xff"}\r\n' + b"[" * 100_000 + b'\n{"a": 2}')
+    found = list(open_source(SourceSpec(path=str(path))).rows())
+    assert [where.rsplit(":", 1)[1] for where, _ in found] == ["1", "3", "4", "5", "6", "7", "8"]
+    good = [row for _, row in found if not isinstance(row, RowError)]
+    assert good == [{"a": 1}, {"a": 2}]
+    reasons = [str(row) for _, row in found if isinstance(row, RowError)]
+    for reason, expected in zip(reasons, ["not JSON", "an array", "null", "not UTF-8", "nested"], strict=True):
+        assert expected in reason
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_a_json_array_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int
+) -> None:
+    monkeypatch.setattr("surogate_core.data.sources._BLOCK", block)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([*ROWS, 12, "é"], indent=indent, ensure_ascii=False), encoding="utf-8")
+    found = list(open_source(SourceSpec(path=str(path))).rows())
+    assert [row for _, row in found[:5]] == ROWS
+    assert all(isinstance(row, RowError) for _, row in found[5:])
+    if indent:
+        assert [int(where.rsplit(":", 1)[1]) for where, _ in found[:5]] == [2, 6, 10, 14, 18]
+
+
+def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    assert read(path) == ROWS
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}, {"a": ', '[{"a": 1} x]', "[1, 2"])
+def test_a_broken_json_array_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"rows\.json:1: the JSON array is broken"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".arrow"])
+def test_tables_are_streamed(tmp_path: Path, suffix: str) -> None:
+    path = write_table(tmp_path / f"rows{suffix}", ROWS)
+    found = list(open_source(SourceSpec(path=str(path))).rows())
+    assert [row for _, row in found] == ROWS
+    assert found[1][0] == f"{path} row 2"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_table_cut_short_is_named(tmp_path: Path, suffix: str) -> None:
+    path = write_table(tmp_path / f"rows{suffix}", ROWS)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UserError, match=rf"rows\{suffix}: cannot be read"):
+        read(path)
+
+
+def test_a_directory_is_split_by_the_names_of_its_files(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    for name in ("d/a-train.jsonl", "d/more/b.jsonl", "d/validation.jsonl", "d/.hidden/x.jsonl", "d/notes.txt"):
+        write_rows([{"file": name}], name)
+    (tmp_path / "d" / "loop").symlink_to(tmp_path / "d", target_is_directory=True)
+    assert read(tmp_path / "d") == [{"file": "d/a-train.jsonl"}, {"file": "d/more/b.jsonl"}]
+    assert read(tmp_path / "d", split="validation") == [{"file": "d/validation.jsonl"}]
+    assert read(tmp_path / "d", subset="more") == [{"file": "d/more/b.jsonl"}]
+    with pytest.raises(UserError, match=r"no file of split 'test'; the directory has train \(2 files\), validation"):
+        read(tmp_path / "d", split="test")
+
+
+def test_a_directory_saved_by_datasets_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(str(tmp_path / "many"))
+    assert read(tmp_path / "one") == read(tmp_path / "many") == ROWS
+    assert read(tmp_path / "many", split="test") == ROWS[:1]
+    with pytest.raises(UserError, match="only train, test"):
+        read(tmp_path / "many", split="dev")
+
+
+def test_samples_takes_the_first_rows(write_rows: Callable[..., Path]) -> None:
+    path = write_rows(ROWS)
+    assert read(path, samples=2) == ROWS[:2]
+    digests = {open_source(SourceSpec(path=str(path), samples=n)).digest for n in (None, 2, 3)}
+    assert len(digests) == 3
+
+
+def test_the_digest_is_of_the_content(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    a, b, c = write_rows(ROWS, "a.jsonl"), write_rows(ROWS, "b.jsonl"), write_rows(ROWS[:-1], "c.jsonl")
+    digest = {p.name: open_source(SourceSpec(path=str(p))).digest for p in (a, b, c)}
+    assert digest["a.jsonl"] == digest["b.jsonl"] != digest["c.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("missing.jsonl", "no such file or directory"),
+        ("./missing", "no such file or directory"),
+        ("/nowhere/at/all", "no such file or directory"),
+        ("pkg://no_such_package/x.jsonl", "no package 'no_such_package' is installed"),
+        ("pkg://surogate_core/no/such.jsonl", "has no file"),
+        ("pkg://surogate_core/../conf/config.yaml", "has no file"),
+        ("nowhere://host/x.jsonl", "cannot be reached"),
+        ("s3://bucket/x", "must end in one of"),
+    ],
+)
+def test_a_missing_source_is_one_clear_line(path: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as caught:
+        open_source(SourceSpec(path=path))
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_file_is_told_its_neighbour(write_rows: Callable[..., Path]) -> None:
+    path = write_rows(ROWS, "train.jsonl")
+    with pytest.raises(UserError, match=r"did you mean .*train\.jsonl\?"):
+        open_source(SourceSpec(path=str(path.with_name("trian.jsonl"))))
+
+
+def test_an_unknown_suffix_and_an_empty_directory_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"'\.xlsx' cannot be read"):
+        open_source(SourceSpec(path=str(tmp_path / "rows.xlsx")))
+    with pytest.raises(UserError, match="holds no data files"):
+        open_source(SourceSpec(path=str(tmp_path / "empty")))
+
+
+def test_package_paths_do_not_import_the_package() -> None:
+    import sys
+
+    assert Path(resolve_package_path("pkg://xml/dom/minidom.py")).exists()
+    assert resolve_package_path("some/path") == "some/path"
+    assert "antigravity" not in sys.modules

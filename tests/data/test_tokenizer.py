@@ -1,0 +1,63 @@
+"""Tokenizers: loading errors and the fit of vocabularies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.data.tokenize import Encoded
+from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer, padding_id, tokenizer_digest
+from surogate_core.errors import UserError
+
+
+def test_a_saved_tokenizer_loads_and_is_the_same(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("w5 w6")["input_ids"] == [5, 6]
+    assert tokenizer_digest(load_tokenizer(str(tmp_path))) == tokenizer_digest(loaded)
+
+
+def test_the_vocabularies_must_fit(tokenizer: Any) -> None:
+    check_vocabulary(tokenizer, 100)
+    with pytest.raises(UserError, match=r"ids up to 99 .* 96 entries .*Fix: .*vocab_size=128"):
+        check_vocabulary(tokenizer, 96)
+
+
+def test_the_padding_id_is_a_valid_one(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    assert padding_id(tokenizer) == 2
+    tokenizer.pad_token = None
+    assert padding_id(tokenizer) == 1
+    tokenizer.eos_token = None
+    assert padding_id(tokenizer) == 0
+
+
+@pytest.mark.parametrize("state", ["missing", "empty", "file", "truncated", "config only"])
+def test_a_bad_tokenizer_is_one_clear_line(tokenizer: Any, tmp_path: Path, state: str) -> None:
+    path = tmp_path / "tokenizer"
+    match state:
+        case "empty":
+            path.mkdir()
+        case "file":
+            path.write_text("{}")
+        case "truncated":
+            tokenizer.save_pretrained(path)
+            (path / "tokenizer.json").write_text((path / "tokenizer.json").read_text()[:500])
+        case "config only":
+            path.mkdir()
+            (path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UserError, match=r"tokenizer .*Fix: ") as caught:
+        load_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_encoded_checks_its_shapes() -> None:
+    import numpy as np
+
+    ids = np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="equal 1-D shapes"):
+        Encoded(input_ids=ids, labels=ids[:2])
+    assert Encoded.from_mask([5, 6, 7], [True, False, True]).labels.tolist() == [5, -100, 7]
+    assert Encoded.from_mask([5, 6, 7], [True, False, True]).label_tokens == 1
