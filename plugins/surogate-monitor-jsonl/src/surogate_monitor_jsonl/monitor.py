@@ -1,0 +1,126 @@
+"""Writing metrics.jsonl: strict JSON, one event a line, one history whatever was killed in between."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from surogate_core.train.events import Control, Event, Progress, RunInfo, RunStart
+from surogate_monitor_jsonl.reader import read_lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonlOptions:
+    """Options of the JSONL monitor."""
+
+    file: str = "metrics.jsonl"
+    """Name of the file in `output_dir`."""
+    progress: bool = False
+    """Also write progress events, which are many."""
+
+
+class JsonlMonitor:
+    """Writes every event as one line, flushed at once.
+
+    A run that resumes at step s drops the records of later steps that a killed run left, so that no
+    step has two. A run that starts anew moves an earlier run's file to ``<name>.previous``.
+    """
+
+    def __init__(self, options: JsonlOptions, info: RunInfo):
+        self._path = Path(info.output_dir) / options.file
+        self._progress = options.progress
+        self._file: IO[str] | None = None
+        # What comes before the run's start cannot be written yet: only then is it known what to keep.
+        self._early: list[str] = []
+
+    def on_event(self, event: Event) -> Control | None:
+        """Write the event."""
+        if isinstance(event, Progress) and not self._progress:
+            return None
+        line = json_line(event, at=time.time())
+        if isinstance(event, RunStart):
+            self._begin(event.start_step)
+        if self._file is None:
+            self._early.append(line)
+        else:
+            self._file.write(line)
+            self._file.flush()
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the file itself is the state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Close the file; a run that failed before its start leaves its few events at the end."""
+        if self._file is None and self._early:
+            self._open()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(self, start_step: int) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._path.exists():
+            if start_step == 0:
+                self._path.replace(self._path.with_name(f"{self._path.name}.previous"))
+            else:
+                drop_after(self._path, start_step)
+        self._open()
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+        self._file = self._path.open("a", encoding="utf-8")
+        self._file.writelines(self._early)
+        self._file.flush()
+        self._early = []
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Take the records of steps after `step`, and torn lines, out of the file; atomic."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for record in read_lines(path):
+            at = record.get("step")
+            if not isinstance(at, int) or at <= step:
+                file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def json_line(event: Event, *, at: float) -> str:
+    """One event as a line of strict JSON; `at` is in seconds since 1970."""
+    record = {"event": event.name, "time": round(at, 3)}
+    record.update({field.name: _strict(getattr(event, field.name)) for field in fields(event)})
+    return json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _strict(value: Any) -> Any:
+    """The value in what strict JSON has; NaN and infinities are strings."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_strict(item) for item in value]
+    return str(value)
