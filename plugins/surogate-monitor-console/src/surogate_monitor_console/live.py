@@ -1,0 +1,193 @@
+"""The live view: a few lines at the bottom of a terminal, what has happened above them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from surogate_core.train.events import (
+    CheckpointSaved,
+    Control,
+    EvalEnd,
+    Event,
+    Notice,
+    Progress,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    StepEnd,
+)
+from surogate_monitor_console import text
+from surogate_monitor_console.options import ConsoleOptions
+
+LEVELS = {"info": "cyan", "warning": "bold yellow", "error": "bold red"}
+TREND_STYLES = {"↓": "green", "↑": "red", "→": "yellow", " ": ""}
+KEPT_LOSSES = 200
+LONG_TASK_SECONDS = 2.0
+"""A task that took at least this long leaves a line."""
+
+
+class LiveView:
+    """Header, bars and figures, redrawn in place; the last state stays on the screen."""
+
+    def __init__(
+        self,
+        options: ConsoleOptions,
+        info: RunInfo,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._info, self._clock = info, clock
+        self._console = console if console is not None else Console()
+        self._start: RunStart | None = None
+        self._started = clock()
+        self._step: StepEnd | None = None
+        self._losses: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self._evals: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self._tasks: dict[str, tuple[float, Progress]] = {}
+        self._live: Live | None = Live(
+            console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
+        )
+        self._live.start()
+        # A process that is killed cannot bring a hidden cursor back.
+        self._console.show_cursor(True)
+
+    def on_event(self, event: Event) -> Control | None:
+        """Take the event into the view."""
+        match event:
+            case RunStart():
+                self._start, self._started = event, self._clock()
+                facts = "\n".join(escape(line) for line in text.run_facts(event, self._info))
+                self._console.print(
+                    Panel(facts, title=f"[bold]{escape(self._info.run_name)}", title_align="left", border_style="blue")
+                )
+                for note in event.notes:
+                    self._say(note)
+            case StepEnd():
+                self._step = event
+                self._losses.append(event.loss)
+            case EvalEnd():
+                self._evals.append(event.loss)
+                self._say(text.eval_line(event))
+            case CheckpointSaved():
+                self._say(text.saved_line(event), style="dim")
+            case Notice():
+                style = LEVELS[event.level]
+                self._console.print(Text(f"{event.level}: ", style=style).append(event.message, style="default"))
+            case Progress():
+                self._progress(event)
+            case RunEnd():
+                self._stop()
+                style = "bold green" if event.reason == "finished" else "bold yellow"
+                for line in text.summary(event):
+                    self._say(line, style=style)
+                    style = ""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            self._tasks = {}
+            live.stop()
+
+    def _say(self, line: str, *, style: str = "") -> None:
+        self._console.print(Text(line, style=style))
+
+    def _progress(self, event: Progress) -> None:
+        now = self._clock()
+        began, _ = self._tasks.get(event.task, (now, event))
+        if 0 < event.total <= event.done:
+            self._tasks = {task: value for task, value in self._tasks.items() if task != event.task}
+            if now - began >= LONG_TASK_SECONDS:
+                self._say(f"{event.task}: {event.done} {event.unit} in {text.duration(now - began)}", style="dim")
+        else:
+            self._tasks = {**self._tasks, event.task: (began, event)}
+
+    # --------------------------------------------------------------------------- drawing
+
+    def render(self) -> RenderableType:
+        """The view as it is now; called from Live's thread too, so it only reads."""
+        parts: list[RenderableType] = []
+        if self._start is not None:
+            parts += [self._bars(self._start), self._figures()]
+        if tasks := self._task_bars():
+            parts.append(tasks)
+        return Group(*parts)
+
+    def _bars(self, start: RunStart) -> RenderableType:
+        step = self._step
+        done = step.step if step else start.start_step
+        row = Table.grid(padding=(0, 1), expand=True)
+        for ratio in (None, 1, None, None, None):
+            row.add_column(ratio=ratio, no_wrap=True)
+        row.add_row(
+            Text(f"step {done}/{start.steps}", style="bold"),
+            ProgressBar(total=max(start.steps, 1), completed=done),
+            f"{100 * done / max(start.steps, 1):3.0f} %",
+            f"{text.duration(self._clock() - self._started)} gone",
+            f"{text.duration(step.eta_seconds) if step else '?'} to go",
+        )
+        return row
+
+    def _figures(self) -> RenderableType:
+        step, losses = self._step, list(self._losses)
+        if step is None:
+            return Text("the first step is under way …", style="dim")
+        arrow = text.trend(losses)
+        grid = Table.grid(padding=(0, 2))
+        loss = Text.assemble(
+            ("loss ", "dim"),
+            (f"{step.loss:.4f} ", "bold"),
+            (f"{arrow} ", TREND_STYLES[arrow]),
+            (text.sparkline(losses), "cyan"),
+        )
+        held_out = Text.assemble(("held-out ", "dim"), f"{self._evals[-1]:.4f}" if self._evals else "–")
+        epoch = Text.assemble(("epoch ", "dim"), f"{step.epoch:.2f}")
+        speed = Text.assemble(f"{text.count(step.tokens_per_second)} ", ("tok/s", "dim"))
+        memory = Text.assemble(("memory ", "dim"), text.size(step.peak_memory_bytes))
+        grad = Text.assemble(("grad norm ", "dim"), f"{step.grad_norm:.3g}")
+        rate = Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")
+        grid.add_row(loss, held_out, epoch)
+        second = Table.grid(padding=(0, 2))
+        second.add_row(rate, grad, speed, memory)
+        return Group(grid, second)
+
+    def _task_bars(self) -> RenderableType | None:
+        tasks = self._tasks
+        if not tasks:
+            return None
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(width=30)
+        grid.add_column(no_wrap=True)
+        for began, event in tasks.values():
+            known = event.total > 0
+            of = f"/{event.total}" if known else ""
+            grid.add_row(
+                event.task,
+                ProgressBar(total=event.total if known else None, completed=event.done, pulse=not known),
+                Text(f"{event.done}{of} {event.unit}  {text.duration(self._clock() - began)}", style="dim"),
+            )
+        return grid

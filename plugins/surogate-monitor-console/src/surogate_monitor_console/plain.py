@@ -1,0 +1,115 @@
+"""Plain lines, for pipes and logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from surogate_core.train.events import (
+    CheckpointSaved,
+    Control,
+    EvalEnd,
+    Event,
+    Notice,
+    Progress,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    StepEnd,
+)
+from surogate_monitor_console import text
+from surogate_monitor_console.options import ConsoleOptions
+
+PROGRESS_SECONDS = 5.0
+"""Time between two lines of one long task; a shorter task has none."""
+
+
+class PlainView:
+    """One line for what matters, aligned, flushed."""
+
+    def __init__(
+        self,
+        options: ConsoleOptions,
+        info: RunInfo,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._options, self._info, self._clock = options, info, clock
+        self._stream = stream if stream is not None else sys.stdout
+        self._steps = 0
+        self._seen = 0
+        self._last_line = float("-inf")
+        self._tasks: dict[str, list[float]] = {}
+
+    def on_event(self, event: Event) -> Control | None:
+        """Print the event, if it is worth a line."""
+        match event:
+            case RunStart():
+                self._steps = event.steps
+                self._print(*text.run_facts(event, self._info), *event.notes)
+            case StepEnd():
+                self._step(event)
+            case EvalEnd():
+                self._print(text.eval_line(event))
+            case CheckpointSaved():
+                self._print(text.saved_line(event))
+            case Notice():
+                self._print(event.message if event.level == "info" else f"{event.level}: {event.message}")
+            case Progress():
+                self._progress(event)
+            case RunEnd():
+                self._print(*text.summary(event))
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Every line is flushed already."""
+
+    def _print(self, *lines: str) -> None:
+        self._stream.write("".join(f"{line}\n" for line in lines))
+        self._stream.flush()
+
+    def _step(self, event: StepEnd) -> None:
+        options, now = self._options, self._clock()
+        self._seen += 1
+        due = (
+            self._seen <= options.first
+            or event.step % options.every == 0
+            or event.step == self._steps
+            or now - self._last_line >= options.seconds
+        )
+        if not due:
+            return
+        self._last_line = now
+        width = len(str(self._steps))
+        self._print(
+            f"step {event.step:>{width}}/{self._steps}"
+            f"  loss {event.loss:>8.4f}"
+            f"  grad {event.grad_norm:>8.3g}"
+            f"  lr {event.lr:.2e}"
+            f"  epoch {event.epoch:>5.2f}"
+            f"  {text.count(event.tokens_per_second):>6} tok/s"
+            f"  mem {text.size(event.peak_memory_bytes):>9}"
+            f"  eta {text.duration(event.eta_seconds):>7}"
+        )
+
+    def _progress(self, event: Progress) -> None:
+        now = self._clock()
+        # Of each task: when it began, and when it last had a line.
+        times = self._tasks.setdefault(event.task, [now, now])
+        done = 0 < event.total <= event.done
+        if now - times[1] >= PROGRESS_SECONDS or (done and times[1] > times[0]):
+            times[1] = now
+            of = f"/{event.total}" if event.total else ""
+            self._print(f"{event.task}: {event.done}{of} {event.unit}".rstrip() + f"  {text.duration(now - times[0])}")
+        if done:
+            del self._tasks[event.task]

@@ -1,0 +1,129 @@
+"""Figures and sentences that both views show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from surogate_core.train.events import CheckpointSaved, EvalEnd, RunEnd, RunInfo, RunStart
+
+TREND_WINDOW = 20
+"""Losses whose two halves the trend compares."""
+
+TREND_SHARE = 0.005
+"""Relative change of the halves' means below which the trend is level."""
+
+
+def count(number: float) -> str:
+    """``93.5k`` for 93500: three significant digits."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.0f}" if unit == "" else f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03``, ``2:03``; ``0.4 s`` below ten seconds."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(nbytes: float) -> str:
+    """``1.50 GiB``."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def trend(losses: Sequence[float]) -> str:
+    """``↓`` falling, ``↑`` rising, ``→`` level, or a blank while there are too few losses to say."""
+    recent = [loss for loss in losses[-TREND_WINDOW:] if math.isfinite(loss)]
+    half = len(recent) // 2
+    if half < 2:
+        return " "
+    before, after = sum(recent[:half]) / half, sum(recent[-half:]) / half
+    if abs(after - before) <= TREND_SHARE * abs(before):
+        return "→"
+    return "↓" if after < before else "↑"
+
+
+def sparkline(losses: Sequence[float], width: int = 24) -> str:
+    """The last `width` losses as bars; one that is not finite is ``!``."""
+    shown = list(losses)[-width:]
+    finite = [loss for loss in shown if math.isfinite(loss)]
+    if not finite:
+        return "!" * len(shown)
+    low, high = min(finite), max(finite)
+    bars = "▁▂▃▄▅▆▇█"
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((loss - low) * scale)] if math.isfinite(loss) else "!" for loss in shown)
+
+
+def run_facts(event: RunStart, info: RunInfo) -> list[str]:
+    """What is trained, how, and for how long: three lines."""
+    config = info.config
+    share = 100 * event.trainable_parameters / event.parameters if event.parameters else 0.0
+    trained = (
+        f"LoRA r={config.get('lora_rank')}, {count(event.trainable_parameters)} trained ({share:.2g} %)"
+        if config.get("lora") and event.trainable_parameters != event.parameters
+        else "all trained"
+    )
+    model = [event.model, f"{count(event.parameters)} parameters", trained, event.device]
+    how = [info.task, *(f"{key} {name}" for key in ("recipe", "optimizer") if (name := _name(config.get(key))))]
+    if (rate := config.get("learning_rate")) is not None:
+        how.append(f"lr {rate:.3g} {config.get('lr_scheduler_type', '')}".rstrip())
+    done = f" from step {event.start_step}" if event.start_step else ""
+    length = [
+        f"{event.steps} steps{done} of {count(event.tokens_per_step)} tokens",
+        f"{event.epochs:.3g} epochs of {count(event.train_tokens)} tokens",
+        f"output {info.output_dir}",
+    ]
+    return [" · ".join(line) for line in (model, how, length)]
+
+
+def _name(value: Any) -> str:
+    """The name of a selection, as a mapping, an object or plainly."""
+    if isinstance(value, Mapping):
+        return str(value.get("name", ""))
+    return str(getattr(value, "name", value if value is not None else ""))
+
+
+def eval_line(event: EvalEnd) -> str:
+    """An evaluation in one line."""
+    gap = f"  gap {event.gap:+.4f}" if event.gap is not None else ""
+    tokens = f"{count(event.label_tokens)} label tokens in {duration(event.seconds)}"
+    return f"step {event.step}: held-out loss {event.loss:.4f}{gap}  ({tokens})"
+
+
+def saved_line(event: CheckpointSaved) -> str:
+    """A checkpoint in one line."""
+    why = "" if event.reason == "schedule" else f" ({event.reason})"
+    return f"step {event.step}: saved {event.path} in {duration(event.seconds)}{why}"
+
+
+def summary(event: RunEnd) -> list[str]:
+    """The end of the run, in a few lines; the message last."""
+    words = {
+        "finished": "Finished",
+        "stopped": "Stopped",
+        "signal": "Stopped by a signal",
+        "failed": "Failed",
+    }
+    lines = [f"{words[event.reason]} after {event.step} steps, {duration(event.seconds)}."]
+    first, last = event.first_eval_loss, event.last_eval_loss
+    if first is not None and last is not None:
+        lines.append(f"Held-out loss {first:.4f} → {last:.4f}, perplexity {_perplexity(first)} → {_perplexity(last)}.")
+    if event.export_path is not None:
+        lines.append(f"Exported to {event.export_path}")
+    if event.message:
+        lines += event.message.splitlines()
+    return lines
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.4g}" if loss < 700 else "inf"

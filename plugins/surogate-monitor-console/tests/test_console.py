@@ -1,0 +1,315 @@
+"""The console: aligned lines when piped, a live view on a terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+import surogate_monitor_console
+from rich.console import Console
+from surogate_monitor_console import text
+from surogate_monitor_console.live import LiveView
+from surogate_monitor_console.options import ConsoleOptions, build
+from surogate_monitor_console.plain import PlainView
+
+from surogate_core.train.events import CheckpointSaved, EvalEnd, Notice, Progress, RunEnd, RunInfo, RunStart, StepEnd
+
+INFO = RunInfo(
+    run_name="brisk-otter",
+    output_dir="output",
+    task="sft",
+    config={
+        "lora": True,
+        "lora_rank": 16,
+        "recipe": {"name": "bf16"},
+        "optimizer": {"name": "adamw", "options": {}},
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "linear",
+    },
+    interactive=False,
+)
+START = RunStart(
+    model="qwen3 [tiny]",
+    parameters=1_234_567,
+    trainable_parameters=98_765,
+    train_tokens=45_678,
+    steps=120,
+    start_step=0,
+    tokens_per_step=8192,
+    epochs=3.0,
+    device="cpu",
+    notes=("no GPU: training on the CPU",),
+)
+EVAL = EvalEnd(step=100, loss=2.5, label_tokens=12_345, seconds=1.25, gap=0.125)
+SAVED = CheckpointSaved(step=50, path="output/checkpoint-50", seconds=0.2, reason="schedule")
+END = RunEnd(
+    reason="finished",
+    step=120,
+    seconds=83.0,
+    first_eval_loss=5.0,
+    last_eval_loss=2.0,
+    export_path="output/adapter",
+    message="Your own data: datasets=…",
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(number: int, loss: float = 3.0, **changes: float) -> StepEnd:
+    event = StepEnd(
+        step=number,
+        epoch=number / 40,
+        loss=loss,
+        grad_norm=1.234,
+        lr=2e-4,
+        tokens=8000,
+        label_tokens=3000,
+        total_tokens=8000 * number,
+        seconds=0.1,
+        tokens_per_second=12_345.0,
+        eta_seconds=61.0,
+        peak_memory_bytes=3 * 2**29,
+    )
+    return replace(event, **changes)  # type: ignore[arg-type]
+
+
+def plain(**options: float) -> tuple[PlainView, io.StringIO, Clock]:
+    stream, clock = io.StringIO(), Clock()
+    return PlainView(ConsoleOptions(**options), INFO, stream=stream, clock=clock), stream, clock  # type: ignore[arg-type]
+
+
+def test_plain_run_reads_well() -> None:
+    view, stream, _ = plain()
+    view.on_event(START)
+    for number in range(1, 121):
+        view.on_event(step(number, loss=10.0 / number))
+        if number == 50:
+            view.on_event(SAVED)
+        if number == 100:
+            view.on_event(EVAL)
+    view.on_event(Notice(level="warning", message="the rate is high"))
+    view.on_event(Notice(level="info", message="resumed"))
+    view.on_event(END)
+    view.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "qwen3 [tiny] · 1.23M parameters · LoRA r=16, 98.8k trained (8 %) · cpu"
+    assert lines[1] == "sft · recipe bf16 · optimizer adamw · lr 0.0002 linear"
+    assert lines[2] == "120 steps of 8.19k tokens · 3 epochs of 45.7k tokens · output output"
+    assert lines[3] == "no GPU: training on the CPU"
+    steps = [line for line in lines if line.startswith("step") and "/120" in line]
+    assert [int(line.split("/")[0].split()[1]) for line in steps] == [1, 2, 3, 4, 5, *range(10, 121, 10)]
+    assert steps[0] == (
+        "step   1/120  loss  10.0000  grad     1.23  lr 2.00e-04  epoch  0.03   12.3k tok/s  mem  1.50 GiB  eta    1:01"
+    )
+    assert len({len(line) for line in steps}) == 1
+    assert "step 50: saved output/checkpoint-50 in 0.2 s" in lines
+    assert "step 100: held-out loss 2.5000  gap +0.1250  (12.3k label tokens in 1.2 s)" in lines
+    assert "warning: the rate is high" in lines
+    assert "resumed" in lines
+    assert lines[-4:] == [
+        "Finished after 120 steps, 1:23.",
+        "Held-out loss 5.0000 → 2.0000, perplexity 148.4 → 7.389.",
+        "Exported to output/adapter",
+        "Your own data: datasets=…",
+    ]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_plain_lines_by_time() -> None:
+    view, stream, clock = plain(first=1, every=1000, seconds=10.0)
+    view.on_event(START)
+    for number in range(1, 41):
+        clock.now += 1
+        view.on_event(step(number))
+    shown = [line.split("/")[0] for line in stream.getvalue().splitlines() if "/120" in line]
+    assert shown == ["step   1", "step  11", "step  21", "step  31"]
+
+
+def test_plain_first_lines_count_from_a_resumed_step() -> None:
+    view, stream, _ = plain(first=2, every=50)
+    view.on_event(replace(START, start_step=60))
+    for number in range(61, 80):
+        view.on_event(step(number))
+    assert [line.split("/")[0] for line in stream.getvalue().splitlines() if "/120" in line] == ["step  61", "step  62"]
+
+
+def test_plain_progress_only_of_long_tasks() -> None:
+    view, stream, clock = plain()
+    for done in range(1, 101):
+        view.on_event(Progress(task="evaluating", done=done, total=100, unit="batches"))
+    assert stream.getvalue() == ""
+    for done in range(13):
+        view.on_event(Progress(task="tokenising", done=done, total=12, unit="rows"))
+        clock.now += 1
+    assert stream.getvalue().splitlines() == [
+        "tokenising: 5/12 rows  5.0 s",
+        "tokenising: 10/12 rows  0:10",
+        "tokenising: 12/12 rows  0:12",
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_figures_that_are_not_finite(bad: float) -> None:
+    view, stream, _ = plain()
+    view.on_event(START)
+    view.on_event(step(1, loss=bad, grad_norm=bad, eta_seconds=bad))
+    assert "eta       ?" in stream.getvalue()
+    live, console, _ = terminal()
+    live.on_event(START)
+    live.on_event(step(1, loss=bad, grad_norm=bad, eta_seconds=bad))
+    console.print(live.render())
+    live.close()
+
+
+def terminal(width: int = 100) -> tuple[LiveView, Console, Clock]:
+    clock = Clock()
+    console = Console(record=True, force_terminal=True, width=width, height=30, file=io.StringIO(), color_system=None)
+    return LiveView(ConsoleOptions(), replace(INFO, interactive=True), console=console, clock=clock), console, clock
+
+
+def drawn(view: LiveView, width: int = 100) -> list[str]:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    console.print(view.render())
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_live_view() -> None:
+    view, console, clock = terminal()
+    try:
+        assert drawn(view) == [""] or drawn(view) == []
+        view.on_event(Progress(task="loading", done=3, total=10, unit="tensors"))
+        clock.now += 3
+        assert drawn(view)[-1].startswith("loading ━")
+        assert drawn(view)[-1].endswith("3/10 tensors  3.0 s")
+        view.on_event(Progress(task="loading", done=10, total=10, unit="tensors"))
+        view.on_event(Progress(task="compiling", done=1))
+        assert "compiling" in drawn(view)[-1]
+        view.on_event(Progress(task="compiling", done=1, total=1))
+        view.on_event(START)
+        assert drawn(view)[0].startswith("step 0/120 ")
+        assert "first step" in drawn(view)[1]
+        for number in range(1, 31):
+            clock.now += 1
+            view.on_event(step(number, loss=6.0 / number))
+        view.on_event(EVAL)
+        view.on_event(SAVED)
+        view.on_event(Notice(level="warning", message="gradients [bold]vanish[/bold]"))
+        view.on_event(Progress(task="evaluating", done=1, total=4, unit="batches"))
+        rows = drawn(view)
+        assert rows[0].startswith("step 30/120 ━")
+        assert rows[0].endswith("25 % 0:30 gone 1:01 to go")
+        assert rows[1].startswith("loss 0.2000 ↓ █")
+        assert rows[1].endswith("▁  held-out 2.5000  epoch 0.75")
+        assert rows[2] == "lr 2.00e-04  grad norm 1.23  12.3k tok/s  memory 1.50 GiB"
+        assert rows[3].endswith("1/4 batches  0.0 s")
+        view.on_event(END)
+    finally:
+        view.close()
+    output = console.export_text()
+    for part in (
+        "brisk-otter",
+        "qwen3 [tiny] · 1.23M parameters",
+        "no GPU: training on the CPU",
+        "loading: 10 tensors in 3.0 s",
+        "step 100: held-out loss 2.5000",
+        "step 50: saved output/checkpoint-50",
+        "warning: gradients [bold]vanish[/bold]",
+        "Finished after 120 steps, 1:23.",
+        "Held-out loss 5.0000 → 2.0000",
+        "Exported to output/adapter",
+    ):
+        assert part in output, part
+    assert output.rstrip().endswith("Your own data: datasets=…")
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_live_view_at_any_width(width: int) -> None:
+    view, _, _ = terminal(width)
+    view.on_event(START)
+    view.on_event(step(1))
+    assert all(len(line) <= width for line in drawn(view, width))
+    view.close()
+    view.close()
+
+
+def test_which_view(capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(build(ConsoleOptions(), INFO), PlainView)
+    assert isinstance(build(ConsoleOptions(live=False), replace(INFO, interactive=True)), PlainView)
+    live = build(ConsoleOptions(), replace(INFO, interactive=True))
+    assert isinstance(live, LiveView)
+    live.close()
+    view = build(ConsoleOptions(), INFO)
+    capsys.readouterr()
+    view.on_event(SAVED)
+    assert capsys.readouterr().out == "step 50: saved output/checkpoint-50 in 0.2 s\n"
+    assert view.state() == {}
+    view.load_state({})
+
+
+def test_summaries() -> None:
+    failed = replace(END, reason="failed", first_eval_loss=None, export_path=None, message="out of memory")
+    assert text.summary(failed) == ["Failed after 120 steps, 1:23.", "out of memory"]
+    worse = replace(END, first_eval_loss=2.0, last_eval_loss=1e4, message="")
+    assert text.summary(worse)[1] == "Held-out loss 2.0000 → 10000.0000, perplexity 7.389 → inf."
+
+
+def test_figures() -> None:
+    assert [text.count(n) for n in (0, 999, 1000, 93_512, 1.2e6, 8.19e9, 1e12)] == [
+        "0",
+        "999",
+        "1k",
+        "93.5k",
+        "1.2M",
+        "8.19G",
+        "1T",
+    ]
+    assert [text.duration(s) for s in (0.04, 9.94, 9.96, 61, 3723, math.inf)] == [
+        "0.0 s",
+        "9.9 s",
+        "0:10",
+        "1:01",
+        "1:02:03",
+        "?",
+    ]
+    assert [text.size(n) for n in (2**20, 3 * 2**29)] == ["1 MiB", "1.50 GiB"]
+    assert text.sparkline([1, 2, math.nan, 8]) == "▁▂!█"
+    assert text.sparkline([2, 2]) == "▁▁"
+    assert text.sparkline([math.nan]) == "!"
+    assert text.sparkline([]) == ""
+    assert text.trend([3, 2]) == " "
+    assert text.trend([4, 4, 2, 2]) == "↓"
+    assert text.trend([2, 2, 4, 4]) == "↑"
+    assert text.trend([2, 2, 2, 2.001]) == "→"
+
+
+def test_hooks_and_options() -> None:
+    from omegaconf import OmegaConf
+
+    spec = surogate_monitor_console.surogate_monitor()
+    assert spec.name == "console"
+    assert surogate_monitor_console.surogate_config_path() == "pkg://surogate_monitor_console.conf"
+    yaml = resources.files("surogate_monitor_console.conf.monitor").joinpath("console.yaml").read_text()
+    assert yaml.startswith("# @package monitor.console\n")
+    values = dict(OmegaConf.create(yaml))
+    assert values.pop("name") == "console"
+    assert spec.options(**values) == spec.options()
+
+
+def test_importing_is_cheap() -> None:
+    program = (
+        "import sys, surogate_monitor_console as m; m.surogate_monitor(); "
+        "print(*[m for m in ('torch', 'rich', 'hydra') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
