@@ -75,7 +75,7 @@ class DataReport:
         return self.train.label_tokens / max(1, self.train.tokens)
 
     def summary(self) -> str:
-        """The report as one paragraph."""
+        """The report as one paragraph; where the bad rows are is in `warnings`."""
         train = self.train
         parts = [
             f"{self.rows_read:,} rows read: {train.tokens:,} tokens for training in {train.rows:,} packed rows "
@@ -96,10 +96,7 @@ class DataReport:
         ]
         if changes:
             parts.append(", ".join(changes))
-        text = "; ".join(parts) + "."
-        if self.bad_rows:
-            text += f" Bad rows: {list_bad_rows(self.bad_rows, self.bad_row_count)}"
-        return text
+        return "; ".join(parts) + "."
 
 
 def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:

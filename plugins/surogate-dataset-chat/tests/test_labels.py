@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from surogate_dataset_chat.labels import _by_pieces, tokenize_conversation
 
 from surogate_core.data.tokenize import RowError
+from surogate_core.errors import UserError
 
 ALL = ["embedded", "chatml", "chatml-marked-inside", "llama3", "qwen3", "mistral"]
 
@@ -115,7 +116,6 @@ def test_a_tokenizer_without_offsets_encodes_part_by_part(tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (None, "no chat template"),
         ("{{ raise_exception('pairs only') }}", "refuses the conversation: pairs only"),
         ("{{ messages[0].nothing.at.all }}", "refuses the conversation"),
         ("{% for m in messages %}{{ m.role }}", "refuses the conversation"),
@@ -131,6 +131,16 @@ def test_a_template_that_cannot_be_used_is_a_reason(
     try:
         tokenizer.chat_template = template
         with pytest.raises(RowError, match=expected):
+            tokenize_conversation(tokenizer, MULTI_TURN)
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_tokenizer_without_a_template_ends_the_run(templated: Callable[..., Any]) -> None:
+    tokenizer, _ = templated("chatml")
+    before, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(UserError, match=r"has no chat template.*Fix: set `tokenizer`"):
             tokenize_conversation(tokenizer, MULTI_TURN)
     finally:
         tokenizer.chat_template = before

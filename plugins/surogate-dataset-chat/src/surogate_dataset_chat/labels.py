@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenize import RowError
+from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,12 +32,13 @@ def tokenize_conversation(
 ) -> tuple[list[int], list[bool]]:
     """(input_ids, trained) of a conversation, equally long.
 
-    Raises `RowError` when the tokenizer has no chat template, when the template refuses the
-    messages, and when the assistant's turns cannot be told from the rest.
+    Raises `RowError` when the template refuses the messages and when the assistant's turns cannot
+    be told from the rest, `UserError` when the tokenizer has no chat template at all.
     """
     if not tokenizer.chat_template:
-        raise RowError(
-            "the tokenizer has no chat template (tokenizer_config.json: chat_template); use an instruct model's"
+        raise UserError(
+            f"The tokenizer {tokenizer.name_or_path} has no chat template, which data sets of type conversation need. "
+            f"Fix: set `tokenizer` to that of the instruct model of the family, or add chat_template.jinja to it."
         )
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
     if _GENERATION.search(template) and tokenizer.is_fast:
