@@ -230,7 +230,7 @@ class _Encoder:
                         raise RowError("no token of it would be trained")
                 except RowError as error:
                     bad_count += 1
-                    reported = BadRow(where=where, reason=str(error))
+                    reported = BadRow.of(where, error)
                     if len(bad) < BAD_ROWS_KEPT:
                         bad.append(reported)
                     self._count_bad_row(entry, reported)

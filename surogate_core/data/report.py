@@ -11,6 +11,8 @@ BAD_ROWS_KEPT = 1000
 
 BAD_ROWS_SHOWN = 5
 
+_LONGEST_REASON = 300
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
@@ -22,6 +24,14 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
+
+    @classmethod
+    def of(cls, where: str, error: ValueError) -> BadRow:
+        """The reason on one line that any log can take, whatever of the row it quotes."""
+        reason = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
+        if len(reason) > _LONGEST_REASON:
+            reason = reason[:_LONGEST_REASON] + "…"
+        return cls(where=where, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

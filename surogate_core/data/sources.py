@@ -205,6 +205,8 @@ def _line_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
             yield f"{file}:{number}", RowError(f"not UTF-8 at byte {error.start + 1} of the line")
         except json.JSONDecodeError as error:
             yield f"{file}:{number}", RowError(f"not JSON at column {error.colno}: {error.msg}")
+        except ValueError as error:  # a number with too many digits
+            yield f"{file}:{number}", RowError(f"not readable: {_reason(error)}")
         except RecursionError:
             yield f"{file}:{number}", RowError("nested too deeply")
         else:
@@ -255,6 +257,10 @@ def _array_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
             text = text[end:]
     except UnicodeDecodeError as error:
         raise UserError(f"data set {file}: not UTF-8. Fix: save it as UTF-8.") from error
+    except UserError:
+        raise
+    except ValueError as error:  # a number with too many digits
+        raise UserError(f"data set {file}:{line}: cannot be read: {_reason(error)}") from error
     except RecursionError as error:
         raise UserError(f"data set {file}:{line}: an element is nested too deeply.") from error
 

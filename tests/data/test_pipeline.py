@@ -13,6 +13,8 @@ import pytest
 
 from surogate_core.data.entries import parse_entries
 from surogate_core.data.pipeline import PreparedData, prepare, split_documents
+from surogate_core.data.report import BadRow
+from surogate_core.data.tokenize import RowError
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.train.events import Progress
 
@@ -214,6 +216,13 @@ def test_a_format_that_fails_is_not_a_bad_row(write_rows: Any, make_config: Any,
 
     with pytest.raises(ZeroDivisionError):
         prepare(make_config(write_rows([{}])), tokenizer, {"words": dataclasses.replace(words, encode=broken)})
+
+
+def test_a_reason_is_one_short_line_that_can_be_logged() -> None:
+    reason = BadRow.of("a:1", RowError("the row has\n\ud800" + "x" * 1000)).reason
+    assert reason.startswith("the row has \\ud800xxx")
+    assert len(reason) < 400
+    reason.encode()
 
 
 def test_no_data_sets_at_all(make_config: Any, tokenizer: Any, formats: Any) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from surogate_core.data.paths import resolve_package_path
 from surogate_core.data.sources import SourceSpec, open_source
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
+_NAMES = ["rows.jsonl", "rows.json"]
 ROWS = [{"text": f"row {i}", "n": i} for i in range(5)]
 
 
@@ -174,3 +178,37 @@ def test_package_paths_do_not_import_the_package() -> None:
     assert Path(resolve_package_path("pkg://xml/dom/minidom.py")).exists()
     assert resolve_package_path("some/path") == "some/path"
     assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, '{"a": ' + "1" * 5000 + "}", "[" + "9" * 5000 + "]"])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_numbers_past_pythons_limit_are_bad_rows(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    try:
+        rows = read(path)
+    except UserError:
+        return
+    assert all(isinstance(row, RowError) for row in rows)
+
+
+_FRAGMENTS = st.sampled_from(
+    [b"{", b"}", b"[", b"]", b'"', b",", b":", b"a", b"1", b"\n", b"\\", b"\xff", b"null", b" "]
+)
+
+
+@given(content=st.binary(max_size=60) | st.lists(_FRAGMENTS, max_size=30).map(b"".join), name=st.sampled_from(_NAMES))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_rows_or_one_clear_line(content: bytes, name: str) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        path = Path(root) / name
+        path.write_bytes(content)
+        try:
+            rows = read(path)
+        except UserError as error:
+            rows, message = [], str(error)
+        else:
+            message = str(path)
+        assert str(path) in message
+        assert "\n" not in message
+        assert all(isinstance(row, dict | RowError) for row in rows)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import surogate_dataset_chat as plugin
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from surogate_dataset_chat.conversation import ConversationOptions
 from surogate_dataset_chat.text import TextOptions
 
 from surogate_core.data.batch import IGNORE_LABEL
-from surogate_core.data.tokenize import EncodeContext, RowError
+from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
 
 FORMATS = {f.name: f for f in plugin.surogate_dataset()}
 USER = {"role": "user", "content": "Hi"}
@@ -128,3 +130,31 @@ def test_bad_conversations_have_a_reason(context: EncodeContext, row: Any, reaso
     with pytest.raises(RowError) as caught:
         conversation(row, context, system_field="sys", tools_field="tools")
     assert reason in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+PROPERTY = st.sampled_from(["user", "assistant", "system", "x", "\ud800"]) | JSON
+MESSAGE = st.fixed_dictionaries({}, optional={"role": PROPERTY, "content": PROPERTY, "tool_calls": JSON}) | JSON
+ROW = st.fixed_dictionaries(
+    {}, optional={"messages": st.lists(MESSAGE, max_size=4) | JSON, "text": PROPERTY, "sys": PROPERTY, "tools": JSON}
+)
+
+
+@given(row=ROW)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", ["embedded", "qwen3"])
+def test_any_row_is_encoded_or_has_a_reason(templated: Any, name: str, row: Any) -> None:
+    context = EncodeContext(tokenizer=templated(name)[0], sequence_len=64)
+    for format_, options in (
+        (FORMATS["conversation"], ConversationOptions(system_field="sys", tools_field="tools")),
+        (FORMATS["text"], TextOptions()),
+    ):
+        try:
+            document = format_.encode(row, options, context)
+        except RowError:
+            continue
+        assert isinstance(document, Encoded)

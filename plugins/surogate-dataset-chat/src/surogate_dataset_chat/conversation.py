@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.data.tokenize import RowError
-from surogate_dataset_chat.fields import required
+from surogate_dataset_chat.fields import require_unicode, required
 
 if TYPE_CHECKING:
     from surogate_core.data.tokenize import EncodeContext, Encoded
@@ -82,6 +82,7 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
         raise RowError(f"message {number} ({role}): content must be a string, this is {type(content).__name__}")
     if not content.strip():
         raise RowError(f"message {number} ({role}): content is blank")
+    require_unicode(content, f"message {number} ({role}): content")
     return message
 
 

@@ -26,4 +26,13 @@ def required_text(row: Mapping[str, Any], field: str) -> str:
         raise RowError(f"field {field!r} must be a string, this is {type(value).__name__}")
     if not value.strip():
         raise RowError(f"field {field!r} is empty")
+    require_unicode(value, f"field {field!r}")
     return value
+
+
+def require_unicode(text: str, what: str) -> None:
+    """Raise `RowError` for half a surrogate pair: JSON can write it, no tokenizer can read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{what} is not Unicode text: half a surrogate pair at character {error.start + 1}") from error

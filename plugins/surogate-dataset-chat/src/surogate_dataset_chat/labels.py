@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
+from surogate_dataset_chat.fields import require_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +81,7 @@ def _by_prefixes(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
 ) -> tuple[list[int], list[bool]]:
     text: str = _render(tokenizer, messages, tools=tools, tokenize=False)
+    require_unicode(text, "the rendered conversation")
     spans = [
         _turn_span(tokenizer, messages, tools, text, turn)
         for turn, message in enumerate(messages)
