@@ -43,7 +43,7 @@ def free_bytes(path: Path) -> int:
 
 def disk_error(error: OSError, *, what: str, path: Path, needed: int | None = None, fix: str = "") -> SurogateError:
     """The error to raise for a failed write: `MachineError` for the disk's fault, `UserError` for the place's."""
-    fix = f" Fix: {fix}" if fix else ""
+    fix = f" Fix: {fix}." if fix else ""
     if error.errno in _FULL:
         need = f"{human_bytes(needed)} needed, " if needed is not None else ""
         try:

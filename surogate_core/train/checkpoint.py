@@ -77,6 +77,7 @@ class CheckpointDir:
         self.limit = limit
         self.skipped: list[str] = []
         """Why the last `latest_good` passed over a directory, one sentence each."""
+        self._recovered = False
 
     def save(self, step: int, *, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
         """Write ``checkpoint-<step>`` from groups of named tensors (any device) and a JSON state.
@@ -84,6 +85,8 @@ class CheckpointDir:
         When this returns the checkpoint is durable and older ones beyond `limit` are gone. When it
         raises (`MachineError`: disk full or failing; `UserError`: not writable), nothing has changed.
         """
+        if not self._recovered:
+            self.recover()
         final = self.root / f"checkpoint-{step}"
         # Python's NaN and Infinity are kept: only this module reads the file back.
         state_bytes = json.dumps(state, indent=1).encode()
@@ -118,6 +121,7 @@ class CheckpointDir:
 
     def recover(self) -> None:
         """Settle what killed runs left; for the run that owns the directory, not for readers."""
+        self._recovered = True
         if not self.root.is_dir():
             return
         names = {match[1] for p in self.root.iterdir() if (match := _HIDDEN.fullmatch(p.name))}

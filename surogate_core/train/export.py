@@ -36,10 +36,12 @@ class Card:
     """What the model card says of the run."""
 
     title: str
+    base_model: str | None = None
+    """Hub id or directory of the model that training began from; None: random weights."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Config keys worth knowing, in order."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Final figures, e.g. ``{"held-out loss": 1.23}``, in order; not-finite ones are left out of the JSON."""
+    """Final figures, e.g. ``{"held-out loss": 1.23}``, in order; None is left out."""
 
 
 def export_full(
@@ -49,7 +51,6 @@ def export_full(
     config: Mapping[str, Any],
     tokenizer: Tokenizer | None,
     card: Card,
-    base_model: str | None = None,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: float = 5e9,
 ) -> Path:
@@ -57,10 +58,9 @@ def export_full(
 
     `tensors`: (Hugging Face name, tensor on any device), each written and let go before the next is
     asked for. `config`: the mapping of ``config.json``; `model_type` and `architectures` must be in
-    it, `torch_dtype` is set to the tensors' most common dtype. `base_model`: hub id or directory of
-    the model that training began from. `generation_config` defaults to the token ids of `config`.
-    Raises `MachineError` (disk full) or `UserError` (not writable, or the directory holds something
-    that is not an export).
+    it, `torch_dtype` is set to the tensors' most common dtype. `generation_config` defaults to the
+    token ids of `config`. Raises `MachineError` (disk full) or `UserError` (not writable, or the
+    directory holds something that is not an export).
     """
     assert config.get("model_type")
     assert config.get("architectures")
@@ -75,7 +75,7 @@ def export_full(
         _write_json(new / "generation_config.json", generation_config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new))
-        _write_card(new, card, library="transformers", base_model=base_model)
+        _write_card(new, card, library="transformers")
     return directory
 
 
@@ -126,7 +126,7 @@ def export_adapter(
         _write_json(new / "adapter_config.json", config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new))
-        _write_card(new, card, library="peft", base_model=base_model)
+        _write_card(new, card, library="peft")
     return directory
 
 
@@ -192,21 +192,21 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     atomic.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def _write_card(directory: Path, card: Card, *, library: str, base_model: str | None) -> None:
+def _write_card(directory: Path, card: Card, *, library: str) -> None:
     """README.md, with the front matter that the hub reads."""
     front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [surogate]"]
     lines = [f"# {card.title}", "", f"Trained with Surogate {__version__}."]
-    if base_model is not None:
-        lines.append(f"Base model: `{base_model}`.")
+    if card.base_model is not None:
+        lines.append(f"Base model: `{card.base_model}`.")
         # The hub refuses front matter whose base model is not a repository.
-        if not Path(base_model).exists() and base_model.count("/") == 1:
-            front.append(f"base_model: {json.dumps(base_model)}")
+        if not Path(card.base_model).exists() and card.base_model.count("/") == 1:
+            front.append(f"base_model: {json.dumps(card.base_model)}")
     if library == "peft":
         lines += ["", "This is a LoRA adapter in PEFT's format; load it on its base model."]
     for heading, values in (("Figures", card.figures), ("Settings", card.settings)):
-        if values:
-            lines += ["", f"## {heading}", "", "| | |", "| --- | --- |"]
-            lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items()]
+        rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items() if value is not None]
+        if rows:
+            lines += ["", f"## {heading}", "", "| | |", "| --- | --- |", *rows]
     text = "\n".join(["---", *front, "---", "", *lines, ""])
     atomic.write_file(directory / "README.md", text.encode())
 

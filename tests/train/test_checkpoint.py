@@ -235,11 +235,15 @@ def test_interrupted_replacement_is_recovered(tmp_path: Path) -> None:
     path = save(checkpoints, 7)
     (tmp_path / ".checkpoint-7.surogate-tmp").mkdir()
     (tmp_path / ".checkpoint-3.surogate-trash").mkdir()
+    save(CheckpointDir(tmp_path, limit=2), 8)
+    assert names(tmp_path) == ["checkpoint-7", "checkpoint-8"]
+    (tmp_path / ".checkpoint-7.surogate-tmp").mkdir()
     path.rename(tmp_path / ".checkpoint-7.surogate-old")
     latest = CheckpointDir(tmp_path, limit=2).latest_good()
     assert latest is not None
-    assert latest.step == 7
-    assert names(tmp_path) == ["checkpoint-7"]
+    assert latest.step == 8
+    assert CheckpointDir.load(path).step == 7
+    assert names(tmp_path) == ["checkpoint-7", "checkpoint-8"]
 
 
 NURSERY = """

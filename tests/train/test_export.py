@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from surogate_core.errors import UserError
 from surogate_core.train.export import Card, export_adapter, export_full
 from surogate_core.train.weights import ModelDir
 
-CARD = Card(title="tiny", figures={"held-out loss": 1.25, "bad": float("nan")}, settings={"lora_rank": 4})
+CARD = Card(title="tiny", figures={"held-out loss": 1.25, "bad": float("nan"), "none": None}, settings={"lora_rank": 4})
 IDS = torch.arange(12).reshape(2, 6)
 
 
@@ -144,7 +145,7 @@ def adapter(directory: Path, value: float) -> Path:
         dropout=0.0,
         target_modules=["q_proj"],
         base_model="Qwen/Qwen3-0.6B",
-        card=CARD,
+        card=replace(CARD, base_model="Qwen/Qwen3-0.6B"),
     )
 
 
@@ -154,8 +155,9 @@ def test_card(tmp_path: Path) -> None:
     assert 'base_model: "Qwen/Qwen3-0.6B"\n---' in text
     assert "| held-out loss | 1.25 |" in text
     assert "| lora_rank | 4 |" in text
+    assert "none" not in text
     marker = json.loads((tmp_path / "a" / "surogate_export.json").read_text())
-    assert marker["figures"] == {"held-out loss": 1.25}
+    assert marker["figures"] == {"held-out loss": 1.25, "none": None}
 
 
 def test_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:

@@ -83,8 +83,7 @@ class LiveView:
             case CheckpointSaved():
                 self._say(text.saved_line(event), style="dim")
             case Notice():
-                style = LEVELS[event.level]
-                self._console.print(Text(f"{event.level}: ", style=style).append(event.message, style="default"))
+                self._console.print(Text.assemble((f"{event.level}: ", LEVELS[event.level]), event.message))
             case Progress():
                 self._progress(event)
             case RunEnd():
