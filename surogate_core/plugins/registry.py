@@ -111,10 +111,14 @@ class Registry:
             )
         return offered.bundle
 
-    def owner(self, kind: str, name: str) -> InstalledPlugin:
-        """The plugin that offers the bundle."""
+    def all(self, kind: str) -> dict[str, Any]:
+        """The kind's bundles by name."""
+        return {name: offered.bundle for name, offered in self.bundles(kind).items()}
+
+    def owner(self, kind: str, name: str) -> str:
+        """Entry-point name of the plugin that offers the bundle."""
         self.get(kind, name)
-        return self.bundles(kind)[name].plugin
+        return self.bundles(kind)[name].plugin.name
 
     def check(self) -> None:
         """Call the hooks of every kind, so that every clash and every failure is found."""
@@ -164,7 +168,8 @@ class Registry:
         known = sorted(known)
         near = get_close_matches(name, known, n=1, cutoff=0.5)
         listed = ", ".join(known) or "none is installed"
-        message = f"there is no such {group}; known: {listed}."
+        what = "type" if group == "dataset" else group
+        message = f"there is no such {what}; known: {listed}."
         if not near and self.broken:
             message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."
         return Missing(message=message, fix=near[0] if near else "")
@@ -177,8 +182,8 @@ class Registry:
 
     def plugins_used(self, selected: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
         """The same, of the plugins that offer the given (kind, name) bundles only."""
-        used = {p.name: p for p in (self.owner(kind, name) for kind, name in selected)}
-        return [_facts(p) for _, p in sorted(used.items())]
+        used = {self.owner(kind, name) for kind, name in selected}
+        return [facts for facts in self.plugin_set() if facts["name"] in used]
 
 
 def load_plugins(policy: ImportPolicy | None = None) -> Registry:
@@ -235,7 +240,7 @@ def _check_pending(registry: Registry) -> None:
             registry.manager.check_pending()
         except pluggy.PluginValidationError as error:
             name = registry.manager.get_name(error.plugin)
-            assert name is not None, error
+            assert name is not None  # noqa: PT017
             registry.manager.unregister(name=name)
             plugin = registry.plugins.pop(name)
             registry.broken[name] = Broken(plugin=plugin, doing="when its hooks were checked", error=error)

@@ -1,0 +1,79 @@
+"""Contradictions between keys: a table of named checks, all reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One contradiction."""
+
+    name: str
+    key: str
+    """The key that the message is about."""
+    wrong: Callable[[Values], bool]
+    """Whether the values contradict each other; absent keys have their defaults."""
+    message: str
+    fix: str
+
+
+def _recompute_part(part: str) -> Check:
+    return Check(
+        name=f"recompute_{part}_without_effect",
+        key=f"recompute_{part}",
+        wrong=lambda v: v["recompute"] and v[f"recompute_{part}"],
+        message="has no effect while `recompute` is true, which computes the whole block again.",
+        fix="recompute: false",
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        name="two_warmups",
+        key="warmup_ratio",
+        wrong=lambda v: v["warmup_ratio"] > 0 and v["warmup_steps"] > 0,
+        message="and `warmup_steps` are both set.",
+        fix="keep one and set the other to 0",
+    ),
+    Check(
+        name="lora_in_pretraining",
+        key="lora",
+        wrong=lambda v: v["task"] == "pt" and v["lora"],
+        message="must be false in task pt, which trains every weight.",
+        fix="lora: false, or task sft",
+    ),
+    *(_recompute_part(part) for part in ("att", "ffn", "qkv", "swiglu", "rmsnorm")),
+    Check(
+        name="schedule_longer_than_run",
+        key="max_steps",
+        wrong=lambda v: 0 < v["max_steps"] < v["warmup_steps"] + v["cooldown_steps"],
+        message="is less than `warmup_steps` + `cooldown_steps`.",
+        fix="more steps, or a shorter warm-up or cool-down",
+    ),
+    Check(
+        name="no_steps",
+        key="max_steps",
+        wrong=lambda v: v["max_steps"] == 0,
+        message="is 0: nothing would be trained.",
+        fix="a number of steps, or -1 to let `num_epochs` decide",
+    ),
+    Check(
+        name="no_data",
+        key="datasets",
+        wrong=lambda v: not v["datasets"],
+        message="there is no training data.",
+        fix="'datasets=[{path: my.jsonl, type: conversation}]', or dataset=embedded",
+    ),
+    Check(
+        name="no_target_modules",
+        key="lora_target_modules",
+        wrong=lambda v: v["lora"] and not v["lora_target_modules"],
+        message="is empty, so nothing would be trained.",
+        fix="lora_target_modules: [all], or lora: false",
+    ),
+)

@@ -1,0 +1,118 @@
+"""Composition by Hydra: the search path, the schema's defaults, and the two ways to compose.
+
+A single run composes by the API, so that nothing is written before the config is known to be
+good; ``--multirun``, ``--cfg``, ``--info`` and ``-sc`` go through `hydra.main`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra import main as hydra_main
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from surogate_core.config.paths import CONFIG_NAME, conf_dir
+from surogate_core.config.schema import ModelSelection, RunConfig, Selection
+from surogate_core.config.settings import LIST_GROUPS
+from surogate_core.errors import ConfigError, Problem
+from surogate_core.plugins.registry import Registry
+
+VERSION_BASE = "1.3"
+SCHEMA = "schema"
+"""Name of the ConfigStore node with the schema's defaults, first in the primary config's defaults list."""
+
+
+class SurogateSearchPath(SearchPathPlugin):
+    """Adds the config directories of the plugins; Hydra makes the instance itself."""
+
+    paths: Sequence[tuple[str, str]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for provider, path in self.paths:
+            search_path.append(provider=provider, path=path)
+
+
+def schema_defaults() -> dict[str, Any]:
+    """Every flat key with its default; the nodes of groups come from their options."""
+    values: dict[str, Any] = {}
+    for field in fields(RunConfig):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name in LIST_GROUPS or isinstance(default, Selection | ModelSelection):
+            continue
+        values[field.name] = asdict(default) if is_dataclass(default) and not isinstance(default, type) else default
+    return values
+
+
+@contextmanager
+def _prepared(registry: Registry) -> Iterator[None]:
+    plugins = Plugins.instance()
+    if SurogateSearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(SurogateSearchPath)
+    ConfigStore.instance().store(name=SCHEMA, node=schema_defaults(), provider="surogate")
+    SurogateSearchPath.paths = tuple(registry.search_path)
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        SurogateSearchPath.paths = ()
+        GlobalHydra.instance().clear()
+
+
+def compose_config(overrides: Sequence[str], registry: Registry) -> DictConfig:
+    """Compose; raises `ConfigError` with Hydra's reason in one line."""
+    with _prepared(registry), initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE, job_name="surogate"):
+        try:
+            return compose(CONFIG_NAME, overrides=list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError([problem_of(error)]) from error
+
+
+def plain_values(config: DictConfig) -> dict[str, Any]:
+    """The composed config as plain values, interpolations resolved; raises `ConfigError`."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError([problem_of(error)]) from error
+    assert isinstance(values, dict)
+    return {str(k): v for k, v in values.items()}
+
+
+def problem_of(error: HydraException | OmegaConfBaseException) -> Problem:
+    """Hydra's or OmegaConf's error as one problem."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if cause is not None and isinstance(cause, OmegaConfBaseException):
+        lines += [line.strip() for line in str(cause).splitlines()[:1]]
+        error = cause
+    key = str(getattr(error, "full_key", None) or "config")
+    message = "; ".join(line for line in lines if not line.startswith(("full_key", "object_type", "reference_type")))
+    return Problem(key=key, message=f"{message.rstrip('.')}.")
+
+
+def run_hydra(
+    flags: Sequence[str], overrides: Sequence[str], registry: Registry, task: Callable[[DictConfig], Any]
+) -> None:
+    """`hydra.main` with these arguments. May raise `SystemExit`, as Hydra does."""
+    argv = sys.argv
+    sys.argv = ["surogate", *flags, "hydra.output_subdir=null", "hydra/job_logging=none", *overrides]
+
+    def surogate(config: DictConfig) -> Any:
+        return task(config)
+
+    try:
+        with _prepared(registry):
+            hydra_main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base=VERSION_BASE)(surogate)()
+    finally:
+        sys.argv = argv

@@ -1,0 +1,47 @@
+"""What the plan names and this version does not have yet, so that the message can say so.
+
+A name leaves this page when it is built; a test keeps it apart from the schema and the catalogue.
+"""
+
+from __future__ import annotations
+
+KEYS = frozenset(
+    """
+    model_type max_model_len rope_scaling gpus
+    normuon_momentum normuon_beta2 normuon_cautious_wd
+    train_router adapter_path adapter_init_mode merge_adapter
+    qlora_bnb qlora_fp8 qlora_fp4 qlora_block_size qlora_bnb_block_size qlora_bnb_double_quant
+    qlora_four_over_six qlora_selective_expert_dequant qlora_offload_experts
+    matmul_dtype gradient_dtype master_dtype model_dtype fp8_amax_history fp4_backend
+    no_fp4_stochastic_rounding skip_quant_first_layers skip_quant_last_layers
+    offload_residual offload_optimizer offload_master offload_grads offload_quants persistent_quants cpu_training
+    zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
+    router_aux_loss_coef router_z_loss_coef
+    dataloader_num_workers use_chat_template template system max_length loss_scale
+    report_to log_gpu_util debug_time_breakdown debug_memory_breakdown
+    auto_lr_reduction early_stop epoch_adjustment
+    """.split()  # noqa: SIM905
+)
+"""Flat keys."""
+
+NAMES = frozenset(
+    {
+        ("task", "grpo"),
+        ("recipe", "fp8-hybrid"),
+        ("recipe", "nvfp4"),
+        ("optimizer", "adamw_8bit"),
+        ("optimizer", "normuon"),
+        ("dataset", "instruction"),
+        ("dataset", "preference"),
+        ("dataset", "auto"),
+    }
+)
+"""(group or kind, name)."""
+
+COMMANDS = frozenset({"grpo", "tokenize", "merge"})
+"""Sub-commands of `surogate`."""
+
+PLUGIN_COMMANDS = frozenset({"check", "lock", "verify", "new"})
+"""Sub-commands of `surogate plugins`."""
+
+MESSAGE = "not available in this version."

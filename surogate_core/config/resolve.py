@@ -1,0 +1,227 @@
+"""The one way from arguments and a flat YAML file to a `RunConfig`, and back to YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import yaml
+
+from surogate_core.config.schema import PluginPolicy, RunConfig, Selection
+from surogate_core.errors import ConfigError, Problem
+from surogate_core.plugins.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+
+def load_run_config(
+    args: Sequence[str], *, task: str | None = None, config_file: Path | None = None, registry: Registry
+) -> RunConfig:
+    """Compose and check a run's configuration.
+
+    `args`: overrides. `task`: the sub-command that names it. `config_file`: a flat YAML file,
+    weaker than `args`. Raises `ConfigError` with every mistake found. Nothing is written.
+    """
+    return load_many(args, task=task, config_file=config_file, registry=registry)[0][1]
+
+
+def load_many(
+    args: Sequence[str],
+    *,
+    task: str | None = None,
+    config_file: Path | None = None,
+    registry: Registry,
+    multirun: bool = False,
+) -> list[tuple[list[str], RunConfig]]:
+    """The same for a sweep: with `multirun`, one configuration for each value that is swept over,
+    the other sweeps at their first value. Overrides come with each."""
+    from surogate_core.config.settings import Settings
+
+    settings = gather(args, task=task, config_file=config_file, registry=registry)
+    assert isinstance(settings, Settings)
+    if not multirun:
+        _refuse_sweeps(settings)
+    problems = list(settings.problems)
+    if problems:
+        # What can be composed in spite of them is checked too, so that all mistakes come at once.
+        settings.problems.clear()
+    loaded = []
+    for overrides in expand_sweeps(settings.overrides()) if multirun else [settings.overrides()]:
+        try:
+            loaded.append((overrides, check(overrides, settings)))
+        except ConfigError as error:
+            known = {(p.key, p.message) for p in problems}
+            problems += [p for p in error.problems if (p.key, p.message) not in known]
+    if problems:
+        raise ConfigError(_without_echoes(problems))
+    for broken in registry.broken.values():
+        log.warning(f"{broken}; it is left out")
+    return loaded
+
+
+def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, registry: Registry) -> Any:
+    """File and command line as one `Settings`; its `problems` are not raised yet."""
+    from surogate_core.config.settings import COMMAND_LINE, Choice, Settings
+    from surogate_core.config.yamlfile import read_yaml
+
+    settings = Settings(registry)
+    if config_file is not None:
+        settings.add_file(read_yaml(config_file))
+    before = settings.choices.get("task")
+    settings.add_arguments(args)
+    if task is not None:
+        chosen = settings.choices.get("task")
+        if chosen is not None and chosen.options != [task] and not chosen.sweep:
+            place = "the file" if chosen is before else "the override"
+            message = f"`surogate {task}` was called, but {place} says {','.join(chosen.options)}."
+            settings.problems.append(
+                Problem(key="task", message=message, where=chosen.where, fix=f"surogate {','.join(chosen.options)} …")
+            )
+        settings.choices["task"] = Choice([task], COMMAND_LINE)
+    settings.imply()
+    return settings
+
+
+def check(overrides: Sequence[str], settings: Any) -> RunConfig:
+    """Compose the overrides and check the result."""
+    from surogate_core.config.compose import compose_config, plain_values
+
+    return check_values(plain_values(compose_config(overrides, settings.registry)), settings.registry, settings.where)
+
+
+def check_values(values: Mapping[str, Any], registry: Registry, where: Callable[[str], str]) -> RunConfig:
+    """Check a composed mapping; raises `ConfigError` with every mistake."""
+    from surogate_core.config.validate import validate
+    from surogate_core.plugins.discovery import import_policy
+
+    config, problems = validate(values, registry, where)
+    if config is not None and import_policy(config.plugins) != registry.policy:
+        message = "the policy must be known before plugins are loaded."
+        fix = "set it in the config file, on the command line or in the environment"
+        problems = [Problem(key="plugins", message=message, where=where("plugins"), fix=fix)]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginPolicy:
+    """The plugin policy that a file and arguments ask for, before any plugin is loaded.
+
+    Raises `ConfigError` when it is not sound, as nothing may be imported then.
+    """
+    from surogate_core.config.grammar import parse_override
+    from surogate_core.config.settings import COMMAND_LINE
+    from surogate_core.config.typed import Builder
+    from surogate_core.config.yamlfile import read_yaml
+
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    if config_file is not None:
+        file = read_yaml(config_file)
+        found = file.values.get("plugins")
+        if found is not None and not isinstance(found, Mapping):
+            raise ConfigError([Problem(key="plugins", message="must be a mapping.", where=file.where("plugins"))])
+        values.update(found or {})
+        places = {f"plugins.{name}": file.where(f"plugins.{name}") for name in values}
+    for argument in args:
+        if not argument.lstrip("+").startswith(("plugins.", "plugins=")):
+            continue
+        try:
+            override = parse_override(argument)
+        except ValueError as error:
+            raise ConfigError([Problem(key=argument, message=f"{error}.", where=COMMAND_LINE)]) from None
+        value = override.value()
+        name = override.key_or_group.partition(".")[2]
+        values.update({name: value} if name else value if isinstance(value, Mapping) else {"": value})
+        places[override.key_or_group] = COMMAND_LINE
+
+    def unknown(key: str, known: Any) -> Problem:
+        message = f"there is no such key; known here: {', '.join(sorted(known))}."
+        return Problem(key=key, message=message, where=places.get(key, COMMAND_LINE))
+
+    builder = Builder(lambda key: places.get(key, COMMAND_LINE), unknown)
+    policy = builder.dataclass(PluginPolicy, values, "plugins.")
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    assert isinstance(policy, PluginPolicy)
+    return policy
+
+
+def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
+    """One list of overrides for each value of each sweep, the other sweeps at their first value."""
+    from surogate_core.config.grammar import parse_override
+
+    choices: list[list[str]] = []
+    for text in overrides:
+        override = parse_override(text)
+        if override.is_sweep_override() and override.is_discrete_sweep() and "glob(" not in text:
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([text])
+    first = [values[0] for values in choices]
+    expanded = [first]
+    for index, values in enumerate(choices):
+        expanded += [[*first[:index], value, *first[index + 1 :]] for value in values[1:]]
+    return expanded
+
+
+def _refuse_sweeps(settings: Any) -> None:
+    swept = [(v.key, v.text, v.where) for v in settings.values if v.sweep]
+    swept += [(group, c.sweep, c.where) for group, c in settings.choices.items() if c.sweep]
+    for key, text, where in swept:
+        message = f"several values ({text}) are a sweep, which needs --multirun."
+        settings.problems.append(Problem(key=key, message=message, where=where, fix="add --multirun"))
+    settings.values = [v for v in settings.values if not v.sweep]
+    settings.choices = {g: c for g, c in settings.choices.items() if not c.sweep}
+
+
+def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:
+    """One problem a key: a rejected choice must not be reported again as its consequence."""
+    seen: set[str] = set()
+    kept = []
+    for problem in problems:
+        root = problem.key.partition("=")[0]
+        if root not in seen:
+            kept.append(problem)
+        seen.add(root)
+    return kept
+
+
+# ----------------------------------------------------------------------------- back to YAML
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as flat keys and plain values, group nodes with `name` and their options."""
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The flat YAML that gives the same configuration again."""
+    return yaml.safe_dump(_escaped(to_dict(config)), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Selection):
+        options = {} if value.options is None else _plain(value.options)
+        return {"name": value.name, **options}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(item) for name, item in asdict(value).items()}
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    return value
+
+
+def _escaped(value: Any) -> Any:
+    """Text that looks like an interpolation, written so that it is none."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {k: _escaped(v) for k, v in value.items()}
+    return [_escaped(v) for v in value] if isinstance(value, list) else value

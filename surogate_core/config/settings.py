@@ -1,0 +1,425 @@
+"""From a flat YAML file and command-line arguments to Hydra overrides, with the place of each.
+
+Both sources end in one `Settings`: a choice per config group and a list of values; the command
+line comes after the file and wins. Mistakes are collected, not raised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+
+from surogate_core.config import planned
+from surogate_core.config.grammar import KEY, NotWritableError, encode, parse_override
+from surogate_core.config.paths import CONFIG_NAME, conf_dir
+from surogate_core.config.schema import RunConfig
+from surogate_core.config.yamlfile import YamlFile
+from surogate_core.errors import Problem
+from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.registry import Registry
+
+COMMAND_LINE = "command line"
+LIST_GROUPS = frozenset({"monitor"})
+"""Groups of which several options are chosen at once."""
+HUB_OPTION = "hf"
+"""The option of `model` that reads a directory or hub id."""
+KEYS = frozenset(f.name for f in fields(RunConfig))
+INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+"""Hydra's keys for calling Python objects; a config of ours never has them."""
+
+HYDRA_KEYS = ("hydra.sweep", "hydra.job", "hydra.verbose", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
+"""Beginnings of Hydra's own keys that may be set: those of sweeps and of logging."""
+
+_QUOTE_HINT = "write KEY=VALUE, and put text with brackets, commas or quotes in quotes: 'key=\"a, b\"'"
+
+
+@cache
+def default_groups() -> Mapping[str, Any]:
+    """Group → option(s) of the defaults list in the primary config."""
+    text = (conf_dir() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+@dataclass(slots=True)
+class Choice:
+    """The option(s) chosen in a group."""
+
+    options: list[str]
+    where: str
+    sweep: str = ""
+    """The right-hand side as typed, when it is a sweep."""
+    implied: bool = False
+
+
+@dataclass(slots=True)
+class Value:
+    """One value, as the right-hand side of an override."""
+
+    key: str
+    text: str
+    where: str
+    sweep: bool = False
+
+
+@dataclass(slots=True)
+class Settings:
+    """What the user set."""
+
+    registry: Registry
+    choices: dict[str, Choice] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+    unbundled: list[tuple[str, str]] = field(default_factory=list)
+    """(group, bundle) chosen though the bundle has no option file."""
+    deletions: list[Value] = field(default_factory=list)
+    hydra: list[str] = field(default_factory=list)
+    """Hydra's own overrides, passed on."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Dotted key → where it was set."""
+    problems: list[Problem] = field(default_factory=list)
+
+    # ------------------------------------------------------------------------- sources
+
+    def add_file(self, file: YamlFile) -> None:
+        """Take a flat YAML file's keys."""
+        self.problems.extend(file.problems)
+        for key in file.lines:
+            self.places[key] = file.where(key)
+        for key, value in file.values.items():
+            where = file.where(key)
+            if key in INSTANTIATE_KEYS or _names_objects(value):
+                self._refuse_objects(key, where)
+            elif key in self.registry.options and (key in KEYS or key == "dataset"):
+                self.choose_value(key, value, where)
+            elif key in KEYS:
+                self.put(key, value, where)
+            else:
+                self.problems.append(unknown_key(key, where, self.registry))
+
+    def add_arguments(self, arguments: Sequence[str]) -> None:
+        """Take the overrides of the command line."""
+        parsed = []
+        for argument in arguments:
+            try:
+                parsed.append(parse_override(argument))
+            except ValueError as error:
+                problem = Problem(
+                    key=argument, message=f"cannot be read: {error}.", where=COMMAND_LINE, fix=_QUOTE_HINT
+                )
+                self.problems.append(problem)
+        on_command_line: set[str] = set()
+        for override in parsed:
+            self._add_override(override, on_command_line)
+
+    def _add_override(self, override: Override, chosen: set[str]) -> None:
+        key = override.key_or_group
+        root = key.partition(".")[0]
+        if override.is_hydra_override():
+            if _names_objects(override.value()) or any(part in INSTANTIATE_KEYS for part in re.split(r"[./]", key)):
+                self._refuse_objects(key, COMMAND_LINE)
+            elif not key.startswith(HYDRA_KEYS):
+                message = f"of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set."
+                self.problems.append(Problem(key=key, message=message, where=COMMAND_LINE))
+            else:
+                assert override.input_line is not None
+                self.hydra.append(override.input_line)
+            return
+        if override.package is not None:
+            message = "`group@package` is not supported; every option has its place."
+            self.problems.append(Problem(key=f"{key}@{override.package}", message=message, where=COMMAND_LINE))
+        elif any(part in INSTANTIATE_KEYS for part in key.split(".")) or (
+            not override.is_sweep_override() and _names_objects(override.value())
+        ):
+            self._refuse_objects(key, COMMAND_LINE)
+        elif key in self.registry.options:
+            self._clear_group(key, chosen)
+            self._choose_override(override)
+            chosen.add(key)
+        elif root in KEYS:
+            self._value_override(override)
+        else:
+            self.problems.append(unknown_key(key, COMMAND_LINE, self.registry))
+
+    def _choose_override(self, override: Override) -> None:
+        group = override.key_or_group
+        if override.is_delete():
+            if group in LIST_GROUPS:
+                self.choices[group] = Choice([], COMMAND_LINE)
+            elif group == "dataset":
+                self.choices[group] = Choice(["none"], COMMAND_LINE)
+            else:
+                message = "a run needs one; choose another option instead of removing it."
+                self.problems.append(Problem(key=f"~{group}", message=message, where=COMMAND_LINE))
+        elif override.is_sweep_override():
+            self._choose_sweep(override)
+        else:
+            self.choose_value(group, override.value(), COMMAND_LINE)
+
+    def _choose_sweep(self, override: Override) -> None:
+        group, text = override.key_or_group, _right_hand_side(override)
+        names: list[Any] = []
+        if override.is_choice_sweep() and "glob(" not in text:
+            names = [Override._convert_value(v) for v in override.sweep_iterator()]
+        flat = [str(n) for item in names for n in (item if isinstance(item, list) else [item])]
+        if group == "model" and flat and all(self._is_model_path(n) for n in flat):
+            self.choices["model"] = Choice([HUB_OPTION], COMMAND_LINE)
+            self.values.append(Value("model.path", text, COMMAND_LINE, sweep=True))
+            return
+        for name in flat:
+            if name not in self.registry.options[group]:
+                self._no_option(group, name, COMMAND_LINE)
+        self.choices[group] = Choice(flat, COMMAND_LINE, sweep=text)
+
+    def _value_override(self, override: Override) -> None:
+        key = override.key_or_group
+        if override.is_delete():
+            self.values = [v for v in self.values if v.key != key and not v.key.startswith(f"{key}.")]
+            if "." in key:
+                self.deletions.append(Value(key, "", COMMAND_LINE))
+            return
+        self.values = [v for v in self.values if v.key != key or v.text.startswith("{")]
+        text = _right_hand_side(override)
+        self.values.append(Value(key, text, COMMAND_LINE, sweep=override.is_sweep_override()))
+        self.places = {k: w for k, w in self.places.items() if not k.startswith(f"{key}.")}
+        self.places[key] = COMMAND_LINE
+
+    # ------------------------------------------------------------------------- choosing
+
+    def choose_value(self, group: str, value: Any, where: str) -> None:
+        """Choose in a group by a plain value: a name, a list of names, or a mapping with `name`."""
+        if group in LIST_GROUPS:
+            self._choose_many(group, value, where)
+        elif isinstance(value, str) and value:
+            self._choose_name(group, value, where)
+        elif isinstance(value, Mapping) and group != "dataset":
+            self._choose_mapping(group, dict(value), where)
+        elif value is None and group == "dataset":
+            self.choices[group] = Choice(["none"], where)
+        else:
+            message = f"must be the name of an option; got {value!r}."
+            self.problems.append(Problem(key=group, message=message, where=where, fix=f"{group}: NAME"))
+
+    def _choose_name(self, group: str, name: str, where: str) -> None:
+        if name in self.registry.options[group]:
+            self.choices[group] = Choice([name], where)
+            self.places[group] = where
+        elif group == "model" and self._is_model_path(name):
+            self.choices["model"] = Choice([HUB_OPTION], where)
+            self.places["model"] = where
+            self.put("model.path", str(Path(name).expanduser()) if name.startswith("~") else name, where)
+        elif self._has_bundle(group, name):
+            self.unbundled = [(g, n) for g, n in self.unbundled if g != group] + [(group, name)]
+            self.choices[group] = Choice([], where)
+            self.put(f"{group}.name", name, where)
+        else:
+            self._no_option(group, name, where)
+
+    def _choose_mapping(self, group: str, value: dict[str, Any], where: str) -> None:
+        name = value.get("name")
+        if group == "model":
+            if value.get("path") is not None:
+                self.choices["model"] = Choice([HUB_OPTION], where)
+            elif isinstance(name, str):
+                preset = f"{name}-{value.get('preset')}"
+                self._choose_name("model", preset if preset in self.registry.options["model"] else name, where)
+        elif isinstance(name, str):
+            self._choose_name(group, name, where)
+            value.pop("name")
+        for key, item in value.items():
+            self.put(f"{group}.{key}", item, self.places.get(f"{group}.{key}", where))
+
+    def _choose_many(self, group: str, value: Any, where: str) -> None:
+        if value is None:
+            value = []
+        elif isinstance(value, str):
+            value = [value]
+        elif isinstance(value, Mapping):
+            is_one = isinstance(value.get("name"), str)
+            value = [value] if is_one else [{"name": k, **(v or {})} for k, v in value.items()]
+        chosen: list[str] = []
+        if not isinstance(value, list):
+            message = f"must be a list of names; got {value!r}."
+            self.problems.append(Problem(key=group, message=message, where=where, fix=f"{group}: [NAME, …]"))
+            return
+        for index, item in enumerate(value):
+            place = self.places.get(f"{group}.{index}", where)
+            entry = {"name": item} if isinstance(item, str) else item
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+                message = f"must be a name, or a mapping with `name`; got {item!r}."
+                self.problems.append(Problem(key=f"{group}.{index}", message=message, where=place))
+                continue
+            name = entry["name"]
+            if name in self.registry.options[group]:
+                chosen.append(name)
+            elif self._has_bundle(group, name):
+                self.put(f"{group}.{name}.name", name, place)
+            else:
+                self._no_option(group, name, place)
+            for key, sub in entry.items():
+                if key != "name":
+                    self.put(f"{group}.{name}.{key}", sub, self.places.get(f"{group}.{index}.{key}", place))
+        self.choices[group] = Choice(chosen, where)
+        self.places[group] = where
+
+    def put(self, key: str, value: Any, where: str) -> None:
+        """Set a key to a plain value."""
+        if not KEY.fullmatch(key):
+            self.problems.append(Problem(key=key, message="is not a config key.", where=where))
+            return
+        try:
+            self.values.append(Value(key, encode(value), where))
+        except NotWritableError as error:
+            self.problems.append(Problem(key=key, message=f"{error}.", where=where))
+        self.places.setdefault(key, where)
+
+    # ------------------------------------------------------------------------ the result
+
+    def imply(self) -> None:
+        """The choices that follow from others: own data leaves the embedded set, a path chooses `model=hf`."""
+        own = [v for v in self.values if v.key == "datasets"]
+        chosen = self.choices.get("dataset")
+        if own and (chosen is None or (chosen.where != COMMAND_LINE and own[-1].where == COMMAND_LINE)):
+            self.choices["dataset"] = Choice(["none"], own[-1].where, implied=True)
+        path = [v for v in self.values if v.key == "model.path" and v.text != "null"]
+        if path:
+            model = self.choices.setdefault("model", Choice([HUB_OPTION], path[-1].where, implied=True))
+            if model.where != COMMAND_LINE and path[-1].where == COMMAND_LINE:
+                self.choices["model"] = Choice([HUB_OPTION], COMMAND_LINE, implied=True)
+            elif model.options != [HUB_OPTION]:
+                message = f"the preset model={','.join(model.options)} and model.path are both given."
+                self.problems.append(Problem(key="model", message=message, where=model.where, fix="model=PATH"))
+
+    def overrides(self) -> list[str]:
+        """Everything as Hydra overrides, groups first."""
+        lines = list(self.hydra)
+        for group, choice in self.choices.items():
+            prefix = "" if group in default_groups() else "+"
+            unbundled = any(g == group for g, _ in self.unbundled)
+            if choice.sweep:
+                lines.append(f"{prefix}{group}={choice.sweep}")
+            elif unbundled and not choice.options:
+                lines += [f"~{group}"] if not prefix else []
+            elif group in LIST_GROUPS:
+                lines.append(f"{prefix}{group}={encode(choice.options)}")
+            else:
+                lines.append(f"{prefix}{group}={encode(choice.options[0])}")
+        for value in self.values:
+            known = value.key in KEYS and value.key not in self.registry.options
+            lines.append(f"{'' if known else '++'}{value.key}={value.text}")
+        return lines + [f"~{d.key}" for d in self.deletions]
+
+    def where(self, key: str) -> str:
+        """Where a key of the composed config was set; the option's file for what a group brought."""
+        path = key
+        while path:
+            if path in self.places:
+                return self.places[path]
+            path = path.rpartition(".")[0]
+        root, _, rest = key.partition(".")
+        options = self.registry.options.get(root, {})
+        chosen = self.choices[root].options if root in self.choices else default_groups().get(root)
+        names = [chosen] if isinstance(chosen, str) else list(chosen or ())
+        if root in LIST_GROUPS:
+            names = [n for n in names if n == rest.partition(".")[0]]
+        return str(options[names[0]].file) if len(names) == 1 and names[0] in options else ""
+
+    # --------------------------------------------------------------------------- details
+
+    def _clear_group(self, group: str, chosen: set[str]) -> None:
+        """Forget what the file said of a group that the command line chooses anew."""
+        if group in chosen:
+            return
+        self.choices.pop(group, None)
+        self.unbundled = [(g, n) for g, n in self.unbundled if g != group]
+        keys = ("datasets", "validation_datasets") if group == "dataset" else (group,)
+        self.values = [v for v in self.values if v.where == COMMAND_LINE or v.key.partition(".")[0] not in keys]
+        self.places = {k: w for k, w in self.places.items() if w == COMMAND_LINE or k.partition(".")[0] not in keys}
+
+    def _has_bundle(self, group: str, name: str) -> bool:
+        from surogate_core.bundles import KINDS
+
+        return group in KINDS and group not in ("model", "dataset") and name in self.registry.bundles(group)
+
+    def _is_model_path(self, name: str) -> bool:
+        if name in self.registry.options["model"]:
+            return False
+        return "/" in name or name.startswith((".", "~")) or Path(name).is_dir()
+
+    def _no_option(self, group: str, name: str, where: str) -> None:
+        self.problems.append(unknown_name(group, name, where, self.registry, self.registry.options[group]))
+
+    def _refuse_objects(self, key: str, where: str) -> None:
+        message = "a config cannot name Python objects to call (`_target_` and its like)."
+        self.problems.append(Problem(key=key, message=message, where=where, fix="choose what a plugin registered"))
+
+
+def unknown_key(key: str, where: str, registry: Registry, known: Iterable[str] | None = None) -> Problem:
+    """The problem of a key that does not exist: planned, of a missing plugin, or misspelt."""
+    root = key.partition(".")[0]
+    distribution = catalogue().keys.get(root)
+    if distribution is not None and distribution not in {p.distribution for p in registry.plugins.values()}:
+        message = f"its plugin {distribution} is not installed."
+        return Problem(key=key, message=message, where=where, fix=f"pip install {distribution}")
+    if known is None and root in planned.KEYS:
+        return Problem(key=key, message=planned.MESSAGE, where=where)
+    names = sorted(known) if known is not None else sorted(KEYS | set(registry.options))
+    last = key.rpartition(".")[2] if known is not None else root
+    near = get_close_matches(last, names, n=1, cutoff=0.6)
+    message = "there is no such key."
+    if not near and known is not None:
+        message = f"there is no such key; known here: {', '.join(names) or 'none'}."
+    prefix = key[: len(key) - len(last)] if known is not None else ""
+    return Problem(key=key, message=message, where=where, fix=f"{prefix}{near[0]}" if near else "")
+
+
+def unknown_name(group: str, name: str, where: str, registry: Registry, known: Iterable[str], key: str = "") -> Problem:
+    """The problem of an option or bundle that does not exist; a broken owner's traceback goes to the log.
+
+    `key` is what the problem is said to be of; without it ``group=name``.
+    """
+    key = key or f"{group}={name}"
+    missing = registry.explain_missing(group, name, known)
+    if missing.broken is not None:
+        from surogate_core.logs import record_traceback
+
+        path = record_traceback(f"{missing.broken}", missing.broken.error)
+        return Problem(
+            key=key,
+            message=missing.message,
+            where=where,
+            fix=f"repair or update {missing.broken.plugin.distribution}; traceback: {path}",
+        )
+    if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
+        return Problem(key=key, message=planned.MESSAGE, where=where)
+    return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
+
+
+def _names_objects(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(k in INSTANTIATE_KEYS or _names_objects(v) for k, v in value.items())
+    return isinstance(value, list) and any(_names_objects(v) for v in value)
+
+
+def _right_hand_side(override: Override) -> str:
+    assert override.input_line is not None
+    return override.input_line.partition("=")[2]
+
+
+__all__ = [
+    "COMMAND_LINE",
+    "Choice",
+    "ConfigError",
+    "Settings",
+    "Value",
+    "default_groups",
+    "unknown_key",
+    "unknown_name",
+]

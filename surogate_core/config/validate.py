@@ -1,0 +1,220 @@
+"""From the composed mapping to a `RunConfig`, or every mistake in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any
+
+from surogate_core.config.checks import CHECKS
+from surogate_core.config.schema import ModelSelection, RunConfig, Selection
+from surogate_core.config.settings import INSTANTIATE_KEYS, LIST_GROUPS, unknown_key, unknown_name
+from surogate_core.config.typed import Builder, field_types
+from surogate_core.errors import PluginError, Problem
+from surogate_core.plugins.registry import Registry
+
+SELECTIONS = ("optimizer", "recipe", "offload", "launcher")
+"""Keys whose value is a `Selection` of the kind of the same name."""
+
+
+def validate(
+    values: Mapping[str, Any], registry: Registry, where: Callable[[str], str]
+) -> tuple[RunConfig | None, list[Problem]]:
+    """Check a composed mapping against the schema and against what the plugins offer."""
+    check = _Validator(registry, where)
+    check.refuse_objects(values, "")
+    if check.problems:
+        return None, check.problems
+    built: dict[str, Any] = {}
+    hints = field_types(RunConfig)
+    for key, value in values.items():
+        if key not in hints:
+            check.problems.append(unknown_key(key, where(key), registry))
+        elif key == "model":
+            built[key] = check.model(value)
+        elif key in SELECTIONS:
+            built[key] = check.selection(key, value, key)
+        elif key in LIST_GROUPS:
+            built[key] = check.selections(key, value)
+        elif key in ("datasets", "validation_datasets"):
+            built[key] = check.datasets(key, value)
+        else:
+            built[key] = check.builder.value(hints[key], value, key)
+    check.defaults(built)
+    if isinstance(built["objective"], str) and built["objective"] not in registry.bundles("objective"):
+        names = registry.names("objective")
+        check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
+    check.problems.extend(check.builder.problems)
+    check.contradictions(built)
+    if check.problems:
+        return None, check.problems
+    return RunConfig(**built), []
+
+
+class _Validator:
+    def __init__(self, registry: Registry, where: Callable[[str], str]) -> None:
+        self.registry = registry
+        self.where = where
+        self.problems: list[Problem] = []
+        self.builder = Builder(where, self._unknown)
+
+    def _unknown(self, key: str, known: Iterable[str]) -> Problem:
+        return unknown_key(key, self.where(key), self.registry, known)
+
+    def _problem(self, key: str, message: str, fix: str = "") -> None:
+        self.problems.append(Problem(key=key, message=message, where=self.where(key), fix=fix))
+
+    def refuse_objects(self, value: Any, key: str) -> None:
+        """Refuse Hydra's instantiation keys anywhere."""
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        for name, item in items:
+            path = f"{key}.{name}" if key else str(name)
+            if name in INSTANTIATE_KEYS:
+                self._problem(path, "a config cannot name Python objects to call.", "remove it")
+            self.refuse_objects(item, path)
+
+    def defaults(self, built: dict[str, Any]) -> None:
+        """Fill what no config file set."""
+        for field in fields(RunConfig):
+            if field.name not in built:
+                default = field.default_factory() if field.default_factory is not MISSING else field.default
+                if isinstance(default, Selection):
+                    default = self.selection(field.name, {"name": default.name}, field.name)
+                built[field.name] = default
+
+    # ------------------------------------------------------------------------ selections
+
+    def selection(self, kind: str, value: Any, key: str) -> Selection | None:
+        """A bundle and its options."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            self._problem(key, "nothing is chosen here: `name` is missing.", f"{kind}: NAME")
+            return None
+        name = value["name"]
+        bundle = self._bundle(kind, name, f"{key}.name")
+        if bundle is None:
+            return None
+        options = {k: v for k, v in value.items() if k != "name"}
+        cls = self._options_type(kind, name, bundle.options, key)
+        return Selection(name=name, options=self.builder.dataclass(cls, options, f"{key}.")) if cls else None
+
+    def selections(self, kind: str, value: Any) -> list[Selection | None]:
+        """The bundles of a list group, composed as one node each."""
+        if not isinstance(value, Mapping):
+            self._problem(kind, f"must be chosen by names; got {value!r}.", f"{kind}=[NAME,…]")
+            return []
+        if isinstance(value.get("name"), str):
+            file = self.registry.options.get(kind, {}).get(value["name"])
+            place = f"option {kind}={value['name']}" + (f" of {file.plugin.label}" if file else "")
+            self._problem(kind, f"{place} must begin with `# @package {kind}.{value['name']}`.")
+            return []
+        return [self.selection(kind, node, f"{kind}.{name}") for name, node in value.items()]
+
+    def _bundle(self, kind: str, name: str, key: str) -> Any:
+        try:
+            offered = self.registry.bundles(kind).get(name)
+        except PluginError as error:
+            self._problem(kind, str(error))
+            return None
+        if offered is None:
+            names = self.registry.names(kind)
+            shown = key if kind == "dataset" else ""
+            self.problems.append(unknown_name(kind, name, self.where(key), self.registry, names, shown))
+            return None
+        return offered.bundle
+
+    def _options_type(self, kind: str, name: str, cls: type, key: str) -> type | None:
+        try:
+            field_types(cls)
+        except Exception as error:
+            label = self.registry.bundles(kind)[name].plugin.label
+            self._problem(key, f"{label}: the options of {kind} {name} are not a readable dataclass: {error}.")
+            return None
+        return cls
+
+    # ----------------------------------------------------------------------------- model
+
+    def model(self, value: Any) -> ModelSelection | None:
+        """The model node."""
+        if not isinstance(value, Mapping):
+            self._problem("model", f"must be a mapping; got {value!r}.", "model: NAME_OR_PATH")
+            return None
+        missing_path = value.get("path") == "???"
+        if missing_path:
+            self._problem("model.path", "must be set: a directory or hub id.", "model=DIR_OR_HUB_ID")
+        values = {k: v for k, v in value.items() if not (k == "path" and missing_path)}
+        model = self.builder.dataclass(ModelSelection, values, "model.")
+        if model is None or missing_path:
+            return None
+        assert isinstance(model, ModelSelection)
+        if model.path is None and model.preset is None:
+            self._problem("model", "neither `path` nor `preset` is set.", "model=DIR_OR_HUB_ID")
+        if model.name == "auto":
+            if model.path is None:
+                self._problem("model.name", "auto reads the family from the model's config.json: set `model.path`.")
+            return model
+        family = self._bundle("model", model.name, "model.name")
+        if (
+            family is not None
+            and model.path is None
+            and model.preset is not None
+            and model.preset not in family.presets
+        ):
+            near = get_close_matches(model.preset, list(family.presets), n=1, cutoff=0.3)
+            known = ", ".join(sorted(family.presets)) or "none"
+            message = f"{model.name} has no preset {model.preset!r}; known: {known}."
+            self._problem("model.preset", message, f"model.preset={near[0]}" if near else "")
+        return model
+
+    # -------------------------------------------------------------------------- data sets
+
+    def datasets(self, key: str, value: Any) -> list[dict[str, Any]]:
+        """The entries of a list of data sets, checked against the options of their type."""
+        from surogate_core.data.sources import SourceSpec
+
+        if not isinstance(value, list):
+            self._problem(key, "must be a list of mappings.", f"{key}: [{{path: my.jsonl, type: conversation}}]")
+            return []
+        common = field_types(SourceSpec)
+        entries = []
+        for index, entry in enumerate(value):
+            path = f"{key}.{index}"
+            if not isinstance(entry, Mapping):
+                self._problem(path, f"must be a mapping with `path` and `type`; got {entry!r}.")
+                continue
+            type_name = entry.get("type")
+            if not isinstance(type_name, str):
+                known = ", ".join(self.registry.names("dataset")) or "none: no dataset plugin is installed"
+                self._problem(f"{path}.type", f"must be set; known types: {known}.")
+                format_ = None
+            else:
+                format_ = self._bundle("dataset", type_name, f"{path}.type")
+            self.builder.dataclass(SourceSpec, {k: v for k, v in entry.items() if k in common}, f"{path}.")
+            if format_ is not None:
+                self._format_options(type_name, format_, entry, set(common), path)
+            entries.append(dict(entry))
+        return entries
+
+    def _format_options(self, name: Any, format_: Any, entry: Mapping[str, Any], common: set[str], path: str) -> None:
+        cls = self._options_type("dataset", name, format_.options, path)
+        if cls is None:
+            return
+        allowed = field_types(cls)
+        known = common | {"type"} | set(allowed)
+        for unknown in [k for k in entry if k not in known]:
+            self.problems.append(self._unknown(f"{path}.{unknown}", known))
+        self.builder.dataclass(cls, {k: v for k, v in entry.items() if k in allowed}, f"{path}.")
+
+    # --------------------------------------------------------------------- contradictions
+
+    def contradictions(self, built: Mapping[str, Any]) -> None:
+        """Run the table of checks, where the keys that they read are sound."""
+        wrong_keys = {p.key.partition(".")[0] for p in self.problems}
+        sound = {k: v for k, v in built.items() if k not in wrong_keys}
+        for check in CHECKS:
+            try:
+                contradictory = check.wrong(sound)
+            except KeyError:
+                continue
+            if contradictory:
+                self._problem(check.key, check.message, check.fix)

@@ -1,0 +1,139 @@
+"""Reading a flat YAML file: plain values, and the line of every key.
+
+YAML as a config author expects it: ``2e-4`` is a number, ``on`` and ``no`` are text, dates are
+text, and a key that is there twice is a mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from surogate_core.errors import ConfigError, Problem
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_FLOAT = re.compile(r"[-+]?((\d[\d_]*)?\.\d[\d_]*|\d[\d_]*\.?)([eE][-+]?\d+)?")
+_INF = re.compile(r"[-+]?\.inf", re.IGNORECASE)
+_NAN = re.compile(r"\.nan", re.IGNORECASE)
+_WORDS: Mapping[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlFile:
+    """A file's values and places."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    """Dotted key (list items by number) → line, from 1."""
+    problems: tuple[Problem, ...] = ()
+
+    def where(self, key: str) -> str:
+        """``file:line`` of a key, or of the nearest key above it."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return f"{self.path}:{self.lines[key]}" if key else str(self.path)
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """Read a file; raises `ConfigError` when it cannot be read as YAML at all."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([Problem(key=str(path), message="there is no such file.")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError([Problem(key=str(path), message=f"the file cannot be read: {reason}.")]) from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        raise ConfigError(
+            [Problem(key="YAML", message=f"{error.problem or error.context}.", where=f"{path}:{line}")]
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem(key=str(path), message=f"not YAML: {' '.join(str(error).split())}.")]) from None
+    if root is None:
+        return YamlFile(path=path, values={})
+    if not isinstance(root, yaml.MappingNode):
+        message = "a config file holds `key: value` lines."
+        raise ConfigError([Problem(key="YAML", message=message, where=f"{path}:{root.start_mark.line + 1}")])
+    reader = _Reader(path)
+    values = reader.mapping(root, "")
+    return YamlFile(path=path, values=values, lines=reader.lines, problems=tuple(reader.problems))
+
+
+class _Reader:
+    """Turns nodes into values, noting lines and mistakes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()
+
+    def mapping(self, node: yaml.MappingNode, prefix: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    if isinstance(source, yaml.MappingNode):
+                        merged = self.mapping(source, prefix) | merged
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem(prefix.rstrip(".") or "YAML", "a key must be plain text.", line)
+                continue
+            key = f"{prefix}{key_node.value}"
+            if key_node.value in values:
+                self._problem(key, f"the key is there twice; first on line {self.lines[key]}.", line)
+                continue
+            self.lines[key] = line
+            values[key_node.value] = self.value(value_node, key)
+        return merged | values
+
+    def value(self, node: yaml.Node, key: str) -> Any:
+        if id(node) in self._open:
+            self._problem(key, "an alias contains itself.", node.start_mark.line + 1)
+            return None
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, f"{key}.")
+            if isinstance(node, yaml.SequenceNode):
+                items = []
+                for index, item in enumerate(node.value):
+                    self.lines[f"{key}.{index}"] = item.start_mark.line + 1
+                    items.append(self.value(item, f"{key}.{index}"))
+                return items
+            assert isinstance(node, yaml.ScalarNode)
+            if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python/"):
+                self._problem(key, f"the tag {node.tag!r} is not allowed.", node.start_mark.line + 1)
+                return None
+            return node.value if node.style in ("'", '"', "|", ">") else plain_scalar(node.value)
+        finally:
+            self._open.discard(id(node))
+
+    def _problem(self, key: str, message: str, line: int) -> None:
+        self.problems.append(Problem(key=key, message=message, where=f"{self.path}:{line}"))
+
+
+def plain_scalar(text: str) -> Any:
+    """The value of an unquoted scalar."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and not text.lstrip("+-").isdigit():
+        return float(text)
+    if _INF.fullmatch(text):
+        return float(text.replace(".", ""))
+    if _NAN.fullmatch(text):
+        return float("nan")
+    return text

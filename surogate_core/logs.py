@@ -1,0 +1,136 @@
+"""Logging, configured in one place: JSON lines in the run's log, short lines on stderr.
+
+Everything below warning, and everything of other libraries below error, goes to the log only.
+Records before the log's place is known are kept in memory and written when it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any, TextIO
+
+import structlog
+
+_MEMORY_RECORDS = 10_000
+_state: dict[str, Any] = {"memory": None, "file": None, "path": None}
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to the `sys.stderr` of the moment, which a live view may have replaced."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self, logging.WARNING)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = record.name.startswith("surogate")
+        quiet = getattr(record, "log_only", False)
+        return (ours or record.levelno >= logging.ERROR) and not quiet and bool(super().filter(record))
+
+
+def _short(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+    for key in ("timestamp", "logger", "exception", "exc_info", "stack", "_record", "_from_structlog"):
+        event.pop(key, None)
+    level, text = event.pop("level", name), event.pop("event", "")
+    rest = " ".join(f"{k}={v}" for k, v in event.items())
+    return f"{level}: {text}" + (f" ({rest})" if rest else "")
+
+
+def configure() -> None:
+    """Set logging up; safe to call again."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in [h for h in root.handlers if isinstance(h, _Stderr)]:
+        root.removeHandler(handler)
+    stderr = _Stderr()
+    stderr.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[_short]))
+    root.addHandler(stderr)
+    if _state["memory"] is None and _state["file"] is None:
+        _state["memory"] = MemoryHandler(_MEMORY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    for handler in (_state["memory"], _state["file"]):
+        if handler is not None and handler not in root.handlers:
+            root.addHandler(handler)
+
+
+def open_log(path: Path) -> None:
+    """Write the log to a file from now on, beginning with what was kept. Raises `OSError`."""
+    close_log()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[
+                structlog.stdlib.add_log_level,
+                structlog.stdlib.add_logger_name,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+            ],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    memory = _state["memory"]
+    if memory is not None:
+        memory.setTarget(handler)
+        memory.flush()
+        root.removeHandler(memory)
+        memory.close()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    _state.update(memory=None, file=handler, path=path)
+
+
+def close_log() -> None:
+    """Close the log's file."""
+    handler = _state["file"]
+    if handler is not None:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+        logging.captureWarnings(False)
+    _state.update(file=None, path=None)
+
+
+def record_traceback(event: str, error: BaseException) -> Path:
+    """Put an exception with its traceback into the log, and say where that is.
+
+    Without a run's log it is the file ``surogate.log`` in the user's log directory.
+    """
+    if _state["path"] is None:
+        from platformdirs import user_log_path
+
+        fallback = os.environ.get("SUROGATE_LOG_DIR")
+        configure()
+        try:
+            open_log((Path(fallback) if fallback else user_log_path("surogate")) / "surogate.log")
+        except OSError:
+            import tempfile
+
+            open_log(Path(tempfile.gettempdir()) / f"surogate-{os.getpid()}.log")
+    logging.getLogger("surogate_core").error(event, exc_info=error, extra={"log_only": True})
+    path = _state["path"]
+    assert isinstance(path, Path)
+    return path
