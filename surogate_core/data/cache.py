@@ -63,6 +63,9 @@ class Cache:
         What `build` raises passes through, and nothing is left of its work. Raises `MachineError`
         when the disk is full and `UserError` when the cache cannot be written.
         """
+        found = self.get(key)
+        if found is not None:  # needs no lock, so a cache that cannot be written serves too
+            return found
         with _disk_errors(self._dir):
             self._dir.mkdir(parents=True, exist_ok=True)
             with self._lock(key, waiting):
