@@ -8,6 +8,7 @@ handed to the backward again, so that a store may have moved them in between.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -170,13 +171,13 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     """Whether the backward computes this forward value again."""
     if recompute.block or node not in forward:
         return True
-    if _base_op(node) in _VIEWS:
+    made_by = node
+    if node.target is operator.getitem:
+        made_by = node.all_input_nodes[0]
+    elif not isinstance(node.meta.get("val"), Tensor):
+        # A tuple is never kept itself; it is here because one of its elements is computed again.
         return True
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-        return _again(node.all_input_nodes[0], forward, recompute)
-    if not isinstance(node.meta.get("val"), Tensor):
-        return True
-    return (node.meta.get("custom") or {}).get("region") in recompute.regions
+    return _base_op(made_by) in _VIEWS or (made_by.meta.get("custom") or {}).get("region") in recompute.regions
 
 
 def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -186,6 +187,8 @@ def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, f
     outputs: list[fx.Node] = list(nodes[-1].args[0])
     *inputs, tangent = placeholders
     forward = _closure(outputs[:1])
+    # The other results of an op that the forward runs anyway, such as attention's log-sum-exp.
+    forward |= {n for n in nodes if n.target is operator.getitem and n.all_input_nodes[0] in forward}
     downstream = {tangent}
     for node in nodes:
         if any(i in downstream for i in node.all_input_nodes):

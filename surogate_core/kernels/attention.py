@@ -1,4 +1,4 @@
-"""Attention kernels that torch itself brings, as the core's own kernel pack.
+"""Attention kernels that torch itself brings; with the CPU kernels they are the core's own pack.
 
 On a CPU each document goes through torch's blocked kernel; on CUDA all documents go through
 torch's variable-length flash kernel in one launch. Shape suffixes as in `kernels.ops`.
@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.kernels import cpu
 from surogate_core.kernels.ops import region
 
 aten = torch.ops.aten
@@ -173,6 +174,7 @@ def _kernels() -> tuple[Kernel, ...]:
     floats = (torch.float32, torch.float64, torch.bfloat16)
     halves = (torch.float16, torch.bfloat16)
     return (
+        *cpu.kernels(),
         Kernel(
             op="attention",
             name="torch-cpu",
