@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
-import yaml
 from filelock import FileLock, Timeout
 
-from surogate_core.config.resolve import to_dict
+from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
@@ -24,7 +23,7 @@ from surogate_core.errors import SurogateError, UserError
 from surogate_core.train import atomic
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
-from surogate_core.train.events import Notice, Progress, RunEnd, RunInfo, RunStart
+from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
 from surogate_core.train.export import Card, export_adapter, export_full
 from surogate_core.train.loop import Loop
 from surogate_core.train.setup import ResolvedModel, build_engine, out_of_memory, resolve_device, resolve_model
@@ -86,8 +85,7 @@ class _Run:
         notes = [n for n in (recipe.unavailable(device),) if n]
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
-        if checkpoint is None and config.resume_from_checkpoint is not False:
-            notes += checkpoints.skipped
+        notes += checkpoints.skipped
         self._write_run_files(identity)
         self.bus = self._monitors()
         data, tokenizer = self._data(resolved, notes)
@@ -170,7 +168,7 @@ class _Run:
     def _write_run_files(self, identity: Mapping[str, Any]) -> None:
         config = self.config
         header = "# The resolved configuration of this run; `surogate sft` on this file repeats it.\n"
-        text = header + yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+        text = header + to_yaml(config)
         facts = {
             "plugins": self.registry.plugin_set(),
             "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
@@ -301,5 +299,4 @@ class _Run:
 
     def _failed(self, error: BaseException) -> None:
         message = str(error) if isinstance(error, SurogateError) else f"{type(error).__name__}: {error}"
-        self.bus.emit(Notice(level="error", message=message))
         self.bus.emit(self._end("failed", None, message))
