@@ -416,7 +416,6 @@ def _right_hand_side(override: Override) -> str:
 __all__ = [
     "COMMAND_LINE",
     "Choice",
-    "ConfigError",
     "Settings",
     "Value",
     "default_groups",

@@ -1,0 +1,112 @@
+"""The arguments of the commands that compose a configuration, and its loading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.plugins.registry import Registry
+
+_SWITCHES = {"--multirun": "--multirun", "-m": "--multirun", "--help": "--help", "-h": "--help"}
+_HYDRA_SWITCHES = {"--resolve": "--resolve", "--shell-completion": "-sc", "-sc": "-sc"}
+_HYDRA_VALUES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all"), "--package": (), "-p": ()}
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+@dataclass(slots=True)
+class Arguments:
+    """What was typed after the command."""
+
+    overrides: list[str] = field(default_factory=list)
+    config_file: Path | None = None
+    multirun: bool = False
+    help: bool = False
+    hydra: list[str] = field(default_factory=list)
+    """Flags that Hydra answers itself (``--cfg job``, ``--info``, ``-sc``)."""
+
+    @property
+    def completion(self) -> bool:
+        """Whether the shell asks for completions, or for the script that does."""
+        return "-sc" in self.hydra
+
+
+def parse(argv: Sequence[str], *, command: str = "surogate") -> Arguments:
+    """Sort arguments into flags, the YAML file and overrides; raises `UserError`."""
+    parsed = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, attached = word.partition("=")
+        if not word.startswith("-"):
+            _positional(parsed, word, command)
+        elif _SWITCHES.get(word) == "--multirun":
+            parsed.multirun = True
+        elif _SWITCHES.get(word) == "--help":
+            parsed.help = True
+        elif flag == "--config":
+            _set_file(parsed, attached if equals else _next(words, flag))
+        elif word in _HYDRA_SWITCHES:
+            parsed.hydra.append(_HYDRA_SWITCHES[word])
+        elif flag in _HYDRA_VALUES:
+            value = attached if equals else _next(words, flag)
+            allowed = _HYDRA_VALUES[flag]
+            if allowed and value not in allowed:
+                raise UserError(f"{flag} {value}: must be one of {', '.join(allowed)}.")
+            parsed.hydra += [flag, value]
+        elif flag in ("--info", "-i"):
+            has_value = bool(words) and words[0] in _INFO
+            parsed.hydra += ["--info", attached if equals else words.pop(0) if has_value else "all"]
+        else:
+            known = ["--config", "--info", *_SWITCHES, *_HYDRA_SWITCHES, *_HYDRA_VALUES]
+            near = get_close_matches(flag, known, n=1, cutoff=0.6)
+            key = flag.lstrip("-").replace("-", "_")
+            fix = near[0] if near else f"an override has no dashes: {key}={attached or 'VALUE'}"
+            raise UserError(f"{word}: there is no such flag. Fix: {fix}")
+    if parsed.multirun and parsed.hydra:
+        raise UserError(f"--multirun and {parsed.hydra[0]} cannot be used together.")
+    return parsed
+
+
+def load(arguments: Arguments, task: str | None) -> tuple[RunConfig, Registry]:
+    """The checked configuration of one run, and the plugins that were loaded for it."""
+    from surogate_core.config.resolve import load_run_config
+
+    registry = registry_for(arguments)
+    config = load_run_config(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    return config, registry
+
+
+def registry_for(arguments: Arguments) -> Registry:
+    """Load the plugins that the configuration's policy allows."""
+    from surogate_core.config.resolve import peek_policy
+    from surogate_core.plugins import import_policy, load_plugins
+
+    return load_plugins(import_policy(peek_policy(arguments.overrides, arguments.config_file)))
+
+
+def _positional(parsed: Arguments, word: str, command: str) -> None:
+    if "=" in word or word.startswith(("~", "+")):
+        parsed.overrides.append(word)
+    elif command == "surogate":
+        raise UserError(f"{word}: an override has the form KEY=VALUE. Fix: surogate sft {word} to read a file")
+    else:
+        _set_file(parsed, word)
+
+
+def _set_file(parsed: Arguments, path: str) -> None:
+    if parsed.config_file is not None:
+        raise UserError(f"{path}: one config file only; {parsed.config_file} is given already.")
+    parsed.config_file = Path(path)
+
+
+def _next(words: list[str], flag: str) -> str:
+    if not words:
+        raise UserError(f"{flag}: a value must follow.")
+    return words.pop(0)

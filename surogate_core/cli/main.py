@@ -1,0 +1,136 @@
+"""The console script: which sub-command, and how each kind of error ends it.
+
+This module imports nothing heavy, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+from surogate_core.errors import PluginError, SurogateError, UserError
+
+HELP = """\
+surogate: train language models at the practical limit of NVIDIA GPUs
+
+usage:
+  surogate [KEY=VALUE …]                       train; the embedded example if nothing is set
+  surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights
+  surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
+  surogate plugins list|show NAME              what is installed
+  surogate doctor                              what this machine can run, and why not the rest
+  surogate --version
+
+examples:
+  surogate                                     the embedded example, minutes on a CPU
+  surogate +recipe=bf16 +model=qwen3
+  surogate sft model=Qwen/Qwen3-0.6B 'datasets=[{path: my.jsonl, type: conversation}]'
+  surogate sft run.yaml learning_rate=1e-4 output_dir=runs/a
+  surogate sft run.yaml learning_rate=1e-3,1e-4 --multirun
+
+`surogate sft --help` lists every key; docs/config.md explains them.
+exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
+"""
+
+COMMANDS = ("sft", "pt", "plan", "plugins", "doctor")
+PREFIXES = ("+", "~", "-")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. Installed as ``surogate``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except SurogateError as error:
+        _report(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("surogate: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`): keep Python from failing again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        from surogate_core.logs import record_traceback
+
+        path = record_traceback("a bug ended the run", error)
+        text = " ".join(str(error).split())
+        print(f"surogate: a bug: {type(error).__name__}: {text}. The traceback is in {path}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    first = arguments[0] if arguments else ""
+    if first in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return 0
+    if first == "--version":
+        from surogate_core import __version__
+
+        print(f"surogate {__version__}")
+        return 0
+    if not first or first.startswith(PREFIXES) or "=" in first:
+        return _train(arguments, None)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "sft": lambda rest: _train(rest, "sft"),
+        "pt": lambda rest: _train(rest, "pt"),
+        "plan": _plan,
+        "plugins": _plugins,
+        "doctor": _doctor,
+    }
+    if first not in commands:
+        raise _unknown_command(first)
+    return commands[first](arguments[1:])
+
+
+def _train(arguments: list[str], task: str | None) -> int:
+    from surogate_core.cli import train
+
+    return train.main(arguments, task)
+
+
+def _plan(arguments: list[str]) -> int:
+    from surogate_core.cli import plan
+
+    return int(plan.main(arguments))
+
+
+def _plugins(arguments: list[str]) -> int:
+    from surogate_core.cli import plugins
+
+    return plugins.main(arguments)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from surogate_core.cli import doctor
+
+    return doctor.main(arguments)
+
+
+def _unknown_command(word: str) -> UserError:
+    from surogate_core.config import planned
+
+    if word in planned.COMMANDS:
+        return UserError(f"surogate {word}: {planned.MESSAGE}")
+    if word.endswith((".yaml", ".yml")):
+        return UserError(f"{word}: name the task before the file. Fix: surogate sft {word}")
+    near = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    fix = f" Fix: surogate {near[0]}" if near else " `surogate --help` lists them."
+    return UserError(f"{word}: there is no such command (an override has the form KEY=VALUE).{fix}")
+
+
+def _report(error: SurogateError) -> None:
+    print(f"surogate: {error}", file=sys.stderr)
+    if isinstance(error, PluginError) and error.__cause__ is not None:
+        from surogate_core.logs import record_traceback
+
+        print(f"The traceback is in {record_traceback(str(error), error.__cause__)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

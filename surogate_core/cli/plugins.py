@@ -1,0 +1,145 @@
+"""`surogate plugins`: what is installed, read from metadata and files without importing a plugin."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from surogate_core.errors import UserError
+from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.discovery import (
+    InstalledPlugin,
+    core_plugin,
+    import_policy,
+    installed_plugins,
+    unmet_requirements,
+)
+from surogate_core.plugins.static import StaticView, config_options, static_view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    plugin: InstalledPlugin
+    view: StaticView
+    options: list[str]
+    state: str
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "name": self.plugin.name,
+            "distribution": self.plugin.distribution,
+            "version": self.plugin.version,
+            "module": self.plugin.module,
+            "state": self.state,
+            "hooks": list(self.view.hooks),
+            "options": self.options,
+            "offers": [f"{kind} {name}" for kind, name in self.view.bundles],
+            "requires": list(self.plugin.requires),
+            "unmet": list(unmet_requirements(self.plugin)),
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    from surogate_core.config import planned
+
+    if argv and argv[0] in planned.PLUGIN_COMMANDS:
+        raise UserError(f"surogate plugins {argv[0]}: {planned.MESSAGE}")
+    parser = argparse.ArgumentParser(prog="surogate plugins", description="What plugins are installed.")
+    commands = parser.add_subparsers(dest="command", metavar="list|show", required=True)
+    listing = commands.add_parser("list", help="every installed plugin")
+    showing = commands.add_parser("show", help="one plugin in full")
+    showing.add_argument("name", metavar="NAME", help="entry-point name or distribution")
+    for sub in (listing, showing):
+        sub.add_argument("--json", action="store_true", help="machine-readable")
+    arguments = parser.parse_args(list(argv))
+    rows = _rows()
+    if arguments.command == "list":
+        chosen = rows
+    else:
+        chosen = [r for r in rows if arguments.name in (r.plugin.name, r.plugin.distribution)]
+        if not chosen:
+            raise _unknown(arguments.name, rows)
+    if arguments.json:
+        facts = [row.facts() for row in chosen]
+        print(json.dumps(facts if arguments.command == "list" else facts[0], indent=2))
+    elif arguments.command == "list":
+        _print_list(chosen)
+    else:
+        for row in chosen:
+            _print_one(row)
+    return 0
+
+
+def _rows() -> list[_Row]:
+    policy = import_policy()
+    rows = []
+    for plugin in (core_plugin(), *installed_plugins()):
+        view = static_view(plugin.module)
+        options = view.options
+        if plugin.entry_point is None:
+            from surogate_core.config.paths import conf_dir
+
+            options = config_options(conf_dir())
+        unmet = unmet_requirements(plugin)
+        refusal = policy.refusal(plugin.name) if plugin.entry_point is not None else None
+        state = refusal or view.problem or ("requirements not met" if unmet else "ok")
+        rows.append(_Row(plugin=plugin, view=view, options=[f"{g}={o}" for g, o in sorted(options)], state=state))
+    return rows
+
+
+def _unknown(name: str, rows: list[_Row]) -> UserError:
+    ours = {*catalogue().options.values(), *catalogue().bundles.values()}
+    for distribution in (name, f"surogate-{name}"):
+        if distribution in ours:
+            return UserError(f"plugin {name} is not installed. Fix: pip install {distribution}")
+    near = get_close_matches(name, [r.plugin.name for r in rows] + [r.plugin.distribution for r in rows], n=1)
+    fix = f" Fix: surogate plugins show {near[0]}" if near else " `surogate plugins list` lists what is installed."
+    return UserError(f"plugin {name} is not installed.{fix}")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # A pipe has no width of its own; nothing is cut there.
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def _print_list(rows: list[_Row]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("name", "distribution", "version", "offers", "state", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        shown = row.options or [f"{kind} {name}" for kind, name in row.view.bundles]
+        table.add_row(row.plugin.name, row.plugin.distribution, row.plugin.version, ", ".join(shown), row.state)
+    _console().print(table)
+
+
+def _print_one(row: _Row) -> None:
+    from rich import box
+    from rich.table import Table
+
+    unmet = {text.partition(" (")[0]: text for text in unmet_requirements(row.plugin)}
+    requires = [f"{r}: {'not met: ' + unmet[r] if r in unmet else 'met'}" for r in row.plugin.requires]
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    facts = {
+        "name": row.plugin.name,
+        "distribution": f"{row.plugin.distribution} {row.plugin.version}",
+        "module": row.plugin.module,
+        "state": row.state,
+        "hooks": "\n".join(row.view.hooks) or "none",
+        "config options": "\n".join(row.options) or "none",
+        "offers": "\n".join(f"{kind} {name}" for kind, name in row.view.bundles) or "none",
+        "requirements": "\n".join(requires) or "none",
+    }
+    for name, text in facts.items():
+        table.add_row(name, text)
+    _console().print(table)

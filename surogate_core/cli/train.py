@@ -1,0 +1,176 @@
+"""`surogate`, `surogate sft`, `surogate pt`: compose, check, run; sweeps and Hydra's own answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.cli.arguments import Arguments, load, parse, registry_for
+from surogate_core.errors import ConfigError, Problem, SurogateError
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.plugins.registry import Registry
+
+USAGE = """\
+usage: surogate {task}[FILE.yaml] [--config FILE.yaml] [KEY=VALUE …]
+
+  FILE.yaml            flat keys; the command line wins over it
+  KEY=VALUE            an override; GROUP=OPTION chooses (recipe=bf16), GROUP.KEY=VALUE sets an option's own key
+  -m, --multirun       one run for each value of a sweep (learning_rate=1e-3,1e-4)
+  --cfg job            show the composed config and stop
+  --info [WHAT]        show how it was composed and stop
+  -sc install=bash     print the tab-completion script (bash, zsh, fish)
+"""
+
+_STOPPED = (130, 143)
+
+
+def main(argv: Sequence[str], task: str | None) -> int:
+    """Run the command; the exit code."""
+    arguments = parse(argv, command=f"surogate {task}" if task else "surogate")
+    if arguments.help:
+        print(_help(task), end="")
+        return 0
+    from surogate_core import logs
+
+    logs.configure()
+    if arguments.completion:
+        return _complete(arguments)
+    if arguments.hydra:
+        return _show(arguments, task)
+    if arguments.multirun:
+        return _multirun(arguments, task)
+    config, registry = load(arguments, task)
+    return start(config, registry)
+
+
+def start(config: RunConfig, registry: Registry) -> int:
+    """Open the run's log and train."""
+    from surogate_core import logs
+
+    logs.configure()
+    log_file = Path(config.log_file) if config.log_file else Path(config.output_dir) / "surogate.log"
+    try:
+        logs.open_log(log_file)
+    except OSError as error:
+        key = "log_file" if config.log_file else "output_dir"
+        message = f"{log_file} cannot be written: {error.strerror}."
+        raise ConfigError([Problem(key=key, message=message, fix=f"{key}=DIRECTORY_YOU_MAY_WRITE")]) from None
+    from surogate_core.train.run import run
+
+    return run(config, registry)
+
+
+def _show(arguments: Arguments, task: str | None) -> int:
+    """``--cfg`` and ``--info``: check as for a run, then let Hydra print."""
+    from surogate_core.config.compose import run_hydra
+    from surogate_core.config.resolve import load_many
+
+    registry = registry_for(arguments)
+    loaded = load_many(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    return _hydra_exit(lambda: run_hydra(arguments.hydra, loaded[0][0], registry, lambda config: None))
+
+
+def _complete(arguments: Arguments) -> int:
+    """Tab completion; Hydra knows groups and keys, not our sub-commands, so they are taken out of the line."""
+    from surogate_core.cli.main import COMMANDS
+    from surogate_core.config.compose import run_hydra
+    from surogate_core.plugins import load_plugins
+
+    registry = load_plugins()
+    line = os.environ.get("COMP_LINE", "")
+    app, _, rest = line.partition(" ")
+    words = rest.split()
+    typing_first = bool(app) and len(words) <= 1 and not rest.endswith(" ")
+    if typing_first and "query" in "".join(arguments.overrides):
+        print(" ".join(c for c in COMMANDS if c.startswith(rest)))
+    if words and words[0] in ("sft", "pt", "plan") and not typing_first:
+        words = words[1:]
+    open_word = words.pop() if words and not rest.endswith(" ") and not typing_first else None
+    kept = [_bare(w, registry) for w in words if "=" in w] if not typing_first else words
+    os.environ["COMP_LINE"] = " ".join([app, *kept, "" if open_word is None else open_word])
+    return _hydra_exit(lambda: run_hydra(["-sc", *arguments.overrides], [], registry, lambda config: None))
+
+
+def _bare(word: str, registry: Registry) -> str:
+    key = word.partition("=")[0].lstrip("+")
+    return word.lstrip("+") if key in registry.options else word
+
+
+def _multirun(arguments: Arguments, task: str | None) -> int:
+    from surogate_core.config.compose import plain_values, run_hydra
+    from surogate_core.config.resolve import check_values, gather, load_many
+
+    registry = registry_for(arguments)
+    load_many(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry, multirun=True)
+    settings = gather(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    swept = {v.key for v in settings.values if v.sweep}
+    codes: list[int] = []
+
+    def job(config: Any) -> int:
+        number = len(codes)
+        checked = check_values(plain_values(config), registry, settings.where)
+        paths: dict[str, Any] = {}
+        for key in ("output_dir", "checkpoint_dir"):
+            value = getattr(checked, key)
+            if value is not None and key not in swept:
+                paths[key] = str(Path(value) / str(number))
+        codes.append(_guarded(dataclasses.replace(checked, **paths), registry))
+        if codes[-1] in _STOPPED:
+            raise KeyboardInterrupt
+        return codes[-1]
+
+    subdirectory = "." if "output_dir" in swept else "${hydra.job.num}"
+    places = ["hydra.sweep.dir=${output_dir}", f"hydra.sweep.subdir={subdirectory}"]
+    try:
+        code = _hydra_exit(lambda: run_hydra(["--multirun"], [*places, *settings.overrides()], registry, job))
+    except KeyboardInterrupt:
+        if codes and codes[-1] in _STOPPED:
+            return codes[-1]
+        raise
+    return next((c for c in codes if c), code)
+
+
+def _guarded(config: RunConfig, registry: Registry) -> int:
+    """One run of a sweep: its errors are reported and the sweep goes on."""
+    from surogate_core.logs import record_traceback
+
+    try:
+        return start(config, registry)
+    except SurogateError as error:
+        print(f"surogate: {config.output_dir}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        path = record_traceback("a bug ended the run", error)
+        print(f"surogate: a bug: {type(error).__name__}: {error}. The traceback is in {path}", file=sys.stderr)
+        return 1
+
+
+def _hydra_exit(call: Any) -> int:
+    try:
+        call()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _help(task: str | None) -> str:
+    import textwrap
+
+    from surogate_core.config.docs import key_docs
+
+    lines = [USAGE.format(task=f"{task} " if task else "").replace("[FILE.yaml] ", "[FILE.yaml] " if task else "")]
+    section = ""
+    for doc in key_docs():
+        if doc.section != section:
+            section = doc.section
+            lines.append(f"\n{section}:\n")
+        default = f" [{doc.default}]" if doc.default else ""
+        text = textwrap.fill(f"{doc.text}{default}", width=118, initial_indent=" " * 32, subsequent_indent=" " * 32)
+        lines.append(f"  {doc.key:<29} {text.lstrip()}\n")
+    return "".join(lines)

@@ -1,0 +1,92 @@
+"""The keys' documentation, read from the docstrings under the fields of the schema."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from surogate_core.config.schema import ModelSelection, PluginPolicy, RunConfig, Selection
+
+_NODES: dict[str, type] = {"model": ModelSelection, "plugins": PluginPolicy}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyDoc:
+    """One key."""
+
+    key: str
+    """Dotted."""
+    section: str
+    """Heading of the schema that it is under."""
+    type: str
+    default: str
+    """As YAML."""
+    text: str
+
+
+def key_docs() -> Iterator[KeyDoc]:
+    """Every key of a run, in the schema's order; the fields of `model` and `plugins` follow them."""
+    for name, section in _sections().items():
+        hints = _types(RunConfig)
+        yield _doc(RunConfig, name, name, section, hints[name])
+        if name in _NODES:
+            for sub, hint in _types(_NODES[name]).items():
+                yield _doc(_NODES[name], sub, f"{name}.{sub}", section, hint)
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name → the docstring under it, on one line; fields without one are left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, after in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            docs[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return docs
+
+
+def _doc(cls: type, name: str, key: str, section: str, type_text: str) -> KeyDoc:
+    field = next(f for f in dataclasses.fields(cls) if f.name == name)
+    return KeyDoc(key=key, section=section, type=type_text, default=_default(field), text=field_docs(cls).get(name, ""))
+
+
+def _types(cls: type) -> dict[str, str]:
+    from surogate_core.config.typed import field_types, type_text
+
+    words = {"optimizer": "an option", "recipe": "an option", "offload": "an option", "launcher": "an option"}
+    words |= {"monitor": "a list of options", "model": "an option, a directory or a hub id"}
+    hints = field_types(cls)
+    return {n: words[n] if cls is RunConfig and n in words else type_text(h) for n, h in hints.items()}
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.name in ("model", "monitor") or field.type == "PluginPolicy":
+        return ""
+    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if isinstance(value, Selection):
+        return value.name
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _sections() -> dict[str, str]:
+    """Field → the heading comment above it (``# ---- the run``)."""
+    sections, heading = {}, ""
+    for line in inspect.getsource(RunConfig).splitlines():
+        text = line.strip()
+        if text.startswith("# --"):
+            heading = text.lstrip("#- ").strip()
+        elif line.startswith("    ") and not line.startswith("     ") and ":" in text:
+            name = text.partition(":")[0]
+            if name.isidentifier():
+                sections[name] = heading
+    return sections
