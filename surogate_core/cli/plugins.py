@@ -116,7 +116,7 @@ def _print_list(rows: list[_Row]) -> None:
 
     table = Table("name", "distribution", "version", "offers", "state", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        shown = row.options or [f"{kind} {name}" for kind, name in row.view.bundles]
+        shown = row.options + [f"{k} {n}" for k, n in row.view.bundles if f"{k}={n}" not in row.options]
         table.add_row(row.plugin.name, row.plugin.distribution, row.plugin.version, ", ".join(shown), row.state)
     _console().print(table)
 

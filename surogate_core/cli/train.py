@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
-usage: surogate {task}[FILE.yaml] [--config FILE.yaml] [KEY=VALUE …]
+usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
 
   FILE.yaml            flat keys; the command line wins over it
   KEY=VALUE            an override; GROUP=OPTION chooses (recipe=bf16), GROUP.KEY=VALUE sets an option's own key
@@ -164,7 +164,7 @@ def _help(task: str | None) -> str:
 
     from surogate_core.config.docs import key_docs
 
-    lines = [USAGE.format(task=f"{task} " if task else "").replace("[FILE.yaml] ", "[FILE.yaml] " if task else "")]
+    lines = [USAGE.format(form=f"{task} [FILE.yaml]" if task else "[sft|pt [FILE.yaml]]")]
     section = ""
     for doc in key_docs():
         if doc.section != section:

@@ -240,7 +240,7 @@ def _check_pending(registry: Registry) -> None:
             registry.manager.check_pending()
         except pluggy.PluginValidationError as error:
             name = registry.manager.get_name(error.plugin)
-            assert name is not None  # noqa: PT017
+            assert name is not None
             registry.manager.unregister(name=name)
             plugin = registry.plugins.pop(name)
             registry.broken[name] = Broken(plugin=plugin, doing="when its hooks were checked", error=error)
