@@ -1,0 +1,74 @@
+# Two commands matter:
+#   make train    set up .venv, then train the embedded example
+#   make test     set up .venv, then run every check
+# `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The torch to install when the venv has none, as pip takes it: a version, a wheel or a URL, with options.
+# The CPU build is found where pip's configuration offers one (find-links, index); else say where:
+#   make train TORCH='torch==2.13.0 --index-url URL_OF_AN_INDEX_OF_CPU_BUILDS'
+TORCH ?= torch==2.13.0
+# Overrides for `make train`, e.g. ARGS='max_steps=20 learning_rate=1e-3'.
+ARGS ?=
+# Options for pytest, e.g. PYTEST='-k packing'.
+PYTEST ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
+PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)))
+STAMP := $(VENV)/.set-up
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow test-gpu lint format types docs clean
+.DELETE_ON_ERROR:
+
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Make .venv with torch, the tools and every plugin; again when a pyproject.toml changed
+
+train: $(STAMP) ## Train the embedded example; ARGS= are overrides
+	$(BIN)/surogate $(ARGS)
+
+test: lint types ## Lint, types and the tests
+	$(BIN)/python -m pytest $(PYTEST)
+
+test-slow: $(STAMP) ## The tests that take minutes
+	$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST)
+
+test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu $(PYTEST)
+
+lint: $(STAMP) ## ruff check and ruff format --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+docs: $(STAMP) ## Write docs/config.md from the schema
+	$(BIN)/python scripts/make_config_docs.py
+
+clean: ## Remove .venv and what the tools left
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: nothing else may choose its build. The plugins are built with the tools of the venv
+# (--no-build-isolation), so hatchling, and editables that it needs for editable installs, come before them.
+$(STAMP): Makefile $(PROJECTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed. Fix: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || $(PIP) install $(TORCH)
+	$(BIN)/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], "editables", sep="\n")' \
+	  > $(VENV)/dev-requirements.txt
+	$(PIP) install -r $(VENV)/dev-requirements.txt
+	$(PIP) install --no-build-isolation -e . $(addprefix -e ,$(PLUGINS))
+	touch $@
