@@ -8,6 +8,7 @@ handed to the backward again, so that a store may have moved them in between.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class Signature:
     device: torch.device
     requires_grad: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such a tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     @classmethod
     def of(cls, tensor: Tensor, *, requires_grad: bool = False) -> Signature:
         """The signature of a tensor."""
@@ -86,7 +92,7 @@ class Program:
     """A differentiated piece.
 
     `forward(inputs)` → [output, *kept]; `backward([*inputs, *kept, d_output])` → gradients of
-    the inputs that require them, in order. `keeps_input[i]`: whether the backward reads input i.
+    the inputs that require them, in order. `reads_input[i]`: whether the backward reads input i.
     """
 
     forward: _Call
@@ -233,27 +239,43 @@ def _compiled(module: fx.GraphModule, names: Sequence[str], compiler: Compiler) 
     return _Call(_compile(module, compiler), tuple(position[name] for name in taken))
 
 
-def differentiate(
-    function: Callable[..., Tensor], inputs: Sequence[Signature], *, recompute: Recompute, compiler: Compiler
-) -> Program:
-    """Trace, cut and compile a function of flat tensor inputs with one tensor output."""
-    joint = trace_joint(function, inputs)
-    input_names = [n.name for n in joint.graph.nodes if n.op == "placeholder"][:-1]
+def _split(
+    joint: fx.GraphModule, recompute: Recompute, compiler: Compiler
+) -> tuple[fx.GraphModule, fx.GraphModule, list[fx.Node]]:
+    """(forward, backward, the nodes that the forward returns for the backward besides inputs)."""
+    inputs = {n.name for n in joint.graph.nodes if n.op == "placeholder"}
     if compiler == "inductor" and not recompute.block and not recompute.regions:
         # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
         with functorch_config.patch(recompute_views=True):
             forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
     else:
         forward, backward = _cut(joint, recompute)
-    kept = [n for n in next(iter(reversed(forward.graph.nodes))).args[0][1:] if n.name not in input_names]
     output = next(iter(reversed(forward.graph.nodes)))
-    output.args = ([output.args[0][0], *kept],)
-    kept_names = [n.name for n in kept]
-    tangent = next(n.name for n in backward.graph.nodes if n.op == "placeholder" and n.name.startswith("tangents"))
+    result, *returned = output.args[0]
+    kept = [n for n in returned if n.name not in inputs]
+    output.args = ([result, *kept],)
+    return forward, backward, kept
+
+
+def residuals(
+    function: Callable[..., Tensor], inputs: Sequence[Signature], *, recompute: Recompute, compiler: Compiler
+) -> tuple[Signature, ...]:
+    """What `differentiate` would keep between forward and backward besides inputs; compiles nothing."""
+    *_, kept = _split(trace_joint(function, inputs), recompute, compiler)
+    return tuple(Signature.of(n.meta["val"]) for n in kept)
+
+
+def differentiate(
+    function: Callable[..., Tensor], inputs: Sequence[Signature], *, recompute: Recompute, compiler: Compiler
+) -> Program:
+    """Trace, cut and compile a function of flat tensor inputs with one tensor output."""
+    joint = trace_joint(function, inputs)
+    *input_names, tangent = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
+    forward, backward, kept = _split(joint, recompute, compiler)
     read = {n.name for n in backward.graph.nodes if n.op == "placeholder" and n.users}
     return Program(
         forward=_compiled(forward, input_names, compiler),
-        backward=_compiled(backward, [*input_names, *kept_names, tangent], compiler),
+        backward=_compiled(backward, [*input_names, *(n.name for n in kept), tangent], compiler),
         reads_input=tuple(name in read for name in input_names),
         kept=tuple(Signature.of(n.meta["val"]) for n in kept),
     )

@@ -164,6 +164,7 @@ class Engine:
             recipe_options=recipe_options,
             objective=objective,
             kernels=kernels,
+            device=settings.device,
             tokens=settings.tokens,
             tables={name: Signature.of(t) for name, t in self._tables().items()},
             head_chunks=settings.head_chunks,

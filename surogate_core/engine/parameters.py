@@ -103,7 +103,8 @@ class Parameters:
         self._master: dict[str, Tensor] = {}
         self._grad: dict[str, Tensor] = {}
         self._compute: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        """(compute copy, the range of masters that it is a cast of)."""
         for name, members, decay in (
             ("decayed", [s for s in trainable if s.decayed], weight_decay),
             ("undecayed", [s for s in trainable if not s.decayed], 0.0),
@@ -134,7 +135,7 @@ class Parameters:
             compute = master
             if dtype != torch.float32:
                 copy = torch.zeros(stop - start, dtype=dtype, device=self.device)
-                self._copies.append((copy, master[start:stop]))
+                self.copies.append((copy, master[start:stop]))
                 compute = copy
             for spec in members:
                 if self.compute_dtype(spec) == dtype:
@@ -169,7 +170,7 @@ class Parameters:
 
     def refresh(self) -> None:
         """Bring the compute copies up to date with the masters."""
-        for copy, master in self._copies:
+        for copy, master in self.copies:
             copy.copy_(master)
 
     def inputs(self, piece: Piece) -> list[Tensor]:

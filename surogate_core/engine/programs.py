@@ -18,6 +18,7 @@ from surogate_core.dsl.trace import (
     Signature,
     _Call,
     differentiate,
+    residuals,
     with_gradients,
     without_gradients,
 )
@@ -35,6 +36,7 @@ class ProgramBuilder:
     recipe_options: Any
     objective: Objective
     kernels: registry.KernelTable
+    device: torch.device
     tokens: int
     """N, tokens of a micro-batch."""
     tables: dict[str, Signature]
@@ -49,15 +51,15 @@ class ProgramBuilder:
 
     def _inputs(self, piece: Piece) -> list[Signature]:
         return [
-            Signature(s.shape, self.parameters.compute_dtype(s), self.parameters.device, s.trainable)
+            Signature(s.shape, self.parameters.compute_dtype(s), self.device, s.trainable)
             for s in piece.specs
         ]
 
     def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
-        return Signature((tokens, self.model.width), self.parameters.dtype, self.parameters.device, requires_grad)
+        return Signature((tokens, self.model.width), self.parameters.dtype, self.device, requires_grad)
 
     def _layer_inputs(self, piece: Piece) -> list[Signature]:
-        seed = Signature((), torch.int32, self.parameters.device)
+        seed = Signature((), torch.int32, self.device)
         activation = self._activation(self.tokens, requires_grad=True)
         return [*self._inputs(piece), activation, *self.tables.values(), seed]
 
@@ -79,12 +81,13 @@ class ProgramBuilder:
 
         return run
 
-    def _signature(self, piece: Piece) -> Any:
+    def signature(self, piece: Piece) -> Any:
+        """Equal for layers that share their programs."""
         return type(piece.block), piece.slots, tuple(self._inputs(piece))
 
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer: ([*tensors, x_ND, *tables, seed])."""
-        key = self._signature(piece)
+        key = self.signature(piece)
         if key not in self._layers:
             self.progress(f"differentiating {type(piece.block).__name__}")
             with registry.using(self.kernels):
@@ -96,9 +99,20 @@ class ProgramBuilder:
                 )
         return self._layers[key]
 
+    def layer_residuals(self, piece: Piece) -> tuple[Signature, ...]:
+        """What a layer keeps between forward and backward, its input included; compiles nothing."""
+        with registry.using(self.kernels):
+            kept = residuals(
+                self._layer_function(piece, training=True),
+                self._layer_inputs(piece),
+                recompute=self.recompute,
+                compiler=self.compiler,
+            )
+        return (self._activation(self.tokens, requires_grad=False), *kept)
+
     def evaluation_layer(self, piece: Piece) -> _Call:
         """Forward alone of a layer, without dropout."""
-        key = self._signature(piece)
+        key = self.signature(piece)
         if key not in self._evaluations:
             self.progress(f"tracing {type(piece.block).__name__} for evaluation")
             with registry.using(self.kernels):
@@ -126,7 +140,7 @@ class ProgramBuilder:
                 h_ND = ops.rms_norm(x_ND, norm_D, eps)
                 return self.objective.token_loss(h_ND @ weight_VD.t(), labels_N).sum()
 
-            labels = Signature((tokens,), torch.int64, self.parameters.device)
+            labels = Signature((tokens,), torch.int64, self.device)
             inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True), labels]
             make = with_gradients if training else without_gradients
             with registry.using(self.kernels):

@@ -1,0 +1,69 @@
+"""How `surogate plan` shows a prediction."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from surogate_core.config.resolve import to_dict, to_yaml
+from surogate_core.config.schema import RunConfig
+from surogate_core.engine.engine import EngineSettings
+from surogate_core.engine.prediction import Prediction
+from surogate_core.engine.schedule import render
+from surogate_core.train.atomic import human_bytes
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Token slots of an optimizer step, padding counted."""
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return rows * config.sequence_len
+
+
+def as_json(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction) -> str:
+    """The plan as one JSON object."""
+    value = {
+        "model": title,
+        "config": to_dict(config),
+        "device": str(settings.device),
+        "parameters": prediction.parameters,
+        "trainable_parameters": prediction.trainable_parameters,
+        "tokens_per_step": tokens_per_step(config),
+        "schedule": [str(action) for action in prediction.schedule],
+        "kernels": {f"{op} {dtype}": name for (op, dtype), name in prediction.kernels.items()},
+        "held": [asdict(h) for h in prediction.held],
+        "device_bytes": prediction.total("device"),
+        "host_bytes": prediction.total("host"),
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction) -> str:
+    """The plan for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tensors")
+    table.add_column("place")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    for held in prediction.held:
+        table.add_row(held.kind, held.place, human_bytes(held.nbytes), held.detail)
+    buffer = io.StringIO()
+    Console(file=buffer, width=110, highlight=False).print(table)
+    trained = f"{prediction.parameters:,} parameters, {prediction.trainable_parameters:,} trained"
+    kernels = ", ".join(f"{op} {name}" for (op, _), name in sorted(prediction.kernels.items()))
+    parts = [
+        f"# config\n{to_yaml(config)}",
+        f"# model\n{title}: {trained}\n",
+        f"# micro-step on {settings.device} ({settings.compiler}), {settings.tokens:,} tokens\n"
+        f"{render(prediction.schedule)}\n"
+        f"× {config.gradient_accumulation_steps} micro-steps, then clip and {config.optimizer.name}: "
+        f"{tokens_per_step(config):,} tokens a step\n"
+        f"kernels: {kernels}\n",
+        f"# memory, predicted\n{buffer.getvalue()}"
+        f"device {human_bytes(prediction.total('device'))}, host {human_bytes(prediction.total('host'))}; "
+        f"workspaces and fragmentation come on top\n",
+    ]
+    return "\n".join(parts)
