@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -83,18 +85,19 @@ def _complete(arguments: Arguments) -> int:
     from surogate_core.plugins import load_plugins
 
     registry = load_plugins()
-    line = os.environ.get("COMP_LINE", "")
-    app, _, rest = line.partition(" ")
+    app, _, rest = os.environ.get("COMP_LINE", "").partition(" ")
     words = rest.split()
-    typing_first = bool(app) and len(words) <= 1 and not rest.endswith(" ")
-    if typing_first and "query" in "".join(arguments.overrides):
-        print(" ".join(c for c in COMMANDS if c.startswith(rest)))
-    if words and words[0] in ("sft", "pt", "plan") and not typing_first:
+    open_word = words.pop() if words and not rest.endswith(" ") else ""
+    querying = any(o.startswith("query=") for o in arguments.overrides)
+    if querying and not words:
+        print(" ".join(c for c in COMMANDS if c.startswith(open_word)))
+    if words and words[0] in COMMANDS:
         words = words[1:]
-    open_word = words.pop() if words and not rest.endswith(" ") and not typing_first else None
-    kept = [_bare(w, registry) for w in words if "=" in w] if not typing_first else words
-    os.environ["COMP_LINE"] = " ".join([app, *kept, "" if open_word is None else open_word])
-    return _hydra_exit(lambda: run_hydra(["-sc", *arguments.overrides], [], registry, lambda config: None))
+    kept = [_bare(w, registry) for w in words if "=" in w and not w.startswith("-")]
+    os.environ["COMP_LINE"] = " ".join([app, *kept, open_word])
+    # A half-typed line is no mistake: what Hydra says of it would be written over the prompt.
+    with contextlib.redirect_stderr(io.StringIO()) if querying else contextlib.nullcontext():
+        return _hydra_exit(lambda: run_hydra(["-sc", *arguments.overrides], [], registry, lambda config: None))
 
 
 def _bare(word: str, registry: Registry) -> str:

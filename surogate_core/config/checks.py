@@ -49,13 +49,6 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(_recompute_part(part) for part in ("att", "ffn", "qkv", "swiglu", "rmsnorm")),
     Check(
-        name="schedule_longer_than_run",
-        key="max_steps",
-        wrong=lambda v: 0 < v["max_steps"] < v["warmup_steps"] + v["cooldown_steps"],
-        message="is less than `warmup_steps` + `cooldown_steps`.",
-        fix="more steps, or a shorter warm-up or cool-down",
-    ),
-    Check(
         name="no_steps",
         key="max_steps",
         wrong=lambda v: v["max_steps"] == 0,

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from surogate_core.config.paths import CONFIG_NAME, conf_dir
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
-from surogate_core.config.settings import LIST_GROUPS
+from surogate_core.config.settings import LIST_GROUPS, default_groups
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins.registry import Registry
 
@@ -61,6 +61,9 @@ def _prepared(registry: Registry) -> Iterator[None]:
     if SurogateSearchPath not in plugins.discover(SearchPathPlugin):
         plugins.register(SurogateSearchPath)
     ConfigStore.instance().store(name=SCHEMA, node=schema_defaults(), provider="surogate")
+    for group in default_groups().keys() - registry.options.keys():
+        # Hydra can only leave out a group that exists; this one has lost its every plugin.
+        ConfigStore.instance().store(name="unavailable", group=group, node={}, provider="surogate")
     SurogateSearchPath.paths = tuple(registry.search_path)
     GlobalHydra.instance().clear()
     try:

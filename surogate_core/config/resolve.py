@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -90,7 +91,12 @@ def check(overrides: Sequence[str], settings: Any) -> RunConfig:
     """Compose the overrides and check the result."""
     from surogate_core.config.compose import compose_config, plain_values
 
-    return check_values(plain_values(compose_config(overrides, settings.registry)), settings.registry, settings.where)
+    try:
+        values = plain_values(compose_config(overrides, settings.registry))
+    except ConfigError as error:
+        placed = [p if p.where else dataclasses.replace(p, where=settings.where(p.key)) for p in error.problems]
+        raise ConfigError(placed) from error
+    return check_values(values, settings.registry, settings.where)
 
 
 def check_values(values: Mapping[str, Any], registry: Registry, where: Callable[[str], str]) -> RunConfig:
@@ -188,7 +194,7 @@ def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:
         root = problem.key.partition("=")[0]
         if root not in seen:
             kept.append(problem)
-        seen.add(root)
+        seen |= {root, "datasets"} if root == "dataset" else {root}
     return kept
 
 

@@ -24,7 +24,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
 from surogate_core.plugins.catalogue import catalogue
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugins.registry import ConfigOption, Registry
 
 COMMAND_LINE = "command line"
 LIST_GROUPS = frozenset({"monitor"})
@@ -37,6 +37,25 @@ INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", 
 
 HYDRA_KEYS = ("hydra.sweep", "hydra.job", "hydra.verbose", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 """Beginnings of Hydra's own keys that may be set: those of sweeps and of logging."""
+
+PEERS_NAMES = {
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "max_seq_length": "sequence_len",
+    "cutoff_len": "sequence_len",
+    "base_model": "model",
+    "model_name_or_path": "model",
+    "lora_r": "lora_rank",
+    "gradient_checkpointing": "recompute",
+    "packing": "sample_packing",
+    "seed": "train_seed",
+}
+"""What other trainers call a key → what it is called here."""
 
 _QUOTE_HINT = "write KEY=VALUE, and put text with brackets, commas or quotes in quotes: 'key=\"a, b\"'"
 
@@ -54,6 +73,7 @@ class Choice:
     """The option(s) chosen in a group."""
 
     options: list[str]
+    """Empty outside list groups: the bundle has no option file, or nothing valid was chosen."""
     where: str
     sweep: str = ""
     """The right-hand side as typed, when it is a sweep."""
@@ -77,14 +97,20 @@ class Settings:
     registry: Registry
     choices: dict[str, Choice] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
-    unbundled: list[tuple[str, str]] = field(default_factory=list)
-    """(group, bundle) chosen though the bundle has no option file."""
     deletions: list[Value] = field(default_factory=list)
     hydra: list[str] = field(default_factory=list)
     """Hydra's own overrides, passed on."""
     places: dict[str, str] = field(default_factory=dict)
     """Dotted key → where it was set."""
     problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The config groups, also those whose every plugin is missing."""
+        return frozenset(self.registry.options) | frozenset(default_groups())
+
+    def _options(self, group: str) -> Mapping[str, ConfigOption]:
+        return self.registry.options.get(group, {})
 
     # ------------------------------------------------------------------------- sources
 
@@ -97,7 +123,7 @@ class Settings:
             where = file.where(key)
             if key in INSTANTIATE_KEYS or _names_objects(value):
                 self._refuse_objects(key, where)
-            elif key in self.registry.options and (key in KEYS or key == "dataset"):
+            elif key in self.groups:
                 self.choose_value(key, value, where)
             elif key in KEYS:
                 self.put(key, value, where)
@@ -139,7 +165,7 @@ class Settings:
             not override.is_sweep_override() and _names_objects(override.value())
         ):
             self._refuse_objects(key, COMMAND_LINE)
-        elif key in self.registry.options:
+        elif key in self.groups:
             self._clear_group(key, chosen)
             self._choose_override(override)
             chosen.add(key)
@@ -174,7 +200,7 @@ class Settings:
             self.values.append(Value("model.path", text, COMMAND_LINE, sweep=True))
             return
         for name in flat:
-            if name not in self.registry.options[group]:
+            if name not in self._options(group):
                 self._no_option(group, name, COMMAND_LINE)
         self.choices[group] = Choice(flat, COMMAND_LINE, sweep=text)
 
@@ -208,7 +234,7 @@ class Settings:
             self.problems.append(Problem(key=group, message=message, where=where, fix=f"{group}: NAME"))
 
     def _choose_name(self, group: str, name: str, where: str) -> None:
-        if name in self.registry.options[group]:
+        if name in self._options(group):
             self.choices[group] = Choice([name], where)
             self.places[group] = where
         elif group == "model" and self._is_model_path(name):
@@ -216,7 +242,6 @@ class Settings:
             self.places["model"] = where
             self.put("model.path", str(Path(name).expanduser()) if name.startswith("~") else name, where)
         elif self._has_bundle(group, name):
-            self.unbundled = [(g, n) for g, n in self.unbundled if g != group] + [(group, name)]
             self.choices[group] = Choice([], where)
             self.put(f"{group}.name", name, where)
         else:
@@ -229,7 +254,7 @@ class Settings:
                 self.choices["model"] = Choice([HUB_OPTION], where)
             elif isinstance(name, str):
                 preset = f"{name}-{value.get('preset')}"
-                self._choose_name("model", preset if preset in self.registry.options["model"] else name, where)
+                self._choose_name("model", preset if preset in self._options("model") else name, where)
         elif isinstance(name, str):
             self._choose_name(group, name, where)
             value.pop("name")
@@ -257,7 +282,7 @@ class Settings:
                 self.problems.append(Problem(key=f"{group}.{index}", message=message, where=place))
                 continue
             name = entry["name"]
-            if name in self.registry.options[group]:
+            if name in self._options(group):
                 chosen.append(name)
             elif self._has_bundle(group, name):
                 self.put(f"{group}.{name}.name", name, place)
@@ -297,22 +322,37 @@ class Settings:
                 message = f"the preset model={','.join(model.options)} and model.path are both given."
                 self.problems.append(Problem(key="model", message=message, where=model.where, fix="model=PATH"))
 
+        self._check_defaults()
+
+    def _check_defaults(self) -> None:
+        """The default options may be missing too, when their plugin is not installed, blocked or broken."""
+        refused = {p.key.partition("=")[0] for p in self.problems}
+        for group, default in default_groups().items():
+            if group in self.choices:
+                continue
+            names = list(default) if isinstance(default, list) else [default]
+            missing = [n for n in names if n not in self._options(group)]
+            if group not in refused:
+                for name in missing:
+                    self._no_option(group, name, "the default")
+            if missing:
+                self.choices[group] = Choice([n for n in names if n not in missing], "the default", implied=True)
+
     def overrides(self) -> list[str]:
         """Everything as Hydra overrides, groups first."""
         lines = list(self.hydra)
         for group, choice in self.choices.items():
             prefix = "" if group in default_groups() else "+"
-            unbundled = any(g == group for g, _ in self.unbundled)
             if choice.sweep:
                 lines.append(f"{prefix}{group}={choice.sweep}")
-            elif unbundled and not choice.options:
-                lines += [f"~{group}"] if not prefix else []
             elif group in LIST_GROUPS:
                 lines.append(f"{prefix}{group}={encode(choice.options)}")
+            elif not choice.options:
+                lines += [f"~{group}"] if not prefix else []
             else:
                 lines.append(f"{prefix}{group}={encode(choice.options[0])}")
         for value in self.values:
-            known = value.key in KEYS and value.key not in self.registry.options
+            known = value.key in KEYS and value.key not in self.groups
             lines.append(f"{'' if known else '++'}{value.key}={value.text}")
         return lines + [f"~{d.key}" for d in self.deletions]
 
@@ -338,7 +378,6 @@ class Settings:
         if group in chosen:
             return
         self.choices.pop(group, None)
-        self.unbundled = [(g, n) for g, n in self.unbundled if g != group]
         keys = ("datasets", "validation_datasets") if group == "dataset" else (group,)
         self.values = [v for v in self.values if v.where == COMMAND_LINE or v.key.partition(".")[0] not in keys]
         self.places = {k: w for k, w in self.places.items() if w == COMMAND_LINE or k.partition(".")[0] not in keys}
@@ -349,12 +388,12 @@ class Settings:
         return group in KINDS and group not in ("model", "dataset") and name in self.registry.bundles(group)
 
     def _is_model_path(self, name: str) -> bool:
-        if name in self.registry.options["model"]:
+        if name in self._options("model"):
             return False
         return "/" in name or name.startswith((".", "~")) or Path(name).is_dir()
 
     def _no_option(self, group: str, name: str, where: str) -> None:
-        self.problems.append(unknown_name(group, name, where, self.registry, self.registry.options[group]))
+        self.problems.append(unknown_name(group, name, where, self.registry, self._options(group)))
 
     def _refuse_objects(self, key: str, where: str) -> None:
         message = "a config cannot name Python objects to call (`_target_` and its like)."
@@ -370,9 +409,10 @@ def unknown_key(key: str, where: str, registry: Registry, known: Iterable[str] |
         return Problem(key=key, message=message, where=where, fix=f"pip install {distribution}")
     if known is None and root in planned.KEYS:
         return Problem(key=key, message=planned.MESSAGE, where=where)
-    names = sorted(known) if known is not None else sorted(KEYS | set(registry.options))
+    names = sorted(known) if known is not None else sorted(KEYS | set(default_groups()) | set(registry.options))
     last = key.rpartition(".")[2] if known is not None else root
-    near = get_close_matches(last, names, n=1, cutoff=0.6)
+    near = [PEERS_NAMES[last]] if known is None and last in PEERS_NAMES else []
+    near = near or get_close_matches(last, names, n=1, cutoff=0.6)
     message = "there is no such key."
     if not near and known is not None:
         message = f"there is no such key; known here: {', '.join(names) or 'none'}."

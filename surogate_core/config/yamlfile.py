@@ -53,9 +53,9 @@ def read_yaml(path: Path) -> YamlFile:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        raise ConfigError(
-            [Problem(key="YAML", message=f"{error.problem or error.context}.", where=f"{path}:{line}")]
-        ) from None
+        reason = error.problem or error.context or "not YAML"
+        fix = "indent with spaces; a tab is not allowed" if "\\t" in reason else ""
+        raise ConfigError([Problem(key="YAML", message=f"{reason}.", where=f"{path}:{line}", fix=fix)]) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem(key=str(path), message=f"not YAML: {' '.join(str(error).split())}.")]) from None
     if root is None:

@@ -1,0 +1,186 @@
+"""`surogate doctor`: versions, devices, and what this machine can run and why not the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from surogate_core.errors import PluginError
+from surogate_core.plugins import Registry, import_policy, load_plugins
+
+PACKAGES = ("surogate", "torch", "transformers", "datasets", "tokenizers", "safetensors", "hydra-core", "pluggy")
+OPTIONAL_PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "peft", "wandb")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code is 0 also when something cannot run."""
+    parser = argparse.ArgumentParser(prog="surogate doctor", description="What this machine can run, and why not.")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    arguments = parser.parse_args(list(argv))
+    registry = load_plugins(import_policy())
+    facts = examine(registry)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(facts)
+    return 0
+
+
+def examine(registry: Registry) -> dict[str, Any]:
+    """Everything that the command shows, as plain values."""
+    clashes = []
+    try:
+        registry.check()
+    except PluginError as error:
+        clashes.append(str(error))
+    devices = _devices()
+    return {
+        "versions": _versions(),
+        "devices": [{k: v for k, v in d.items() if k != "device"} for d in devices],
+        "host": _host(),
+        "places": _places(),
+        "recipes": _runnable(registry, "recipe", devices),
+        "kernel packs": _runnable(registry, "kernels", devices),
+        "plugins": registry.plugin_set(),
+        "not loaded": [
+            *(str(broken) for broken in registry.broken.values()),
+            *(f"{plugin.label} is {reason}" for plugin, reason in registry.blocked.values()),
+            *clashes,
+        ],
+    }
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *OPTIONAL_PACKAGES):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    found["CUDA of torch"] = torch.version.cuda or "none: torch is built for CPUs"
+    found["NVIDIA driver"] = _driver() or "none found"
+    return found
+
+
+def _driver() -> str:
+    file = Path("/proc/driver/nvidia/version")
+    try:
+        first = file.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+    return next((word for word in first.split() if word[0].isdigit() and "." in word), first)
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [
+        {"device": torch.device("cpu"), "name": "cpu", "model": _cpu_model(), "threads": torch.get_num_threads()}
+    ]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        devices.append(
+            {
+                "device": torch.device("cuda", index),
+                "name": f"cuda:{index}",
+                "model": properties.name,
+                "sm": f"{properties.major}{properties.minor}",
+                "memory": _gib(total),
+                "free": _gib(free),
+            }
+        )
+    return devices
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _host() -> dict[str, str]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {
+        "system": platform.platform(),
+        "cores": str(os.cpu_count()),
+        "memory": _gib(memory.total),
+        "available": _gib(memory.available),
+    }
+
+
+def _places() -> dict[str, str]:
+    from platformdirs import user_cache_path, user_log_path
+
+    cache = user_cache_path("surogate")
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    places = {"working directory": Path.cwd(), "cache": cache, "log of failed starts": user_log_path("surogate")}
+    return {name: _disk(path) for name, path in {**places, "Hugging Face cache": hub}.items()}
+
+
+def _disk(path: Path) -> str:
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    writable = "" if os.access(existing, os.W_OK) else ", not writable"
+    return f"{path} ({_gib(shutil.disk_usage(existing).free)} free{writable})"
+
+
+def _runnable(registry: Registry, kind: str, devices: list[dict[str, Any]]) -> list[dict[str, str]]:
+    try:
+        offers = registry.bundles(kind)
+    except PluginError:
+        return []
+    rows = []
+    for name, offered in offers.items():
+        row = {"name": name, "plugin": offered.plugin.name}
+        for device in devices:
+            try:
+                row[device["name"]] = offered.bundle.unavailable(device["device"]) or "ok"
+            except Exception as error:
+                row[device["name"]] = f"{offered.plugin.label} failed: {type(error).__name__}: {error}"
+        rows.append(row)
+    return rows
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    for title, content in facts.items():
+        if not content:
+            continue
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False)
+        if isinstance(content, dict):
+            table.show_header = False
+            for name, text in content.items():
+                table.add_row(name, str(text))
+        elif isinstance(content[0], dict):
+            columns = list(dict.fromkeys(key for row in content for key in row))
+            for column in columns:
+                table.add_column(column)
+            for row in content:
+                table.add_row(*(str(row.get(column, "")) for column in columns))
+        else:
+            table.show_header = False
+            for text in content:
+                table.add_row(str(text))
+        console.print(table)

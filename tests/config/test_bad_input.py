@@ -1,0 +1,263 @@
+"""Every mistake gives one clear problem: key, place, nearest name, fix; and all come at once."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.config import planned
+from surogate_core.config.checks import CHECKS
+from surogate_core.config.resolve import peek_policy
+from surogate_core.config.settings import KEYS
+from surogate_core.errors import ConfigError, Problem
+from surogate_core.plugins import Registry
+from surogate_core.plugins.catalogue import catalogue
+
+Problems = Callable[..., list[Problem]]
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "words", "fix"),
+    [
+        (["learning_rte=1"], "learning_rte", "no such key", "learning_rate"),
+        (["lr=1"], "lr", "no such key", "learning_rate"),
+        (["seed=1"], "seed", "no such key", "train_seed"),
+        (["zzzzzz=1"], "zzzzzz", "no such key", ""),
+        (["recipe=bf61"], "recipe=bf61", "no such recipe; known: bf16", "bf16"),
+        (["model=qwn3"], "model=qwn3", "no such model", "qwen3"),
+        (["monitor=[jsnl]"], "monitor=jsnl", "no such monitor", "jsonl"),
+        (["dataset=embeded"], "dataset=embeded", "no such", "embedded"),
+        (["task=sftt"], "task=sftt", "no such task", "sft"),
+        (["recipe.emulte=1"], "recipe.emulte", "no such key", ""),
+        (["monitor=[jsonl]", "monitor.jsonl.fil=x"], "monitor.jsonl.fil", "no such key", "monitor.jsonl.file"),
+        (["monitor=[jsonl]", "monitor.jsnl.file=x"], "monitor.jsnl", "`name` is missing", ""),
+        (["model.presett=1"], "model.presett", "no such key", "model.preset"),
+        (["model.preset=tny"], "model.preset", "no preset 'tny'", "model.preset=tiny"),
+        (["plugins.blok=[a]"], "plugins.blok", "no such key", ""),
+        (["model=hf"], "model.path", "must be set", "model=DIR_OR_HUB_ID"),
+        (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
+        (["optimizer=adamw_8bit"], "optimizer=adamw_8bit", "not available in this version", ""),
+        (["recipe=nvfp4"], "recipe=nvfp4", "not available in this version", ""),
+        (["zero_level=2"], "zero_level", "not available in this version", ""),
+        (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),
+        (["max_steps=1.5"], "max_steps", "a whole number of at least -1; got 1.5", ""),
+        (["max_steps=2.0"], "max_steps", "got 2.0", "2"),
+        (["max_steps=many"], "max_steps", "got 'many'", ""),
+        (["lora_rank='8'"], "lora_rank", "got '8'", "8, without quotes"),
+        (["lora=yes"], "lora", "true or false; got 'yes'", "true"),
+        (["lora=1"], "lora", "true or false; got 1", ""),
+        (["lora_rank=true"], "lora_rank", "got true", ""),
+        (["lora_rank=0"], "lora_rank", "at least 1; got 0", ""),
+        (["warmup_ratio=1.5"], "warmup_ratio", "of at least 0 and of at most 1", ""),
+        (["learning_rate=nan"], "learning_rate", "got nan", ""),
+        (["learning_rate=inf"], "learning_rate", "got inf", ""),
+        (["learning_rate=null"], "learning_rate", "got null", ""),
+        (["lr_scheduler_type=cosin"], "lr_scheduler_type", "one of linear, cosine", "cosine"),
+        (["lora_target_modules=q_proj"], "lora_target_modules", "a list of text; got 'q_proj'", ""),
+        (["run_name=1.5"], "run_name", "text", "put it in quotes"),
+        (["learning_rate=1e-3,1e-4"], "learning_rate", "needs --multirun", "add --multirun"),
+        (["recipe=bf16,fp8"], "recipe=fp8", "no such recipe", ""),
+        (["x=["], "x=[", "cannot be read", ""),
+        (["recipe@other=bf16"], "recipe@other", "not supported", ""),
+        (["~recipe"], "~recipe", "needs one", ""),
+        (["offload=null"], "offload", "must be the name", ""),
+        (["recipe=[a]"], "recipe", "must be the name", ""),
+        (["monitor=3"], "monitor", "list of names", ""),
+        (["hydra.callbacks.x=1"], "hydra.callbacks.x", "only hydra.sweep", ""),
+        (["hydra.searchpath=[file:///x]"], "hydra.searchpath", "only hydra.sweep", ""),
+        (["output_dir=${nothing}"], "output_dir", "nothing", ""),
+        (["objective=cros_entropy"], "objective=cros_entropy", "no such objective", "cross_entropy"),
+        (["datasets=[]"], "datasets", "no training data", ""),
+        (["datasets=x"], "datasets", "list of mappings", ""),
+        (["datasets=[x]"], "datasets.0", "`path` and `type`", ""),
+        (["datasets=[{path: a}]"], "datasets.0.type", "must be set; known types: conversation, text", ""),
+        (["datasets=[{type: text}]"], "datasets.0.path", "must be set", ""),
+        (["datasets=[{path: a, type: txt}]"], "datasets.0.type", "no such type", "text"),
+        (["datasets=[{path: a, type: preference}]"], "datasets.0.type", "not available", ""),
+        (["datasets=[{path: a, type: text, splt: x}]"], "datasets.0.splt", "no such key", "datasets.0.split"),
+        (
+            ["datasets=[{path: a, type: text, txt_field: x}]"],
+            "datasets.0.txt_field",
+            "no such",
+            "datasets.0.text_field",
+        ),
+        (["datasets=[{path: a, type: text, samples: x}]"], "datasets.0.samples", "whole number", ""),
+    ],
+)
+def test_one_mistake_one_problem(problems: Problems, args: list[str], key: str, words: str, fix: str) -> None:
+    (problem,) = problems(*args)
+    assert problem.key == key
+    assert words in problem.message
+    assert problem.where == "command line" or key in ("model.path", "monitor.jsnl")
+    assert not fix or problem.fix == fix
+    assert "\n" not in str(problem)
+
+
+@pytest.mark.parametrize("key", ["_target_", "_partial_"])
+def test_no_config_names_python_objects(problems: Problems, key: str) -> None:
+    for args, file in (
+        ([f"{key}=os.system"], None),
+        ([f"++recipe.{key}=os.system"], None),
+        ([f"model.config={{a: {{{key}: os.system}}}}"], None),
+        ([f"datasets=[{{path: a, type: text, {key}: x}}]"], None),
+        ([f"hydra.launcher.{key}=os.system"], None),
+        ([f"optimizer={{name: adamw, {key}: x}}"], None),
+        ([], f"recipe: {{name: bf16, {key}: os.system}}\n"),
+        ([], f"{key}: os.system\n"),
+        ([], f"monitor: [{{name: jsonl, {key}: x}}]\n"),
+    ):
+        (problem,) = problems(*args, file=file)
+        assert "Python objects" in problem.message
+
+
+BAD_FILE = """\
+learning_rte: 1e-4
+learning_rate: 2e-4
+warmup_steps: 10
+warmup_ratio: 0.1
+recipe: {name: bf16, emulte: x}
+lora: yes
+monitor: [jsonl, {name: jsnl}]
+datasets:
+  - path: a.jsonl
+    type: text
+    samples: many
+learning_rate: 3
+"""
+
+
+def test_all_mistakes_come_together_with_their_lines(problems: Problems, tmp_path: Path) -> None:
+    found = {p.key: p for p in problems("lora_rnk=3", "max_steps=x", file=BAD_FILE)}
+    lines = {key: p.where.removeprefix(f"{tmp_path}/") for key, p in found.items()}
+    assert lines == {
+        "learning_rte": "run.yaml:1",
+        "learning_rate": "run.yaml:12",
+        "warmup_ratio": "run.yaml:4",
+        "recipe.emulte": "run.yaml:5",
+        "lora": "run.yaml:6",
+        "monitor=jsnl": "run.yaml:7",
+        "datasets.0.samples": "run.yaml:11",
+        "lora_rnk": "command line",
+        "max_steps": "command line",
+    }
+
+
+def test_the_report_is_one_message() -> None:
+    error = ConfigError([Problem(key="a", message="x."), Problem(key="b", message="y.", where="f:1", fix="z")])
+    assert str(error) == "2 mistakes in the configuration:\n  - a: x.\n  - b (f:1): y. Fix: z"
+    assert error.exit_code == 2
+
+
+CONTRADICTIONS = {
+    "two_warmups": ["warmup_ratio=0.1", "warmup_steps=3"],
+    "lora_in_pretraining": ["task=pt", "lora=true"],
+    **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},
+    **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("swiglu", "rmsnorm")},
+    "no_steps": ["max_steps=0"],
+    "no_data": ["datasets=[]"],
+    "no_target_modules": ["lora=true", "lora_target_modules=[]"],
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.name)
+def test_every_contradiction(problems: Problems, check: Any) -> None:
+    (problem,) = problems("model=qwen3-0.6b", *CONTRADICTIONS[check.name])
+    assert (problem.key, problem.message) == (check.key, check.message)
+    assert problem.fix
+
+
+# ------------------------------------------------------------------------------- plugins
+
+
+def test_a_broken_plugin_that_is_asked_for(
+    problems: Problems, load: Any, install_plugin: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = "import no_such_module\nfrom surogate_core import bundles\nbundles.Recipe(name='frail', linear=None)\n"
+    install_plugin("frail", source, conf={"monitor/glass.yaml": "# @package monitor.glass\nname: glass\n"})
+    for args in (["recipe=frail"], ["monitor=[glass]"]):
+        (problem,) = problems(*args, fresh=True)
+        assert "plugin frail (distribution dist-frail 1.2.3) failed when it was imported" in problem.message
+        assert "no_such_module" in problem.message
+        log = Path(problem.fix.rpartition("traceback: ")[2])
+        assert "Traceback" in log.read_text()
+        assert "plugin_frail" in log.read_text()
+    load(fresh=True)
+
+
+def test_a_blocked_plugin_that_is_asked_for(problems: Problems) -> None:
+    (problem,) = problems("plugins.block=[recipe-bf16]", "recipe=bf16", fresh=True)
+    assert "surogate-recipe-bf16" in problem.message
+    assert "blocked by plugins.block" in problem.message
+
+
+def test_a_plugin_that_is_not_installed_is_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    from surogate_core.config.resolve import load_run_config
+
+    monkeypatch.setitem(catalogue().options, "recipe/fp8-special", "surogate-recipe-fp8")
+    monkeypatch.setitem(catalogue().keys, "fp8_knob", "surogate-recipe-fp8")
+    with pytest.raises(ConfigError) as raised:
+        load_run_config(["recipe=fp8-special", "fp8_knob=1"], registry=registry)
+    assert {p.fix for p in raised.value.problems} == {"pip install surogate-recipe-fp8"}
+
+
+def test_a_monitor_option_without_its_package(problems: Problems, install_plugin: Any) -> None:
+    source = (
+        "from surogate_core import bundles, hookimpl\n"
+        "@hookimpl\ndef surogate_monitor():\n    return bundles.MonitorSpec(name='eye', build=None)\n"
+        "@hookimpl\ndef surogate_config_path():\n    return 'pkg://plugin_eye.conf'\n"
+    )
+    install_plugin("eye", source, conf={"monitor/eye.yaml": "name: eye\n"})
+    (problem,) = problems("monitor=[eye]", fresh=True)
+    assert "# @package monitor.eye" in problem.message
+    assert "dist-eye" in problem.message
+
+
+def test_the_policy_is_read_before_anything_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("plugins:\n  policy: allowlist\n  allow: [a]\n")
+    policy = peek_policy(["+plugins.block=[b]", "plugins.allow=[a,c]"], file)
+    assert (policy.policy, policy.allow, policy.block) == ("allowlist", ["a", "c"], ["b"])
+    for bad in (["plugins.policy=allowed"], ["plugins.block=b"], ["plugins=x"], ["plugins.block=["]):
+        with pytest.raises(ConfigError):
+            peek_policy(bad, None)
+
+
+def test_a_policy_that_an_option_file_changes_is_refused(problems: Problems, registry: Registry) -> None:
+    (problem,) = problems("plugins.block=[x]")
+    assert problem.key == "plugins"
+
+
+# --------------------------------------------------------------------------- the contract
+
+
+def test_planned_names_are_not_there_yet() -> None:
+    assert not planned.KEYS & KEYS
+    assert not {f"{g}/{n}" for g, n in planned.NAMES} & {*catalogue().options, *catalogue().bundles}
+
+
+def test_every_planned_key_is_in_the_specification() -> None:
+    specification = Path("/work/shared/SPEC.md")
+    if not specification.is_file():
+        pytest.skip("the specification is not part of the repository")
+    text = specification.read_text()
+    for key in planned.KEYS:
+        stem = key.rpartition("_")[0] if key.startswith(("skip_quant", "eval_", "normuon")) else key
+        assert stem in text or key.rpartition("_")[2] in text, key
+
+
+def test_every_key_is_documented_and_the_page_is_current() -> None:
+    from surogate_core.config.docs import key_docs
+
+    assert all(doc.text and doc.type and doc.section for doc in key_docs())
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("make_config_docs", root / "scripts" / "make_config_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    current = (root / "docs" / "config.md").read_text(encoding="utf-8")
+    assert module.make() == current, "run: python scripts/make_config_docs.py"

@@ -1,0 +1,194 @@
+"""Forms, precedence and implications: from arguments and a file to a `RunConfig`, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.config.compose import compose_config, plain_values
+from surogate_core.config.resolve import expand_sweeps, load_many, to_dict, to_yaml
+from surogate_core.config.schema import ModelSelection
+from surogate_core.plugins import Registry
+from surogate_core.plugins.static import config_options
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = "datasets=[{path: my.jsonl, type: text}]"
+
+
+def shipped() -> list[tuple[str, str]]:
+    directories = [ROOT / "conf", *ROOT.glob("plugins/*/src/*/conf")]
+    return sorted(option for directory in directories for option in config_options(directory))
+
+
+@pytest.mark.parametrize(("group", "option"), shipped())
+def test_every_shipped_option_composes_and_is_valid(load: Any, group: str, option: str) -> None:
+    more = ["model.path=some/model"] if (group, option) == ("model", "hf") else []
+    more += [DATA] if (group, option) == ("dataset", "none") else []
+    config = load(f"{group}={option}", *more)
+    assert config.datasets
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize(
+    "override", ["recipe=bf16", "model=qwen3-0.6b", "optimizer=adamw", "monitor=[jsonl]", "lora=true"]
+)
+def test_the_three_forms_are_the_same(load: Any, prefix: str, override: str) -> None:
+    assert load(f"{prefix}{override}") == load(override)
+
+
+def test_the_main_job_to_the_letter(load: Any) -> None:
+    config = load("+recipe=bf16", "+model=qwen3")
+    assert (config.recipe.name, config.model.name, config.task) == ("bf16", "qwen3", "sft")
+
+
+def test_lists_of_monitors(load: Any) -> None:
+    assert [m.name for m in load("monitor=[console,jsonl]").monitor] == ["console", "jsonl"]
+    assert [m.name for m in load("monitor=jsonl").monitor] == ["jsonl"]
+    assert load("monitor=[]").monitor == []
+    assert load("~monitor").monitor == []
+    assert load(file="monitor: null\n").monitor == []
+
+
+def test_options_of_a_chosen_bundle(load: Any) -> None:
+    config = load(file="monitor: [console, {name: jsonl, file: a.jsonl}]\n")
+    assert config.monitor[1].options.file == "a.jsonl"
+    config = load("monitor.jsonl.file=b.jsonl", file="monitor:\n  jsonl: {file: a.jsonl}\n")
+    assert [m.name for m in config.monitor] == ["jsonl"]
+    assert config.monitor[0].options.file == "b.jsonl"
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "./here", "/abs/dir", "{tmp}"])
+def test_a_model_by_its_path(load: Any, tmp_path: Path, path: str) -> None:
+    path = path.format(tmp=tmp_path)
+    expected = ModelSelection(name="auto", path=path)
+    for config in (
+        load(f"model={path}"),
+        load(f"model.path={path}"),
+        load("model=hf", f"model.path={path}"),
+        load(file=f"model: {path}\n"),
+        load(file=f"model: {{path: {path}}}\n"),
+        load(f"model={path}", file="model: qwen3-8b\n"),
+        load(f"model.path={path}", file="model: qwen3-8b\n"),
+    ):
+        assert config.model == expected
+        assert not config.from_scratch
+
+
+def test_a_family_with_a_path_does_not_start_from_random_weights(load: Any) -> None:
+    config = load(file="model: {name: qwen3, path: a/b}\n")
+    assert config.model == ModelSelection(name="qwen3", path="a/b")
+    assert not config.from_scratch
+
+
+def test_a_preset_by_mapping_takes_its_option(load: Any) -> None:
+    config = load(file="model: {name: qwen3, preset: 0.6b, config: {num_hidden_layers: 2}}\n")
+    assert config.model.preset == "0.6b"
+    assert config.model.config == {"num_hidden_layers": 2}
+    assert config.sequence_len == load("model=qwen3-0.6b").sequence_len
+
+
+def test_the_command_line_replaces_a_model_of_the_file(load: Any) -> None:
+    config = load("model=qwen3-0.6b", file="model: {path: a/b, config: {x: 1}}\n")
+    assert config.model == ModelSelection(name="qwen3", preset="0.6b")
+
+
+def test_own_data_leaves_the_embedded_set(load: Any) -> None:
+    embedded = load()
+    assert embedded.validation_datasets
+    for config in (load(DATA), load(file="datasets:\n  - {path: my.jsonl, type: text}\n")):
+        assert config.datasets == [{"path": "my.jsonl", "type": "text"}]
+        assert config.validation_datasets == []
+    assert load("dataset=embedded", file="datasets:\n  - {path: a, type: text}\n") == embedded
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_options(load: Any) -> None:
+    file = "learning_rate: 5e-5\nsequence_len: 64\nlora: true\n"
+    config = load("sequence_len=128", file=file)
+    assert (config.learning_rate, config.sequence_len, config.lora) == (5e-5, 128, True)
+    assert load("~sequence_len", file=file).sequence_len == load().sequence_len
+    assert load("sequence_len=8", "sequence_len=16").sequence_len == 16
+
+
+def test_the_task_of_the_sub_command(load: Any, problems: Any) -> None:
+    config = load("model=qwen3-0.6b", task="pt")
+    assert (config.task, config.lora) == ("pt", False)
+    assert load("+task=pt").task == "pt"
+    assert load(file="task: pt\n", task="pt").task == "pt"
+    (problem,) = problems(file="task: pt\n", task="sft")
+    assert problem.key == "task"
+    assert problem.fix == "surogate pt …"
+
+
+def test_interpolations_and_escapes(load: Any) -> None:
+    config = load(file="run_name: a\noutput_dir: out/${run_name}\ndata_cache_dir: \\${HOME}\n")
+    assert (config.output_dir, config.data_cache_dir) == ("out/a", "${HOME}")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("model=qwen3-0.6b", "recipe=bf16", "lora=true", "lora_target_modules=[q_proj]"),
+        ("model=a/b", DATA, "monitor=[jsonl]", "monitor.jsonl.file='x ${run_name} y'", "run_name=r"),
+        ("run_name='\\\\\\${no} {}[]=,: # \"'", "monitor=[]", "model.config={num_hidden_layers: 1}"),
+        ("task=pt", "max_steps=3", "resume_from_checkpoint=false", "adamw_epsilon=1e-8"),
+        ("resume_from_checkpoint=some/dir", "plugins.block=[nothing-real]"),
+    ],
+)
+def test_the_written_yaml_repeats_the_run(load: Any, args: tuple[str, ...]) -> None:
+    config = load(*args, fresh=True)
+    again = load(file=to_yaml(config), task=config.task, fresh=True)
+    assert again == config
+    assert to_dict(again) == to_dict(config)
+
+
+def test_sweeps_are_expanded_for_checking() -> None:
+    assert expand_sweeps(["a=1,2", "b=x", "c=range(0,2)"]) == [
+        ["a=1", "b=x", "c=0"],
+        ["a=2", "b=x", "c=0"],
+        ["a=1", "b=x", "c=1"],
+    ]
+
+
+def test_a_sweep_over_groups_and_paths(registry: Registry) -> None:
+    loaded = load_many(["model=qwen3,qwen3-0.6b"], registry=registry, multirun=True)
+    assert [c.model.preset for _, c in loaded] == ["tiny", "0.6b"]
+    loaded = load_many(["model=a/b,c/d", "learning_rate=1e-3,1e-4"], registry=registry, multirun=True)
+    assert sorted((str(c.model.path), c.learning_rate) for _, c in loaded) == [
+        ("a/b", 1e-4),
+        ("a/b", 1e-3),
+        ("c/d", 1e-3),
+    ]
+
+
+def test_a_plain_composition_has_every_key(registry: Registry) -> None:
+    values = plain_values(compose_config(["monitor=[jsonl]"], registry))
+    assert values["learning_rate"]
+    assert values["plugins"] == {"policy": "open", "allow": [], "block": []}
+    assert values["monitor"]["jsonl"]["name"] == "jsonl"
+
+
+def test_a_bundle_without_an_option_file(load: Any, install_plugin: Any) -> None:
+    source = """
+from dataclasses import dataclass
+from surogate_core import bundles, hookimpl
+
+@dataclass(frozen=True)
+class Options:
+    momentum: float = 0.5
+
+@hookimpl
+def surogate_optimizer():
+    return bundles.OptimizerSpec(name="mine", build=lambda *a: None, options=Options)
+
+@hookimpl
+def surogate_monitor():
+    return bundles.MonitorSpec(name="eye", build=lambda *a: None)
+"""
+    install_plugin("outside", source)
+    config = load("optimizer=mine", "optimizer.momentum=0.9", "monitor=[jsonl,eye]", fresh=True)
+    assert config.optimizer.options.momentum == 0.9
+    assert [m.name for m in config.monitor] == ["jsonl", "eye"]
+    assert load(file=to_yaml(config), task="sft", fresh=True) == config

@@ -1,0 +1,129 @@
+"""Flat YAML: numbers as people write them, lines, and mistakes with their place."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surogate_core.config.yamlfile import plain_scalar, read_yaml
+from surogate_core.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2e-4", 2e-4),
+        ("1E5", 1e5),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("007", "007"),
+        ("true", True),
+        ("FALSE", False),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("~", None),
+        ("null", None),
+        ("2024-01-01", "2024-01-01"),
+        ("1:30", "1:30"),
+        ("e5", "e5"),
+        (".", "."),
+        (".inf", math.inf),
+    ],
+)
+def test_plain_scalars(text: str, value: Any) -> None:
+    found = plain_scalar(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_quoted_scalars_are_text(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a: '2e-4'\nb: \"true\"\nc: |\n  5\n"))
+    assert file.values == {"a": "2e-4", "b": "true", "c": "5\n"}
+
+
+def test_every_key_and_item_has_its_line(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a: 1\nb:\n  c: [1,\n      2]\ndatasets:\n  - path: x\n    type: text\n"))
+    assert file.where("b.c.1").endswith("run.yaml:4")
+    assert file.where("datasets.0.type").endswith("run.yaml:7")
+    assert file.where("datasets.0.type.deeper").endswith("run.yaml:7")
+
+
+def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a: 1\nb:\n  c: 1\n  c: 2\na: 3\n"))
+    assert [(p.key, p.where.rpartition(":")[2]) for p in file.problems] == [("b.c", "4"), ("a", "5")]
+
+
+def test_anchors_and_merges(tmp_path: Path) -> None:
+    text = "x: &d {type: text, split: train}\ny:\n  - {<<: *d, path: a}\n  - {<<: *d, path: b, split: test}\n"
+    file = read_yaml(write(tmp_path, text))
+    assert file.values["y"] == [
+        {"type": "text", "split": "train", "path": "a"},
+        {"type": "text", "split": "test", "path": "b"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, "expected"),
+        ("- a\n- b\n", 1, "key: value"),
+        ("just text", 1, "key: value"),
+        ("a: 1\n\tb: 2\n", 2, "tab"),
+        ("a: 1\n---\nb: 2\n", 2, "document"),
+    ],
+)
+def test_what_is_not_a_config_file(tmp_path: Path, text: str, line: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        read_yaml(write(tmp_path, text))
+    assert raised.value.problems[0].where.endswith(f"run.yaml:{line}")
+
+
+def test_tags_never_make_objects(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a: !!python/object/apply:os.system ['true']\nb: !mine x\n"))
+    assert any(p.key == "b" and "not allowed" in p.message for p in file.problems)
+    assert file.values["a"] == ["true"]
+
+
+def test_an_alias_that_contains_itself(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a: &x [*x]\n"))
+    assert "contains itself" in file.problems[0].message
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_yaml(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_yaml(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_yaml(tmp_path / "latin.yaml")
+    assert read_yaml(write(tmp_path, "# nothing\n")).values == {}
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(values=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), plain, max_size=4))
+def test_what_pyyaml_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+    keys = {k for k in values if k in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")}
+    text = yaml.safe_dump({k: v for k, v in values.items() if k not in keys}, allow_unicode=True)
+    file = read_yaml(write(tmp_path_factory.mktemp("yaml"), text))
+    assert file.values == {k: v for k, v in values.items() if k not in keys}

@@ -1,0 +1,70 @@
+"""Fixtures for all tests: fake plugin distributions, and a log directory of the tests' own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+InstallPlugin = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _own_log_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SUROGATE_LOG_DIR", str(tmp_path_factory.mktemp("log")))
+    yield
+    if "surogate_core.logs" in sys.modules:
+        sys.modules["surogate_core.logs"].close_log()
+
+
+@pytest.fixture
+def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstallPlugin]:
+    """Installs a fake distribution: ``install_plugin(name, source, conf={"recipe/x.yaml": …})``.
+
+    The entry point is named `name`, the distribution ``dist-<name>``, the module ``plugin_<name>``;
+    the return value is the directory that was put on `sys.path`.
+    """
+    from surogate_core.plugins.static import static_view
+
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    before = set(sys.modules)
+
+    def install(
+        name: str,
+        source: str,
+        *,
+        conf: Mapping[str, str] | None = None,
+        distribution: str = "",
+        version: str = "1.2.3",
+        module: str = "",
+        requires: tuple[str, ...] = (),
+    ) -> Path:
+        distribution = distribution or f"dist-{name}"
+        module = module or f"plugin_{name.replace('-', '_')}"
+        package = site / module
+        package.mkdir()
+        (package / "__init__.py").write_text(source, encoding="utf-8")
+        for path, text in (conf or {}).items():
+            file = package / "conf" / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            for directory in (file.parent, package / "conf"):
+                (directory / "__init__.py").touch()
+            file.write_text(text, encoding="utf-8")
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {r}" for r in requires]
+        (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[surogate]\n{name} = {module}\n", encoding="utf-8")
+        static_view.cache_clear()
+        return site
+
+    yield install
+    static_view.cache_clear()
+    for module in set(sys.modules) - before:
+        if module.startswith("plugin_"):
+            del sys.modules[module]
