@@ -1,4 +1,4 @@
-"""Directories that are either the old one or the new one, whatever kills the process.
+"""Directories and files that are either the old one or the new one, whatever kills the process.
 
 A directory is written under a hidden sibling name, synced, and renamed into place. Its siblings:
 ``.NAME.surogate-tmp`` is being written, ``.NAME.surogate-old`` is the one being replaced, and
@@ -103,6 +103,19 @@ def write_file(path: Path, data: bytes) -> None:
         write_all(descriptor, memoryview(data))
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes, *, key: str) -> None:
+    """Write a file that is either the old one or whole; `key` is the config key that named its directory."""
+    temporary = sibling(path, "tmp")
+    try:
+        write_file(temporary, data)
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        fix = f"free space, or set {key} to a directory you may write in"
+        raise disk_error(error, what=key, path=path, fix=fix) from error
 
 
 def write_all(descriptor: int, data: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -46,9 +47,12 @@ class EventBus:
         states = {}
         for name, monitor in list(self._monitors.items()):
             try:
-                states[name] = monitor.state()
+                state = monitor.state()
+                json.dumps(state)
             except Exception as error:
                 self._disable(name, "saving its state", error)
+            else:
+                states[name] = state
         return states
 
     def load_state(self, states: Mapping[str, Any]) -> None:

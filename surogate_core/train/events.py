@@ -100,7 +100,7 @@ class EvalEnd(Event):
     label_tokens: int
     seconds: float
     gap: float | None
-    """Held-out loss less the mean training loss since the last evaluation."""
+    """Held-out loss less the mean training loss of the last min(20, steps since the last evaluation) steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

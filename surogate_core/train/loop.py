@@ -6,9 +6,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,18 @@ from surogate_core.train.signals import StopSignals
 SPEED_SMOOTHING = 0.1
 """Weight of the newest step in the moving average that the ETA is made from."""
 
+GAP_WINDOW = 20
+"""Most training losses that a held-out loss is compared with."""
+
+Reason = Literal["finished", "stopped", "signal"]
+
 
 class DivergedError(UserError):
     """The loss is no longer finite."""
+
+
+class _Interrupted(Exception):  # noqa: N818
+    """A signal came during an evaluation."""
 
 
 @dataclass(slots=True)
@@ -43,9 +52,10 @@ class LoopState:
     """Product of the monitors' `Control.lr_scale`."""
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
-    loss_sum: float = 0.0
-    """Of the training losses since the last evaluation."""
-    loss_count: int = 0
+    evaluated_step: int | None = None
+    """The step of the last evaluation: one that a signal prevented is made up for by the resumed run."""
+    recent_losses: list[float] = field(default_factory=list)
+    """The last `GAP_WINDOW` training losses since the last evaluation."""
 
 
 @dataclass(slots=True)
@@ -68,7 +78,7 @@ class _Clock:
     def lap(self) -> float:
         """Seconds since the mark, which moves here."""
         now = time.perf_counter()
-        seconds, self.mark = now - self.mark, now
+        seconds, self.mark = max(now - self.mark, 1e-9), now
         self.average = (
             seconds if self.average is None else (1 - SPEED_SMOOTHING) * self.average + SPEED_SMOOTHING * seconds
         )
@@ -94,14 +104,26 @@ class _Prefetcher:
         return batches, self._loader.state(), self._loader.epoch
 
     def take(self) -> list[MicroBatch]:
-        """The next step's micro-batches."""
+        """The next step's micro-batches; what went wrong in making them is raised here."""
         batches, self.state, self.epoch = self._next.result()
         self._next = self._pool.submit(self._make)
         return batches
 
     def close(self) -> None:
-        """Let the thread end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Wait for the thread: nothing reads the data after the run."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def total_steps(config: RunConfig, loader: StepLoader, *, done: int) -> int:
+    """Optimizer steps of the whole run when `done` of them have brought the loader where it is.
+
+    `num_epochs` counts rows, so that a run that is resumed with another batch size still sees each as often.
+    """
+    if config.max_steps > 0:
+        return config.max_steps
+    left = (config.num_epochs - loader.epoch) * loader.steps_per_epoch
+    # The product of two floats may be a hair above a whole number of steps.
+    return done + max(0, math.ceil(left - 1e-6))
 
 
 class Loop:
@@ -117,40 +139,70 @@ class Loop:
         checkpoints: CheckpointDir,
         *,
         identity: Mapping[str, Any],
-        total_steps: int,
         signals: StopSignals,
+        checkpoint: Checkpoint | None = None,
     ):
+        """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit."""
         self.config, self.engine, self.loader, self.evaluation = config, engine, loader, evaluation
-        self.bus, self.checkpoints, self.identity = bus, checkpoints, identity
-        self.total_steps, self.signals = total_steps, signals
+        self.bus, self.checkpoints, self.identity, self.signals = bus, checkpoints, identity, signals
         self.state = LoopState()
+        self.stop_reason = ""
+        """Why a monitor stopped the run."""
         self._clock = _Clock()
-        self._stop_reason = ""
         self._save_asked = False
         self._saved_step: int | None = None
+        self._started_at = 0
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.total_steps = total_steps(config, loader, done=self.state.step)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint."""
-        self.engine.load_state({group: checkpoint.tensors(group) for group in checkpoint.groups})
-        self.loader.load_state(checkpoint.state["loader"])
-        self.bus.load_state(checkpoint.state["monitors"])
-        self.state = LoopState(**checkpoint.state["loop"])
-        self._saved_step = checkpoint.step
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        saved = checkpoint.state.get("loop")
+        if not isinstance(saved, dict) or saved.keys() != {f.name for f in fields(LoopState)}:
+            raise UserError(
+                f"{checkpoint.path}: was saved by another version of Surogate, whose state this one cannot read. "
+                f"Fix: install that version, or start anew with resume_from_checkpoint=false."
+            )
+        tensors = {group: checkpoint.tensors(group) for group in checkpoint.groups}
+        live = {f"{group}: {name}": t for group, named in self.engine.state().items() for name, t in named.items()}
+        kept = {f"{group}: {name}": i for group, file in tensors.items() for name, i in file.infos.items()}
+        differing = [
+            name
+            for name in sorted(live.keys() | kept.keys())
+            if name not in live
+            or name not in kept
+            or (tuple(live[name].shape), live[name].dtype) != (kept[name].shape, kept[name].torch_dtype)
+        ]
+        if differing:
+            raise UserError(
+                f"{checkpoint.path}: {len(differing)} tensors are not those of this run: {', '.join(differing[:5])}"
+                f"{', …' if len(differing) > 5 else ''}. Fix: restore the settings of the model, its adapters and the "
+                f"optimizer, or start anew with resume_from_checkpoint=false."
+            )
+        self.engine.load_state(tensors)
+        self.bus.load_state(checkpoint.state.get("monitors", {}))
+        self.state = LoopState(**saved)
+        self._saved_step = self._started_at = checkpoint.step
 
-    def run(self) -> Literal["finished", "stopped", "signal"]:
-        """Take the remaining steps; returns why it ended. A checkpoint of the end is on disk then."""
+    def run(self) -> Reason:
+        """Take the remaining steps; returns why it ended. If a step was taken, a checkpoint of the end is on disk."""
         batches = _Prefetcher(self.loader)
         try:
             return self._run(batches)
+        except _Interrupted:
+            # An evaluation before the first step: nothing is new since the checkpoint, if there is one.
+            return "signal"
         finally:
             batches.close()
 
-    def _run(self, batches: _Prefetcher) -> Literal["finished", "stopped", "signal"]:
-        if self.state.step == 0:
+    def _run(self, batches: _Prefetcher) -> Reason:
+        if self._evaluation_due(self.state.step):
             self._evaluate()
         launched: _Launched | None = None
         self._clock.restart()
         while self.state.step < self.total_steps:
+            if self.state.step == self._started_at and (ended := self._ended()):
+                return ended
             step = self.state.step
             lr = self._learning_rate(step)
             result = self.engine.train_step(batches.take(), step=step, lr=lr)
@@ -158,30 +210,51 @@ class Loop:
             previous, launched = launched, _Launched(step, lr, batches.epoch, result)
             if previous:
                 self._report(previous)
-            if self.engine.settings.device.type != "cuda":
-                self._report(launched)
-                launched = None
             done = self.state.step
-            last = done == self.total_steps
-            stopping = self.signals.received is not None or bool(self._stop_reason)
-            evaluate = self.config.eval_steps > 0 and done % self.config.eval_steps == 0
-            save = self._save_asked or (self.config.save_steps > 0 and done % self.config.save_steps == 0)
-            if launched and (evaluate or save or last or stopping):
+            # Read once: a signal that comes from here on is of the next step, so that none ends unsaved.
+            signalled = self.signals.received is not None
+            evaluating, last = self._evaluation_due(done), done == self.total_steps
+            saving = self.config.save_steps > 0 and done % self.config.save_steps == 0
+            at_border = evaluating or saving or last or signalled or self._save_asked or bool(self.stop_reason)
+            if at_border or self.engine.settings.device.type != "cuda":
                 self._report(launched)
                 launched = None
-            if (evaluate or last) and self.signals.received is None:
-                self._evaluate()
-            if save or last or stopping:
-                self._save(batches.state, last=last)
-            if self.signals.received is not None:
+            if (evaluating or self.stop_reason) and not signalled:
+                try:
+                    self._evaluate()
+                except _Interrupted:
+                    signalled = True
+            stopping = bool(self.stop_reason)
+            if saving or last or stopping or signalled or self._save_asked:
+                if launched:
+                    self._report(launched)
+                    launched = None
+                self._save(batches.state, last=last, signalled=signalled)
+            if signalled:
                 return "signal"
-            if stopping:
+            if stopping and not last:
                 return "stopped"
         if self._saved_step != self.state.step:
-            self._save(batches.state, last=True)
+            self._save(batches.state, last=True, signalled=False)
         return "finished"
 
+    def emit(self, event: Event) -> None:
+        """Show the event to the monitors and obey their controls."""
+        for control in self.bus.emit(event):
+            self._obey(control)
+
     # --------------------------------------------------------------------------- pieces
+
+    def _ended(self) -> Literal["stopped", "signal"] | None:
+        """Whether the run is to end before a step is taken, when there is nothing to save."""
+        if self.signals.received is not None:
+            return "signal"
+        return "stopped" if self.stop_reason else None
+
+    def _evaluation_due(self, done: int) -> bool:
+        every = self.config.eval_steps
+        due = done in (0, self.total_steps) or (every > 0 and done % every == 0)
+        return due and self.state.evaluated_step != done
 
     def _learning_rate(self, step: int) -> float:
         config = self.config
@@ -201,15 +274,12 @@ class Loop:
     def _report(self, launched: _Launched) -> None:
         loss, norm = launched.result.read()
         seconds = self._clock.lap()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(self._divergence(launched.step + 1, loss, norm))
-        state, tokens = self.state, launched.result.tokens
+        state, tokens, step = self.state, launched.result.tokens, launched.step + 1
         state.total_tokens += tokens
-        state.loss_sum += loss
-        state.loss_count += 1
-        self._emit(
+        state.recent_losses = [*state.recent_losses, loss][-GAP_WINDOW:]
+        self.emit(
             StepEnd(
-                step=launched.step + 1,
+                step=step,
                 epoch=launched.epoch,
                 loss=loss,
                 grad_norm=norm,
@@ -219,60 +289,71 @@ class Loop:
                 total_tokens=state.total_tokens,
                 seconds=seconds,
                 tokens_per_second=tokens / seconds,
-                eta_seconds=(self._clock.average or 0.0) * (self.total_steps - launched.step - 1),
+                eta_seconds=(self._clock.average or 0.0) * (self.total_steps - step),
                 peak_memory_bytes=peak_memory(self.engine.settings.device),
             )
         )
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            what = f"the loss is {loss} and the gradient norm {norm}, so the step was not applied"
+            raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
 
-    def _divergence(self, step: int, loss: float, norm: float) -> str:
-        kept = "no checkpoint was saved before" if self._saved_step is None else f"checkpoint-{self._saved_step} is kept"
+    def _divergence(self, what: str, *, at_start: bool) -> str:
+        saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"
+        if at_start and saved is None:
+            return (
+                f"{what}; nothing has been trained yet. Fix: look for weights of the model that are not finite, "
+                f"and for a torch_dtype that is too narrow for them."
+            )
+        if at_start:
+            return (
+                f"{what}, right after resuming: checkpoint-{saved} itself has diverged. Fix: name an earlier one with "
+                f"resume_from_checkpoint=PATH, or start anew with resume_from_checkpoint=false, with a lower {rate}."
+            )
+        kept = "no checkpoint was saved before" if saved is None else f"checkpoint-{saved} is kept"
         return (
-            f"step {step}: the loss is {loss} and the gradient norm {norm}; the step was not applied and {kept}. "
-            f"Fix: lower learning_rate (now {self.config.learning_rate:g}), lengthen the warm-up, or look at the data; "
-            f"then run again, which resumes from the last checkpoint."
+            f"{what}; {kept}. Fix: lower {rate}, lengthen the warm-up, or look at the data; then run again"
+            f"{', which starts anew' if saved is None else ', which resumes from there'}."
         )
 
     def _evaluate(self) -> None:
+        """Evaluate if there is anything held out; raises `_Interrupted` when a signal comes."""
         if self.evaluation is None:
             return
         started = time.perf_counter()
-        total = len(self.evaluation)
-
-        def counted() -> Any:
-            for number, batch in enumerate(self.evaluation or (), start=1):
-                yield batch
-                self.bus.emit(Progress(task="evaluating", done=number, total=total, unit="batches"))
-
-        loss, label_tokens = self.engine.evaluate(counted())
+        loss, label_tokens = self.engine.evaluate(self._evaluation_batches(self.evaluation))
         state = self.state
         if state.first_eval_loss is None:
             state.first_eval_loss = loss
-        state.last_eval_loss = loss
-        gap = loss - state.loss_sum / state.loss_count if state.loss_count else None
-        state.loss_sum, state.loss_count = 0.0, 0
-        self._emit(
+        state.last_eval_loss, state.evaluated_step = loss, state.step
+        recent, state.recent_losses = state.recent_losses, []
+        self.emit(
             EvalEnd(
                 step=state.step,
                 loss=loss,
                 label_tokens=label_tokens,
                 seconds=time.perf_counter() - started,
-                gap=gap,
+                gap=loss - sum(recent) / len(recent) if recent else None,
             )
         )
+        if not math.isfinite(loss):
+            at_start = state.step == self._started_at
+            raise DivergedError(self._divergence(f"step {state.step}: the held-out loss is {loss}", at_start=at_start))
         self._clock.restart()
 
-    def _save(self, loader_state: Mapping[str, Any], *, last: bool) -> None:
+    def _evaluation_batches(self, batches: EvalBatches) -> Iterator[MicroBatch]:
+        for number, batch in enumerate(batches, start=1):
+            if self.signals.received is not None:
+                raise _Interrupted
+            yield batch
+            self.emit(Progress(task="evaluating", done=number, total=len(batches), unit="batches"))
+
+    def _save(self, loader_state: Mapping[str, Any], *, last: bool, signalled: bool) -> None:
+        asked, self._save_asked = self._save_asked, False
         if self._saved_step == self.state.step:
             return
         started = time.perf_counter()
         reason: Literal["schedule", "signal", "control", "end"] = (
-            "signal"
-            if self.signals.received is not None
-            else "end"
-            if last
-            else "control"
-            if self._save_asked or self._stop_reason
-            else "schedule"
+            "signal" if signalled else "end" if last else "control" if asked or self.stop_reason else "schedule"
         )
         state = {
             **self.identity,
@@ -280,28 +361,31 @@ class Loop:
             "loader": dict(loader_state),
             "monitors": self.bus.state(),
         }
+        self.emit(Progress(task="saving a checkpoint", done=0, total=1))
         path = self.checkpoints.save(self.state.step, tensors=self.engine.state(), state=state)
-        self._saved_step, self._save_asked = self.state.step, False
+        self._saved_step = self.state.step
         seconds = time.perf_counter() - started
-        self._emit(CheckpointSaved(step=self.state.step, path=str(path), seconds=seconds, reason=reason))
+        self.emit(Progress(task="saving a checkpoint", done=1, total=1))
+        self.emit(CheckpointSaved(step=self.state.step, path=str(path), seconds=seconds, reason=reason))
         self._clock.restart()
 
-    def _emit(self, event: Event) -> None:
-        for control in self.bus.emit(event):
-            self._obey(control)
-
     def _obey(self, control: Control) -> None:
-        if control.lr_scale is not None:
-            self.state.lr_scale *= control.lr_scale
+        why, scale = control.reason or "asked by a monitor", control.lr_scale
+        if scale is not None and not (math.isfinite(scale) and scale >= 0):
+            self.bus.emit(Notice(level="warning", message=f"learning rate × {scale}: not obeyed ({why})"))
+            scale = None
+        if scale is not None:
+            self.state.lr_scale *= scale
         self._save_asked |= control.save
         if control.stop:
-            self._stop_reason = control.reason or "a monitor asked for it"
+            self.stop_reason = why
         told = [
-            *([f"learning rate × {control.lr_scale:g}"] if control.lr_scale is not None else []),
+            *([f"learning rate × {scale:g}"] if scale is not None else []),
             *(["save now"] if control.save else []),
             *(["stop"] if control.stop else []),
         ]
-        self.bus.emit(Notice(level="info", message=f"{', '.join(told)}: {control.reason or 'asked by a monitor'}"))
+        if told:
+            self.bus.emit(Notice(level="info", message=f"{', '.join(told)}: {why}"))
 
 
 def peak_memory(device: torch.device) -> int:

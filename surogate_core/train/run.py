@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +14,36 @@ import structlog
 import torch
 from filelock import FileLock, Timeout
 
+from surogate_core import __version__
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
 from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.engine.engine import Engine
-from surogate_core.errors import SurogateError, UserError
+from surogate_core.errors import PluginError, SurogateError, UserError
 from surogate_core.train import atomic
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
 from surogate_core.train.export import Card, export_adapter, export_full
 from surogate_core.train.loop import Loop
-from surogate_core.train.setup import ResolvedModel, build_engine, out_of_memory, resolve_device, resolve_model
+from surogate_core.train.setup import (
+    ResolvedModel,
+    build_engine,
+    check_weights,
+    is_out_of_memory,
+    out_of_memory,
+    resolve_device,
+    resolve_lora,
+    resolve_model,
+)
 from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from surogate_core.bundles import Monitor
     from surogate_core.plugins.registry import Registry
 
 log = structlog.get_logger(__name__)
@@ -39,66 +51,91 @@ log = structlog.get_logger(__name__)
 EMBEDDED = "pkg://surogate_dataset_chat/embedded"
 """Where the data set and tokenizer of the embedded default are."""
 
+SMALL_VOCABULARY = 0.8
+"""A tokenizer that knows a smaller share of a trained model's token ids may be another model's."""
+
 
 def run(config: RunConfig, registry: Registry) -> int:
     """Train as the config says; the exit code. Errors are raised, after the monitors were told."""
     launcher = registry.get("launcher", config.launcher.name)
-    return launcher.launch(lambda: _Run(config, registry).main(), config.launcher.options)  # type: ignore[no-any-return]
+    return launcher.launch(lambda: _Run(config, registry).main(), config.launcher.options)
+
+
+class _Interrupted(Exception):  # noqa: N818
+    """A signal came before the first step: there is nothing to finish or to save."""
 
 
 class _Run:
     def __init__(self, config: RunConfig, registry: Registry):
         self.config, self.registry = config, registry
         self.output = Path(config.output_dir)
+        self.checkpoint_root = Path(config.checkpoint_dir or config.output_dir)
         self.started = time.perf_counter()
+        self.signals = StopSignals()
+        self.setting_up = True
         self.loop: Loop | None = None
         self.engine: Engine | None = None
         self.bus = EventBus({})
 
     def main(self) -> int:
-        """The run, inside its lock and its signal handlers."""
-        atomic.ensure_writable(self.output, key="output_dir")
-        lock = FileLock(self.output / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(
-                f"output_dir {self.output}: another run is writing there. Fix: wait for it, or set another output_dir."
-            ) from error
-        with lock, StopSignals() as signals:
+        """The run, inside its locks and its signal handlers."""
+        with ExitStack() as stack:
+            for key, directory in self._directories().items():
+                atomic.ensure_writable(directory, key=key)
+                stack.enter_context(_locked(directory, key=key))
+            stack.enter_context(self.signals)
             try:
-                return self._main(signals)
+                self.bus = EventBus(self._monitors())
+                return self._main()
+            except _Interrupted:
+                self.bus.emit(self._end("signal", None, ""))
+                return self.signals.exit_code
             except BaseException as error:
-                self._failed(error)
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise out_of_memory(self.config, error) from error
-                raise
+                shown: BaseException = error
+                if not isinstance(error, SurogateError) and is_out_of_memory(error):
+                    shown = out_of_memory(self.config, error)
+                message = str(shown) if isinstance(shown, SurogateError) else f"{type(shown).__name__}: {shown}"
+                self.bus.emit(self._end("failed", None, message))
+                if shown is error:
+                    raise
+                raise shown from error
             finally:
                 self.bus.close()
 
-    def _main(self, signals: StopSignals) -> int:
+    def _directories(self) -> dict[str, Path]:
+        """Config key → each directory that the run writes to."""
+        directories = {"output_dir": self.output}
+        if self.checkpoint_root.resolve() != self.output.resolve():
+            directories["checkpoint_dir"] = self.checkpoint_root
+        return directories
+
+    def _main(self) -> int:
         config, registry = self.config, self.registry
-        checkpoints = CheckpointDir(Path(config.checkpoint_dir or config.output_dir), limit=config.save_total_limit)
+        # What can be refused is refused before anything long is done.
         resolved = resolve_model(config, registry)
         device = resolve_device(config)
+        unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
+        if unused:
+            log.info("tensors of the model directory that the model does not use", names=unused)
         recipe = registry.get("recipe", config.recipe.name)
         notes = [n for n in (recipe.unavailable(device),) if n]
+        checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
-        notes += checkpoints.skipped
-        self._write_run_files(identity)
-        self.bus = self._monitors()
-        data, tokenizer = self._data(resolved, notes)
-        sample = collate(data.train, [0] * config.per_device_train_batch_size)
-        self.engine = build_engine(config, registry, resolved, sample=sample, progress=self._progress)
-        log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in self.engine.programs.kernels.chosen.items()})
+        tokenizer = self._tokenizer(resolved, notes)
+        data = prepare(config, tokenizer, registry.all("dataset"), progress=self._show)
+        notes += [data.report.summary(), *data.report.warnings]
         loader = StepLoader(
             data.train,
             rows_per_micro_batch=config.per_device_train_batch_size,
             micro_batches=config.gradient_accumulation_steps,
             seed=config.train_seed,
         )
-        total = config.max_steps if config.max_steps > 0 else math.ceil(config.num_epochs * loader.steps_per_epoch)
+        if checkpoint is not None:
+            loader.load_state(checkpoint.state.get("loader", {}))
+        sample = collate(data.train, [0] * config.per_device_train_batch_size)
+        self.engine = build_engine(config, registry, resolved, sample=sample, progress=self._progress)
+        log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in self.engine.programs.kernels.chosen.items()})
         evaluation = None
         if data.eval is not None:
             evaluation = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
@@ -110,27 +147,32 @@ class _Run:
             self.bus,
             checkpoints,
             identity=identity,
-            total_steps=total,
-            signals=signals,
+            signals=self.signals,
+            checkpoint=checkpoint,
         )
         if checkpoint is not None:
-            self.loop.restore(checkpoint)
-            notes.append(f"Resumed from {checkpoint.path} at step {checkpoint.step} of {total}.")
-        self.bus.emit(self._start(resolved, data, loader, total, notes))
+            notes.append(_resumed(checkpoint, self.loop.total_steps))
+        self._stop_if_asked()
+        self._write_run_files(identity, data)
+        self.setting_up = False
+        self.loop.emit(self._start(resolved, data, loader, notes))
         reason = self.loop.run()
-        export = None
-        if reason != "signal":
+        if reason == "signal":
+            self.bus.emit(self._end(reason, None, ""))
+        else:
             export = self._export(resolved, tokenizer)
-        self.bus.emit(self._end(reason, export, self._next_steps() if reason == "finished" else ""))
-        return signals.exit_code
+            message = self._next_steps() if reason == "finished" else f"Stopped: {self.loop.stop_reason}."
+            self.bus.emit(self._end(reason, export, message))
+        return self.signals.exit_code
 
     # --------------------------------------------------------------------------- before
 
     def _identity(self, resolved: ResolvedModel) -> dict[str, Any]:
-        """What a checkpoint must agree with to be resumed, and the plugins it was made with."""
+        """What a checkpoint must agree with to be resumed, and what it was made with."""
         config = self.config
         essential = {
             "model": resolved.fingerprint,
+            **{f"model.config.{key}": value for key, value in resolved.model.config.items()},
             "objective": config.objective,
             "optimizer": config.optimizer.name,
             "recipe": config.recipe.name,
@@ -140,19 +182,17 @@ class _Run:
             essential["lora_rank"] = config.lora_rank
             essential["lora_alpha"] = config.lora_alpha
             essential["lora_target_modules"] = sorted(config.lora_target_modules)
-        return {"essential": essential, "plugins": {p["name"]: p["version"] for p in self._plugins_in_use()}}
-
-    def _plugins_in_use(self) -> list[dict[str, Any]]:
-        """The plugins whose bundles shape the weights; monitors may come and go."""
-        config, registry = self.config, self.registry
-        kinds = {
-            "recipe": [config.recipe.name],
-            "optimizer": [config.optimizer.name],
-            "offload": [config.offload.name],
-            "objective": [config.objective],
-        }
-        owners = {registry.owner(kind, name) for kind, names in kinds.items() for name in names}
-        return [p for p in registry.plugin_set() if p["name"] in owners]
+        # The plugins whose bundles shape the weights; monitors may come and go.
+        used = self.registry.plugins_used(
+            [
+                ("model", resolved.family.name),
+                ("recipe", config.recipe.name),
+                ("optimizer", config.optimizer.name),
+                ("offload", config.offload.name),
+                ("objective", config.objective),
+            ]
+        )
+        return {"essential": essential, "plugins": {p["name"]: p["version"] for p in used}, "torch": torch.__version__}
 
     def _checkpoint_to_resume(
         self, checkpoints: CheckpointDir, identity: Mapping[str, Any], notes: list[str]
@@ -160,39 +200,67 @@ class _Run:
         asked = self.config.resume_from_checkpoint
         if asked is False:
             return None
-        checkpoint = checkpoints.latest_good() if asked is True else CheckpointDir.load(Path(asked))
-        if checkpoint is not None:
-            notes += check_compatible(checkpoint.state, identity, path=checkpoint.path)
+        self._progress("verifying the checkpoint", 0, 1)
+        if asked is True:
+            checkpoint = checkpoints.latest_good()
+            notes += [f"{reason}; an earlier checkpoint is used." for reason in checkpoints.skipped]
+        else:
+            beside = self.checkpoint_root / asked
+            checkpoint = CheckpointDir.load(beside if beside.is_dir() and not Path(asked).is_dir() else Path(asked))
+        self._progress("verifying the checkpoint", 1, 1)
+        if checkpoint is None:
+            return None
+        notes += check_compatible(checkpoint.state, identity, path=checkpoint.path)
+        had = checkpoint.state.get("torch")
+        if had != torch.__version__:
+            notes.append(
+                f"torch was version {had} when the checkpoint was saved and is {torch.__version__} now: "
+                f"the run goes on, but not bit for bit as it would have."
+            )
         return checkpoint
 
-    def _write_run_files(self, identity: Mapping[str, Any]) -> None:
+    def _write_run_files(self, identity: Mapping[str, Any], data: PreparedData) -> None:
         config = self.config
-        header = "# The resolved configuration of this run; `surogate sft` on this file repeats it.\n"
-        text = header + to_yaml(config)
+        header = f"# The resolved configuration of this run; `surogate {config.task}` on this file repeats it.\n"
         facts = {
-            "plugins": self.registry.plugin_set(),
-            "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
+            "surogate": __version__,
             "torch": torch.__version__,
-            **identity,
+            "plugins": self.registry.plugin_set(),
+            "plugins_in_use": sorted(identity["plugins"]),
+            "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
+            "data": data.digest,
+            "essential": identity["essential"],
         }
-        atomic.write_file(self.output / "config.yaml", text.encode())
-        atomic.write_file(self.output / "run.json", json.dumps(facts, indent=1).encode())
+        text = json.dumps(facts, indent=1) + "\n"
+        atomic.replace_file(self.output / "config.yaml", (header + to_yaml(config)).encode(), key="output_dir")
+        atomic.replace_file(self.output / "run.json", text.encode(), key="output_dir")
 
-    def _monitors(self) -> EventBus:
-        import sys
-
+    def _monitors(self) -> dict[str, Monitor]:
         config = self.config
         info = RunInfo(
             run_name=config.run_name or self.output.resolve().name,
             output_dir=str(self.output),
             task=config.task,
             config=to_dict(config),
-            interactive=sys.stdout.isatty(),
+            interactive=sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty(),
         )
-        chosen = {s.name: self.registry.get("monitor", s.name).build(s.options, info) for s in config.monitor}
-        return EventBus(chosen)
+        built: dict[str, Monitor] = {}
+        for chosen in config.monitor:
+            spec = self.registry.get("monitor", chosen.name)
+            try:
+                built[chosen.name] = spec.build(chosen.options, info)
+            except Exception as error:
+                EventBus(built).close()
+                if isinstance(error, SurogateError):
+                    raise
+                owner = self.registry.owner("monitor", chosen.name)
+                raise PluginError(
+                    f"monitor {chosen.name} of plugin {owner} cannot be built: {type(error).__name__}: {error}. "
+                    f"Fix: repair the plugin or its options, or leave it out of `monitor`."
+                ) from error
+        return built
 
-    def _data(self, resolved: ResolvedModel, notes: list[str]) -> tuple[PreparedData, PreTrainedTokenizerBase]:
+    def _tokenizer(self, resolved: ResolvedModel, notes: list[str]) -> PreTrainedTokenizerBase:
         config = self.config
         where = config.tokenizer or config.model.path
         if where is None:
@@ -201,24 +269,37 @@ class _Run:
                 f"Fix: set `tokenizer` to a directory or hub id; the embedded one is {EMBEDDED}/tokenizer."
             )
         tokenizer = load_tokenizer(where)
-        check_vocabulary(tokenizer, resolved.model.vocab_size)
-        data = prepare(config, tokenizer, self.registry.all("dataset"), progress=self.bus.emit)
-        notes.append(data.report.summary())
-        notes += data.report.warnings
-        return data, tokenizer
+        known, rows = len(tokenizer.get_vocab()), resolved.model.vocab_size
+        check_vocabulary(tokenizer, rows)
+        if resolved.weights is not None and known < SMALL_VOCABULARY * rows:
+            notes.append(
+                f"The tokenizer knows {known:,} of the model's {rows:,} token ids: "
+                f"make sure that it is the model's own."
+            )
+        return tokenizer
 
     def _progress(self, task: str, done: int, total: int) -> None:
-        self.bus.emit(Progress(task=task, done=done, total=total))
+        self._show(Progress(task=task, done=done, total=total))
 
-    def _start(
-        self, resolved: ResolvedModel, data: PreparedData, loader: StepLoader, total: int, notes: list[str]
-    ) -> RunStart:
+    def _show(self, event: Progress) -> None:
+        self.bus.emit(event)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self.setting_up and self.signals.received is not None:
+            raise _Interrupted
+
+    def _start(self, resolved: ResolvedModel, data: PreparedData, loader: StepLoader, notes: Sequence[str]) -> RunStart:
         assert self.engine is not None
         assert self.loop is not None
-        config, device = self.config, self.engine.settings.device
+        config, device, total = self.config, self.engine.settings.device, self.loop.total_steps
         parameters, trainable = self.engine.parameters.counts()
         if config.lora and resolved.weights is None:
-            notes.append("The base is random and stays so: adapters on random weights only make sense for benchmarks.")
+            notes = [
+                *notes,
+                "The base is random and stays so: adapters on random weights only make sense for benchmarks.",
+            ]
+        on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         return RunStart(
             model=resolved.title,
             parameters=parameters,
@@ -228,7 +309,7 @@ class _Run:
             start_step=self.loop.state.step,
             tokens_per_step=self.engine.settings.tokens * config.gradient_accumulation_steps,
             epochs=total / loader.steps_per_epoch,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+            device=on,
             notes=tuple(notes),
         )
 
@@ -269,7 +350,12 @@ class _Run:
         else:
             values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
             path = export_full(
-                self.output / "model", parameters.base_tensors(), config=values, tokenizer=tokenizer, card=card
+                self.output / "model",
+                parameters.base_tensors(),
+                config=values,
+                tokenizer=tokenizer,
+                card=card,
+                generation_config=resolved.weights.generation_config() if resolved.weights else None,
             )
         self._progress("exporting", 1, 1)
         return path
@@ -294,9 +380,34 @@ class _Run:
         return (
             "This was the embedded example. With a model and data of your own:\n"
             "  surogate sft model=DIR_OR_HUB_ID 'datasets=[{path: my.jsonl, type: conversation}]' output_dir=my-run\n"
-            "  where each line of my.jsonl is {\"messages\": [{\"role\": \"user\", \"content\": …}, …]}"
+            '  where each line of my.jsonl is {"messages": [{"role": "user", "content": …}, …]}'
         )
 
-    def _failed(self, error: BaseException) -> None:
-        message = str(error) if isinstance(error, SurogateError) else f"{type(error).__name__}: {error}"
-        self.bus.emit(self._end("failed", None, message))
+
+def _resumed(checkpoint: Checkpoint, total: int) -> str:
+    if checkpoint.step < total:
+        return f"Resumed from {checkpoint.path} at step {checkpoint.step} of {total}."
+    return (
+        f"Nothing is left to train: {checkpoint.path} is at step {checkpoint.step} and the run has {total}; "
+        f"its result is exported again. To train on, raise max_steps or num_epochs; "
+        f"to start anew, set resume_from_checkpoint=false."
+    )
+
+
+@contextmanager
+def _locked(directory: Path, *, key: str) -> Iterator[None]:
+    """Hold the directory's lock; `UserError` when another run has it."""
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"{key} {directory}: another run is writing there. Fix: wait for it, or set another {key}."
+        ) from error
+    except OSError as error:
+        fix = f"remove what is in the way, or set another {key}"
+        raise atomic.disk_error(error, what=key, path=directory / ".lock", fix=fix) from error
+    try:
+        yield
+    finally:
+        lock.release()

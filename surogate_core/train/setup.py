@@ -40,7 +40,7 @@ class ResolvedModel:
     weights: ModelDir | None
     """Where its weights are; None for random weights."""
     fingerprint: str
-    """What a checkpoint remembers the base by."""
+    """What a checkpoint remembers the base by, besides the model's configuration."""
 
 
 def resolve_device(config: RunConfig) -> torch.device:
@@ -83,8 +83,7 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
     values.update(chosen.config)
     family = _family(chosen.name, values, families, title)
     model = family.build(values)
-    text = json.dumps([values, config.train_seed], sort_keys=True, default=str)
-    fingerprint = weights.fingerprint() if weights else f"random:{text}"
+    fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
     return ResolvedModel(title=title, family=family, model=model, weights=weights, fingerprint=fingerprint)
 
 
@@ -181,28 +180,31 @@ def build_engine(
     device = resolve_device(config)
     lora = resolve_lora(config, resolved.model)
     settings = engine_settings(config, device=device, borders=sample.cu_seqlens.numel())
-    recipe = registry.get("recipe", config.recipe.name)
-    try:
-        return Engine(
-            resolved.model,
-            settings=settings,
-            recipe=recipe,
-            recipe_options=config.recipe.options,
-            objective=registry.get("objective", config.objective),
-            optimizer=registry.get("optimizer", config.optimizer.name),
-            optimizer_settings=OptimizerSettings(
-                adamw_beta1=config.adamw_beta1, adamw_beta2=config.adamw_beta2, adamw_epsilon=config.adamw_epsilon
-            ),
-            optimizer_options=config.optimizer.options,
-            offloader=registry.get("offload", config.offload.name),
-            offloader_options=config.offload.options,
-            kernels=KernelTable.build(device, list(registry.all("kernels").values())),
-            lora=lora,
-            source=_source(config, resolved, lora, device),
-            progress=progress,
-        )
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(config, error) from error
+    return Engine(
+        resolved.model,
+        settings=settings,
+        recipe=registry.get("recipe", config.recipe.name),
+        recipe_options=config.recipe.options,
+        objective=registry.get("objective", config.objective),
+        optimizer=registry.get("optimizer", config.optimizer.name),
+        optimizer_settings=OptimizerSettings(
+            adamw_beta1=config.adamw_beta1, adamw_beta2=config.adamw_beta2, adamw_epsilon=config.adamw_epsilon
+        ),
+        optimizer_options=config.optimizer.options,
+        offloader=registry.get("offload", config.offload.name),
+        offloader_options=config.offload.options,
+        kernels=KernelTable.build(device, list(registry.all("kernels").values())),
+        lora=lora,
+        source=_source(config, resolved, device),
+        progress=progress,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the host had no memory left; the CPU allocator raises a plain `RuntimeError`."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def out_of_memory(config: RunConfig, error: BaseException) -> MachineError:
@@ -215,18 +217,26 @@ def out_of_memory(config: RunConfig, error: BaseException) -> MachineError:
         f"sequence_len={config.sequence_len // 2}",
         *([] if config.lora else ["lora=true"]),
     ]  # fmt: skip
-    first = str(error).split("\n")[0].split(". ")[0]
-    return MachineError(f"Out of GPU memory: {first}. Fix: try {', then '.join(advice)}; see `surogate plan`.")
+    first = (str(error).split("\n")[0].split(". ")[0] or type(error).__name__).rstrip(".")
+    where = "GPU" if isinstance(error, torch.OutOfMemoryError) else "host"
+    return MachineError(f"Out of {where} memory: {first}. Fix: try {', then '.join(advice)}; see `surogate plan`.")
 
 
-def _source(
-    config: RunConfig, resolved: ResolvedModel, lora: LoRA | None, device: torch.device
-) -> Callable[[TensorSpec], Tensor]:
+def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None) -> tuple[str, ...]:
+    """Hold the headers of the weights against the model; the names that it does not use.
+
+    Raises `UserError` that lists every tensor that is missing or of another shape.
+    """
+    if resolved.weights is None:
+        return ()
+    specs = distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len))
+    return resolved.weights.check({s.hf_name: s.shape for s in specs if s.role != "adapter"})
+
+
+def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) -> Callable[[TensorSpec], Tensor]:
     std = float(resolved.model.config.get("initializer_range") or 0.02)
     random = RandomSource(seed=config.train_seed, std=std, device=device)
     weights = resolved.weights
     if weights is None:
         return random
-    specs = distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len))
-    weights.check({s.hf_name: s.shape for s in specs if s.role != "adapter"})
     return lambda spec: random(spec) if spec.role == "adapter" else weights.get(spec.hf_name)

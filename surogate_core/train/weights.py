@@ -107,6 +107,11 @@ class ModelDir:
             )
         return tuple(spare)
 
+    def generation_config(self) -> dict[str, Any] | None:
+        """The mapping of ``generation_config.json``, if there is one."""
+        path = self.path / "generation_config.json"
+        return _read_json(path) if path.exists() else None
+
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the configuration, every header and file size; not over the data, nor the path."""
         files = {
