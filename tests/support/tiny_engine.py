@@ -37,6 +37,9 @@ from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
+torch.set_num_threads(1)
+
 REFERENCES_ONLY = KernelPack(name="none", kernels=tuple[Kernel, ...])
 
 

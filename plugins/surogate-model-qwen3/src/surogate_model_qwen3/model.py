@@ -19,7 +19,7 @@ from surogate_core.kernels import ops
 D = Dim("hidden_size")
 H = Dim("num_attention_heads")
 K = Dim("num_key_value_heads")
-E = Dim("head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"])
+E = Dim("head_dim", default=128)  # transformers' default, whatever the width
 F = Dim("intermediate_size")
 V = Dim("vocab_size")
 BIAS = Setting("attention_bias", default=False)
@@ -81,20 +81,39 @@ class Qwen3(Model):
 def rope_theta(config: Mapping[str, Any]) -> float:
     """RoPE's base; transformers 5 writes it inside `rope_parameters`, earlier ones beside it."""
     parameters = config.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta") or config.get("rope_theta") or 1_000_000.0)
+    return float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
 def build(config: Mapping[str, Any]) -> Qwen3:
     """The model of a ``config.json``; refuses what the block does not compute."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise UserError(f"config.json: RoPE scaling `{kind}` is not available for qwen3 yet. Fix: remove it.")
+    for key in ("rope_parameters", "rope_scaling"):
+        scaling = config.get(key) or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind != "default":
+            raise UserError(
+                f"config.json: `{key}`: RoPE scaling `{kind}` is not available for qwen3 yet. Fix: remove it."
+            )
     if config.get("use_sliding_window"):
         raise UserError("config.json: `use_sliding_window` is not available for qwen3. Fix: set it to false.")
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"config.json: `hidden_act` is {activation!r}; qwen3 has silu. Fix: set it to silu.")
-    model = Qwen3(config)
+    if config.get("attention_dropout"):
+        raise UserError("config.json: `attention_dropout` is not available for qwen3. Fix: set it to 0.")
     if H.size(config) % K.size(config):
-        raise UserError("config.json: `num_attention_heads` must be a multiple of `num_key_value_heads`.")
+        raise UserError(
+            f"config.json: `num_attention_heads` ({H.size(config)}) must be a multiple of "
+            f"`num_key_value_heads` ({K.size(config)})."
+        )
+    if E.size(config) % 2:
+        raise UserError(f"config.json: `head_dim` must be even for RoPE, not {E.size(config)}.")
+    model = Qwen3(config)
+    _read_every_key(model)
     return model
+
+
+def _read_every_key(model: Qwen3) -> None:
+    """A missing or impossible size is an error here, before data are read."""
+    prefix, block = next(model.blocks(0))
+    block.tensor_specs(prefix, block.linear_slots(None), train_base=False)
+    model.embed_specs(train_base=False)
+    model.head_specs(train_base=False)
