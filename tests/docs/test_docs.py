@@ -1,0 +1,299 @@
+"""The documentation says what is there, and what it shows runs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from surogate_core import hookspecs
+from surogate_core.bundles import KINDS
+from surogate_core.config.docs import field_docs, key_docs
+from surogate_core.config.resolve import load_run_config
+from surogate_core.config.schema import RunConfig
+from surogate_core.plugins import import_policy, load_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *DOCS,
+    *sorted(ROOT.glob("plugins/*/*.md")),
+]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+RUNNABLE = ("docs/hooks.md", "docs/writing-a-plugin.md")
+"""Pages whose blocks are run by a test of their own."""
+
+_BLOCK = re.compile(r"(?:<!-- ([^>]+?) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and the HTML comment right above it: what the tests do with it.
+
+    ``file: PATH``: written there. ``run`` / ``run: exits N``: run by a shell. ``output``: its lines are in
+    what the last run printed. ``from: PATH``: stands in that file word for word. ``fragment``: only to be read.
+    """
+
+    page: Path
+    mark: str
+    language: str
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(page, m[1] or "", m[2], m[3], text[: m.start(3)].count("\n")) for m in _BLOCK.finditer(text)]
+
+
+def relative(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# ------------------------------------------------------------------------- what must be there
+
+
+def hook_names() -> list[str]:
+    return [name for name in vars(hookspecs) if name.startswith("surogate_")]
+
+
+@pytest.mark.parametrize("hook", hook_names())
+def test_hook_has_a_section_with_an_example(hook):
+    text = (ROOT / "docs/hooks.md").read_text(encoding="utf-8")
+    _, found, section = text.partition(f"\n## {hook}\n")
+    assert found, f"docs/hooks.md has no section {hook}"
+    section = section.partition("\n## ")[0]
+    assert f"def {hook}(" in section
+    assert "When:" in section
+    assert "Returns:" in section
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_of_a_bundle_is_explained(kind):
+    hook, bundle = KINDS[kind]
+    section = (ROOT / "docs/hooks.md").read_text(encoding="utf-8").partition(f"\n## {hook}\n")[2].partition("\n## ")[0]
+    missing = [f.name for f in dataclasses.fields(bundle) if f"\n| `{f.name}` |" not in section]
+    assert not missing, f"docs/hooks.md, {hook}: no row for {missing}"
+
+
+def test_every_config_key_is_documented():
+    text = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    missing = [doc.key for doc in key_docs() if f"| `{doc.key}` |" not in text]
+    assert not missing, f"docs/config.md lacks {missing}; run: make docs"
+    assert field_docs(RunConfig).keys() == {f.name for f in dataclasses.fields(RunConfig)}, "a field has no docstring"
+
+
+def test_every_page_is_in_the_index():
+    links = set(_LINK.findall((ROOT / "docs/index.md").read_text(encoding="utf-8")))
+    assert {page.name for page in DOCS} - {"index.md"} <= links
+
+
+def test_readme_names_every_plugin():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for pyproject in sorted(ROOT.glob("plugins/*/pyproject.toml")):
+        name = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["name"]
+        assert f"[`{name}`](plugins/{pyproject.parent.name}/README.md)" in text, f"README.md's table lacks {name}"
+    linked = set(re.findall(r"\(plugins/([\w.-]+)/README\.md\)", text))
+    assert linked == {p.parent.name for p in ROOT.glob("plugins/*/pyproject.toml")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in _LINK.findall(text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{relative(page)} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in anchors, f"{relative(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_paths_that_are_named_exist(page):
+    """Text in backticks that looks like a path of the repository is one."""
+    tops = ("surogate_core/", "conf/", "plugins/", "tests/", "docs/", "examples/", "scripts/", "benchmarks/", "native/")
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for name in re.findall(r"`([\w./-]+)`", text):
+        if name.startswith(tops) and page.parent.name != name.partition("/")[0]:
+            inside_plugin = page.parent.parent.name == "plugins" and (page.parent / name).exists()
+            assert inside_plugin or (ROOT / name).exists(), f"{relative(page)} names {name}"
+
+
+# ------------------------------------------------------------------------- what must run
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_example_composes(example):
+    text = example.read_text(encoding="utf-8")
+    command = next(line for line in text.splitlines() if line.startswith("#   surogate "))
+    words = command.removeprefix("#   surogate ").split()
+    assert words[1] == f"examples/{example.name}", "the header's command must name the file"
+    registry = load_plugins(import_policy())
+    config = load_run_config(words[2:], task=words[0], config_file=example, registry=registry)
+    assert config.task == words[0]
+
+
+def python_blocks() -> list[Block]:
+    return [b for page in PAGES if relative(page) not in RUNNABLE for b in blocks(page) if b.language == "python"]
+
+
+@pytest.mark.parametrize("block", python_blocks(), ids=str)
+def test_python_block_runs(block, tmp_path, monkeypatch):
+    kind, _, argument = block.mark.partition(": ")
+    if kind == "from":
+        source = (ROOT / argument).read_text(encoding="utf-8")
+        assert block.text in source, f"{block} is not in {argument} word for word"
+    elif kind == "fragment":
+        ast.parse(textwrap.dedent(block.text))
+    else:
+        monkeypatch.chdir(tmp_path)
+        exec(compile(block.text, str(block), "exec"), {"__name__": "docs"})
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if relative(p) not in RUNNABLE], ids=relative)
+def test_shown_output_of_python_is_real(page, capsys):
+    found = blocks(page)
+    for block, shown in zip(found, found[1:], strict=False):
+        if block.language == "python" and not block.mark and shown.mark == "output":
+            exec(compile(block.text, str(block), "exec"), {"__name__": "docs"})
+            assert capsys.readouterr().out == shown.text, f"{shown} is not what {block} prints"
+
+
+def yaml_blocks() -> list[Block]:
+    return [b for page in PAGES for b in blocks(page) if b.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", yaml_blocks(), ids=str)
+def test_yaml_block_is_yaml(block):
+    assert yaml.safe_load(block.text) is not None
+
+
+@pytest.mark.parametrize("block", [b for b in yaml_blocks() if b.page.parent.name == "docs" and not b.mark], ids=str)
+def test_yaml_block_composes(block, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    load_run_config([], config_file=file, registry=load_plugins(import_policy()))
+
+
+# ------------------------------------------------------------------------- pages that are programs
+
+
+class Shell:
+    """An environment on top of this one, in which plugins can be installed and removed."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.work = directory / "work"
+        self.work.mkdir()
+        environment = directory / "environment"
+        venv.create(environment, with_pip=False)
+        self.bin = environment / "bin"
+        ours = [p for p in sys.path if p.endswith("site-packages")]
+        site = next((environment / "lib").glob("python*/site-packages"))
+        (site / "parent.pth").write_text("".join(f"import site; site.addsitedir({p!r})\n" for p in ours))
+        self.site = site
+        for name, module in (("surogate", "surogate_core.cli.main"), ("pip", "pip")):
+            script = self.bin / name
+            script.write_text(f'#!/bin/sh\nexec "{self.bin}/python" -m {module} "$@"\n')
+            script.chmod(0o755)
+
+    def run(self, script: str, *, exits: int = 0) -> str:
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_ADDOPTS", "VIRTUAL_ENV")}
+        env |= {"PATH": f"{self.bin}:{env['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        env |= {
+            "PIP_NO_INPUT": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "XDG_CACHE_HOME": str(self.directory / "cache"),
+        }
+        result = subprocess.run(
+            ["bash", "-euc", script], cwd=self.work, env=env, text=True, capture_output=True, timeout=280, check=False
+        )
+        printed = result.stdout + result.stderr
+        assert result.returncode == exits, f"exit code {result.returncode}, not {exits}:\n{script}\n{printed}"
+        return printed
+
+
+@pytest.fixture
+def shell(tmp_path):
+    return Shell(tmp_path)
+
+
+def test_tutorial(shell):
+    """docs/writing-a-plugin.md: write, build, install, list, use, remove."""
+    printed = ""
+    for block in blocks(ROOT / "docs/writing-a-plugin.md"):
+        kind, _, argument = block.mark.partition(": ")
+        if kind == "file":
+            file = shell.work / argument
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+        elif kind == "run":
+            printed = shell.run(block.text, exits=int(argument.removeprefix("exits ") or 0))
+        elif kind == "output":
+            seen = [" ".join(line.split()) for line in printed.splitlines()]
+            for line in block.text.splitlines():
+                assert " ".join(line.split()) in seen, f"{block}: {line!r} was not printed:\n{printed}"
+        else:
+            assert block.language == "text", f"{block} has no mark"
+    metrics = (shell.work / "lion-run/metrics.jsonl").read_text(encoding="utf-8")
+    assert '"event": "run_end"' in metrics
+    assert not shutil.which("surogate-lion", path=str(shell.bin))
+
+
+def test_hook_examples_train_together(shell):
+    """docs/hooks.md: every example as a module of one package, and a run that selects all of them."""
+    package = shell.site / "hook_examples"
+    package.mkdir()
+    modules = []
+    for block in blocks(ROOT / "docs/hooks.md"):
+        if block.language == "python":
+            hook = re.findall(r"^def (surogate_\w+)\(", block.text, re.MULTILINE)
+            assert len(hook) == 1, f"{block} must implement one hook"
+            modules.append(hook[0].removeprefix("surogate_"))
+            (package / f"{modules[-1]}.py").write_text(block.text, encoding="utf-8")
+    assert {f"surogate_{m}" for m in modules} == set(hook_names())
+    (package / "__init__.py").touch()
+    (package / "conf/recipe").mkdir(parents=True)
+    (package / "conf/recipe/rounded.yaml").write_text("name: rounded\nactivations: true\n")
+    for directory in ("conf", "conf/recipe"):
+        (package / directory / "__init__.py").touch()
+    metadata = shell.site / "hook_examples-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hook-examples\nVersion: 1\n")
+    points = "".join(f"example-{m} = hook_examples.{m}\n" for m in modules)
+    (metadata / "entry_points.txt").write_text(f"[surogate]\n{points}")
+    rows = '{"prompt": "two and two is", "answer": "four"}\n{"prompt": 1}\n' * 40
+    (shell.work / "pairs.jsonl").write_text(rows, encoding="utf-8")
+    printed = shell.run(
+        "surogate model.name=pairs model.preset=tiny objective=z_loss recipe=rounded recipe.activations=false "
+        "optimizer=sign_sgd offload=simple_host launcher=polite monitor=[console,target] monitor.target.loss=100 "
+        "'datasets=[{path: pairs.jsonl, type: pair}]' max_steps=3 warmup_steps=0 sequence_len=32 eval_steps=0 "
+        "lora=true tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer output_dir=out"
+    )
+    assert "held-out loss" in printed
+    assert "is below 100" in printed
+    log = (shell.work / "out/surogate.log").read_text(encoding="utf-8")
+    assert '"swiglu float32": "plain"' in log
