@@ -68,13 +68,16 @@ class RandomSource:
         self.seed, self.std, self.device = seed, std, device
 
     def __call__(self, spec: TensorSpec) -> Tensor:
-        value = torch.empty(spec.shape, dtype=torch.float32, device=self.device)
+        # Generators differ between devices. Adapters are small enough to be drawn on the CPU, so
+        # that a run on a trained base starts from the same values everywhere.
+        device = torch.device("cpu") if spec.role == "adapter" else self.device
+        value = torch.empty(spec.shape, dtype=torch.float32, device=device)
         if spec.init == "ones":
             return value.fill_(1)
         if spec.init == "zeros":
             return value.zero_()
         digest = hashlib.sha256(f"{self.seed}:{spec.hf_name}".encode()).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         if spec.init == "lora_a":
             bound = 1 / math.sqrt(spec.shape[1])
             return value.uniform_(-bound, bound, generator=generator)
