@@ -224,15 +224,14 @@ class Loop:
                     self._evaluate()
                 except _Interrupted:
                     signalled = True
-            stopping = bool(self.stop_reason)
-            if saving or last or stopping or signalled or self._save_asked:
+            if saving or last or signalled or self.stop_reason or self._save_asked:
                 if launched:
                     self._report(launched)
                     launched = None
                 self._save(batches.state, last=last, signalled=signalled)
             if signalled:
                 return "signal"
-            if stopping and not last:
+            if self.stop_reason and not last:
                 return "stopped"
         if self._saved_step != self.state.step:
             self._save(batches.state, last=True, signalled=False)
