@@ -123,7 +123,8 @@ def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joi
             for s in inputs
         ]
     with fx_traceback.preserve_node_meta(), torch.set_grad_enabled(joint):
-        module = aot_export_joint_simple(lambda *args: (function(*args),), fakes, trace_joint=joint)
+        exported: Any = aot_export_joint_simple(lambda *args: (function(*args),), tuple(fakes), trace_joint=joint)
+    module: fx.GraphModule = exported
     module.graph.set_codegen(fx.graph.CodeGen())
     (output,) = (n for n in module.graph.nodes if n.op == "output")
     output.args = (list(torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)),)

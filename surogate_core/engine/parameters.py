@@ -131,9 +131,7 @@ class Parameters:
             ranges[dtype] = (start, size)
         master = torch.zeros(size, dtype=torch.float32, device=self.device)
         grad = torch.zeros_like(master)
-        self.groups.append(
-            ParamGroup(name=name, master=master, grad=grad, shapes=shapes, weight_decay=weight_decay)
-        )
+        self.groups.append(ParamGroup(name=name, master=master, grad=grad, shapes=shapes, weight_decay=weight_decay))
         for dtype, (start, stop) in ranges.items():
             compute = master
             if dtype != torch.float32:

@@ -50,10 +50,7 @@ class ProgramBuilder:
     _heads: dict[Any, _Call] = field(default_factory=dict)
 
     def _inputs(self, piece: Piece) -> list[Signature]:
-        return [
-            Signature(s.shape, self.parameters.compute_dtype(s), self.device, s.trainable)
-            for s in piece.specs
-        ]
+        return [Signature(s.shape, self.parameters.compute_dtype(s), self.device, s.trainable) for s in piece.specs]
 
     def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
         return Signature((tokens, self.model.width), self.parameters.dtype, self.device, requires_grad)

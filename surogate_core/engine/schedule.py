@@ -107,8 +107,8 @@ def render(schedule: Sequence[Action]) -> str:
         actions = [action for _, action in run]
         lines.append((key, " · ".join(_phrase(a) for a in actions)))
     folded: list[str] = []
-    for (text, is_layer), run in groupby(lines, key=lambda line: (line[1], line[0].startswith("layer"))):
-        keys = [key for key, _ in run]
+    for (text, is_layer), same in groupby(lines, key=lambda line: (line[1], line[0].startswith("layer"))):
+        keys = [key for key, _ in same]
         if is_layer and len(keys) > 1:
             first, last = (k.removeprefix("layer ") for k in (keys[0], keys[-1]))
             folded.append(f"layers {first}…{last}: {text}")

@@ -39,7 +39,9 @@ class DeviceStore:
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
         """Bytes held, each storage counted once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in self._held.values() for t in h}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in self._held.values() for t in h
+        }
         return {"device": sum(storages.values()), "host": 0, "disk": 0}
 
 

@@ -7,6 +7,8 @@ torch's variable-length flash kernel in one launch. Shape suffixes as in `kernel
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,9 +25,14 @@ aten = torch.ops.aten
 
 def _documents(cu_seqlens_S: Tensor) -> Iterator[slice]:
     borders = cu_seqlens_S.tolist()
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         if stop > start:
             yield slice(start, stop)
+
+
+def _dense(x_NHE: Tensor) -> Tensor:
+    """With unit stride over E, which torch's kernels take for granted."""
+    return x_NHE if x_NHE.stride(-1) == 1 else x_NHE.contiguous()
 
 
 def _heads_first(x_NHE: Tensor, rows: slice) -> Tensor:
@@ -39,12 +46,17 @@ def _cpu_forward(
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
     lse_NH = q_NHE.new_empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE.dtype))
+    q_NHE, k_NKE, v_NKE = (_dense(t) for t in (q_NHE, k_NKE, v_NKE))
     for rows in _documents(cu_seqlens_S):
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _heads_first(q_NHE, rows), _heads_first(k_NKE, rows), _heads_first(v_NKE, rows), 0.0, True, scale=scale
         )
         out[rows] = o[0].transpose(0, 1)
         lse_NH[rows] = lse[0].transpose(0, 1)
+    # For a query with a NaN torch's kernel gives 0, which would hide it.
+    if (nan_NH := q_NHE.sum(-1).isnan()).any():
+        out[nan_NH] = float("nan")
+        lse_NH[nan_NH] = float("nan")
     return out, lse_NH
 
 
@@ -72,6 +84,7 @@ def _cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_NHE, k_NKE, v_NKE))
+    dy_NHE, q_NHE, k_NKE, v_NKE = (_dense(t) for t in (dy_NHE, q_NHE, k_NKE, v_NKE))
     heads, kv_heads = q_NHE.shape[1], k_NKE.shape[1]
     groups = heads // kv_heads
     for rows in _documents(cu_seqlens_S):
@@ -115,59 +128,103 @@ class _CPUAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
         return (*_cpu_backward(dy, q, k, v, out, lse, cu_seqlens, ctx.scale), None, None)
 
 
+@torch.library.custom_op("surogate::flash_attention_backward", mutates_args=())
+def _flash_backward(
+    dy_NHE: Tensor,
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    out_NHE: Tensor,
+    lse_HN: Tensor,
+    cu_seqlens_S: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel reads the random state only when it drops attention weights.
+    unused = torch.empty(2, dtype=torch.int64, device=q_NHE.device)
+    borders, longest = (cu_seqlens_S, cu_seqlens_S), (max_seqlen, max_seqlen)
+    with _deterministic():
+        dq, dk, dv = aten._flash_attention_backward(
+            dy_NHE.contiguous(),
+            q_NHE,
+            k_NKE,
+            v_NKE,
+            out_NHE,
+            lse_HN,
+            *borders,
+            *longest,
+            0.0,
+            True,
+            unused,
+            unused,
+            scale=scale,
+        )
+    return dq, dk, dv
+
+
+@_flash_backward.register_fake
+def _(
+    dy_NHE: Tensor,
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    out_NHE: Tensor,
+    lse_HN: Tensor,
+    cu_seqlens_S: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_NHE, k_NKE, v_NKE))
+    return dq, dk, dv
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Equal inputs give equal bits: torch's flash backward adds dq in a fixed order only when told to."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        settings.fill_uninitialized_memory = fill
+
+
 class _FlashAttention(Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False, scale=scale
         )
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
-        # The kernel reads the random state only when it drops attention weights.
-        unused = torch.empty(2, dtype=torch.int64, device=q.device)
-        grads = aten._flash_attention_backward(
-            dy.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens,
-            cu_seqlens,
-            ctx.max_seqlen,
-            ctx.max_seqlen,
-            0.0,
-            True,
-            unused,
-            unused,
-            scale=ctx.scale,
-        )
-        return (*grads, None, None, None)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_flash_backward(dy, *ctx.saved_tensors, ctx.max_seqlen, ctx.scale), None, None, None)
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
     """`ops.attention` on a CPU, one document at a time."""
     with region("att"):
-        return _CPUAttention.apply(q, k, v, cu_seqlens, scale)  # type: ignore[no-any-return]
+        return _CPUAttention.apply(q, k, v, cu_seqlens, scale)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
     """`ops.attention` on CUDA through torch's variable-length flash kernel (fp16, bf16)."""
     with region("att"):
-        return _FlashAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale)  # type: ignore[no-any-return]
+        return _FlashAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 def _kernels() -> tuple[Kernel, ...]:

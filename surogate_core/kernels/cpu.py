@@ -52,9 +52,7 @@ def _norm_backward(
 
 
 @_norm_backward.register_fake
-def _(
-    dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, inverse_N1: Tensor, train_weight: bool
-) -> tuple[Tensor, Tensor]:
+def _(dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, inverse_N1: Tensor, train_weight: bool) -> tuple[Tensor, Tensor]:
     return _like(x_ND)[0], _like(weight_D)[0] if train_weight else weight_D.new_empty(0)
 
 
@@ -67,7 +65,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
         train_weight = ctx.needs_input_grad[1]
         dx_ND, dweight_D = _norm_backward(dy_ND, *ctx.saved_tensors, train_weight)
         return dx_ND, dweight_D if train_weight else None, None
@@ -76,7 +74,7 @@ class _RMSNorm(Function):
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`ops.rms_norm`."""
     with region("rmsnorm"):
-        return _RMSNorm.apply(x_ND, weight_D, eps)  # type: ignore[no-any-return]
+        return _RMSNorm.apply(x_ND, weight_D, eps)
 
 
 # --------------------------------------------------------------------------------- swiglu
@@ -113,14 +111,14 @@ class _SwiGLU(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
         return _swiglu_backward(dy_NF, *ctx.saved_tensors)
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """`ops.swiglu`."""
     with region("swiglu"):
-        return _SwiGLU.apply(gate_NF, up_NF)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(gate_NF, up_NF)
 
 
 # ----------------------------------------------------------------------------------- rope
@@ -150,13 +148,13 @@ class _Rope(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NHE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NHE: Tensor) -> tuple[Tensor | None, ...]:
         return _rope(dy_NHE, *ctx.saved_tensors, -1), None, None
 
 
 def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
     """`ops.rope`."""
-    return _Rope.apply(x_NHE, cos_NE, sin_NE)  # type: ignore[no-any-return]
+    return _Rope.apply(x_NHE, cos_NE, sin_NE)
 
 
 # -------------------------------------------------------------------------- cross_entropy
@@ -197,13 +195,13 @@ class _CrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss_N: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dloss_N: Tensor) -> tuple[Tensor, None]:
         return _entropy_backward(dloss_N, *ctx.saved_tensors), None
 
 
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """`ops.cross_entropy`."""
-    return _CrossEntropy.apply(logits_NV, labels_N)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(logits_NV, labels_N)
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:

@@ -40,7 +40,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_D, inverse_N1 = ctx.saved_tensors
         xhat = _wide(x_ND) * inverse_N1
         dy = _wide(dy_ND)
@@ -59,7 +59,7 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     The normalised value is rounded to x's dtype before it is scaled, as transformers does.
     """
     with region("rmsnorm"):
-        return _RMSNorm.apply(x_ND, weight_D, eps)  # type: ignore[no-any-return]
+        return _RMSNorm.apply(x_ND, weight_D, eps)
 
 
 class _SwiGLU(Function):
@@ -70,7 +70,7 @@ class _SwiGLU(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
         gate_NF, up_NF = ctx.saved_tensors
         gate, up, dy = _wide(gate_NF), _wide(up_NF), _wide(dy_NF)
         sigmoid = torch.sigmoid(gate)
@@ -83,7 +83,7 @@ class _SwiGLU(Function):
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """silu(gate) · up (arXiv 2002.05202)."""
     with region("swiglu"):
-        return _SwiGLU.apply(gate_NF, up_NF)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(gate_NF, up_NF)
 
 
 def _rotate(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class _Rope(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NHE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NHE: Tensor) -> tuple[Tensor | None, ...]:
         cos_NE, sin_NE = ctx.saved_tensors
         return _rotate(dy_NHE, cos_NE, -sin_NE), None, None
 
@@ -111,7 +111,7 @@ def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
 
     `cos_NE`, `sin_NE`: [N, E/2] fp32, one angle for each pair (i, i + E/2).
     """
-    return _Rope.apply(x_NHE, cos_NE, sin_NE)  # type: ignore[no-any-return]
+    return _Rope.apply(x_NHE, cos_NE, sin_NE)
 
 
 def document_ids(cu_seqlens_S: Tensor, tokens: int) -> Tensor:
@@ -128,6 +128,11 @@ def attention(
 
     `max_seqlen` bounds a document's length. Returns [N, H, E]. The reference forms all N² scores.
     """
+    with region("att"):
+        return _attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, scale)
+
+
+def _attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> Tensor:
     n, heads, _ = q_NHE.shape
     groups = heads // k_NKE.shape[1]
     k = k_NKE.repeat_interleave(groups, dim=1)
@@ -172,7 +177,7 @@ class _Dropout(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         return dy * mask * (1 / (1 - ctx.p)), None, None, None
 
@@ -180,7 +185,7 @@ class _Dropout(Function):
 @op
 def dropout(x: Tensor, seed: Tensor, salt: int, p: float) -> Tensor:
     """Zero elements with probability p, scale the rest by 1 / (1 − p); see `dropout_mask`."""
-    return _Dropout.apply(x, seed, salt, p)  # type: ignore[no-any-return]
+    return _Dropout.apply(x, seed, salt, p)
 
 
 class _CrossEntropy(Function):
@@ -196,7 +201,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss_N: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dloss_N: Tensor) -> tuple[Tensor, None]:
         logits_NV, lse_N, index_N, trained_N = ctx.saved_tensors
         factor_N1 = torch.where(trained_N, dloss_N, 0.0)[:, None]
         softmax = torch.exp(_wide(logits_NV) - lse_N[:, None])
@@ -212,4 +217,4 @@ class _CrossEntropy(Function):
 @op
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """[N] fp32 negative log-likelihood of each label; 0 where the label is `IGNORE_LABEL`."""
-    return _CrossEntropy.apply(logits_NV, labels_N)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(logits_NV, labels_N)

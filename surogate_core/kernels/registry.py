@@ -82,4 +82,4 @@ def op(reference: Callable[P, R]) -> Callable[P, R]:
         first: Tensor = args[0]
         return table.choose(name, first.dtype).function(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call
