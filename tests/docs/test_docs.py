@@ -169,6 +169,8 @@ def test_python_block_runs(block, tmp_path, monkeypatch):
     elif kind == "fragment":
         ast.parse(textwrap.dedent(block.text))
     else:
+        (tmp_path / "output").mkdir()
+        (tmp_path / "output/metrics.jsonl").write_text('{"event": "step_end", "step": 1, "loss": 1.5}\n')
         monkeypatch.chdir(tmp_path)
         exec(compile(block.text, str(block), "exec"), {"__name__": "docs"})
 
