@@ -234,7 +234,17 @@ class MonitorSpec:
     options: type = NoOptions
 
 
-Bundle = ModelFamily | Objective | DatasetFormat | Recipe | OptimizerSpec | Offloader | KernelPack | Launcher | MonitorSpec
+Bundle = (
+    ModelFamily
+    | Objective
+    | DatasetFormat
+    | Recipe
+    | OptimizerSpec
+    | Offloader
+    | KernelPack
+    | Launcher
+    | MonitorSpec
+)
 
 KINDS: Mapping[str, tuple[str, type]] = {
     "model": ("surogate_model_family", ModelFamily),

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from pluggy import HookspecMarker
 
 if TYPE_CHECKING:
-    from typing import TypeVar, Union
+    from typing import TypeVar
 
     from surogate_core import bundles as b
 
     T = TypeVar("T")
-    Offer = Union[T, list[T], None]
+    Offer = T | list[T] | None
 
 hookspec = HookspecMarker("surogate")
 
