@@ -2,7 +2,8 @@
 
 A block's time on a CPU goes into products and into memory; each temporary of a traced graph is
 a fresh allocation whose pages must be faulted in. For fp32 and float64; other dtypes take the
-references. Shape suffixes as in `kernels.ops`.
+references. Results are contiguous whatever the layout of the inputs, as the fakes say. Shape
+suffixes as in `kernels.ops`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("surogate::cpu_rms_norm", mutates_args=())
 def _norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x_ND = x_ND.contiguous()
     inverse_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True)
     inverse_N1.square_().div_(x_ND.shape[-1]).add_(eps).rsqrt_()
     return (x_ND * inverse_N1).mul_(weight_D), inverse_N1
@@ -44,6 +46,7 @@ def _(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _norm_backward(
     dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, inverse_N1: Tensor, train_weight: bool
 ) -> tuple[Tensor, Tensor]:
+    dy_ND, x_ND = dy_ND.contiguous(), x_ND.contiguous()
     xhat = x_ND * inverse_N1
     dweight_D = (dy_ND * xhat).flatten(0, -2).sum(0) if train_weight else weight_D.new_empty(0)
     dx = dy_ND * weight_D
@@ -82,7 +85,7 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("surogate::cpu_swiglu", mutates_args=())
 def _swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate_NF).mul_(up_NF)
+    return torch.nn.functional.silu(gate_NF.contiguous()).mul_(up_NF)
 
 
 @_swiglu.register_fake
@@ -92,6 +95,7 @@ def _(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 
 @torch.library.custom_op("surogate::cpu_swiglu_backward", mutates_args=())
 def _swiglu_backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[Tensor, Tensor]:
+    dy_NF, gate_NF = dy_NF.contiguous(), gate_NF.contiguous()
     dup = torch.nn.functional.silu(gate_NF).mul_(dy_NF)
     dsilu = dy_NF * up_NF
     return aten.silu_backward.grad_input(dsilu, gate_NF, grad_input=dsilu), dup
@@ -176,6 +180,7 @@ def _(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("surogate::cpu_cross_entropy_backward", mutates_args=())
 def _entropy_backward(dloss_N: Tensor, logits_NV: Tensor, labels_N: Tensor, lse_N: Tensor) -> Tensor:
+    logits_NV = logits_NV.contiguous()
     factor_N1 = dloss_N.where(labels_N != IGNORE_LABEL, 0.0)[:, None]
     dlogits = (logits_NV - lse_N[:, None]).exp_().mul_(factor_N1)
     return dlogits.scatter_add_(1, labels_N.clamp(min=0)[:, None], -factor_N1)

@@ -1,0 +1,84 @@
+"""Which kernel runs an op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.kernels import ops, registry
+from surogate_core.kernels.registry import KernelTable
+
+CPU = torch.device("cpu")
+
+
+def kernel(
+    name: str, *, priority: int = 0, dtypes: tuple[torch.dtype, ...] = (torch.float32,), op: str = "swiglu"
+) -> Kernel:
+    def function(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.full_like(gate, 7)
+
+    return Kernel(
+        op=op, name=name, function=function, supports=lambda device, dtype: dtype in dtypes, priority=priority
+    )
+
+
+def table(*kernels: Kernel) -> KernelTable:
+    return KernelTable.build(CPU, [KernelPack(name="test", kernels=lambda: kernels)])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "chosen"),
+    [
+        ((), "reference"),
+        ((kernel("a"),), "a"),
+        ((kernel("a"), kernel("b", priority=1)), "b"),
+        ((kernel("b"), kernel("a")), "a"),
+        ((kernel("a", dtypes=(torch.bfloat16,)),), "reference"),
+        ((kernel("a", priority=-101),), "reference"),
+        ((kernel("a", op="rope"),), "reference"),
+    ],
+    ids=["none", "one", "higher priority", "a tie by name", "another dtype", "below the reference", "another op"],
+)
+def test_choice(kernels: tuple[Kernel, ...], chosen: str) -> None:
+    made = table(*kernels)
+    assert made.choose("swiglu", torch.float32).name == chosen
+    assert made.chosen == {("swiglu", "float32"): chosen}
+
+
+def test_an_op_runs_what_the_active_table_chooses() -> None:
+    x = torch.ones(2, 3)
+    plain = ops.swiglu(x, x)
+    with registry.using(table(kernel("a"))) as active:
+        assert (ops.swiglu(x, x) == 7).all()
+        assert torch.equal(ops.swiglu(x.double(), x.double()).float(), plain)
+        with registry.using(table()):
+            assert torch.equal(ops.swiglu(x, x), plain)
+        assert (ops.swiglu(x, x) == 7).all()
+    assert torch.equal(ops.swiglu(x, x), plain)
+    assert active.chosen == {("swiglu", "float32"): "a", ("swiglu", "float64"): "reference"}
+
+
+def test_the_table_ends_with_an_error_inside() -> None:
+    with pytest.raises(ZeroDivisionError), registry.using(table(kernel("a"))):
+        raise ZeroDivisionError
+    x = torch.ones(2, 3)
+    assert not (ops.swiglu(x, x) == 7).any()
+
+
+def test_a_pack_that_the_device_cannot_use_is_not_asked_for_its_kernels() -> None:
+    def compile_kernels() -> Any:
+        raise AssertionError("must not be called")
+
+    pack = KernelPack(name="gpu", kernels=compile_kernels, unavailable=lambda device: f"no {device.type} kernels")
+    assert KernelTable.build(CPU, [pack]).kernels == ()
+
+
+def test_an_op_keeps_its_name_and_documentation() -> None:
+    for name in registry.references:
+        call = getattr(ops, name)
+        assert call.__name__ == name
+        assert call.__doc__

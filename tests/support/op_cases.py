@@ -1,0 +1,114 @@
+"""Inputs for ops, and what the ops are by their definitions, in float64 by autograd.
+
+Nothing here is shared with `surogate_core.kernels`: these are the textbook formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+Op = Callable[..., Tensor]
+
+BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2}
+"""Largest error over the largest value of a tensor."""
+
+
+# ------------------------------------------------------------------------- definitions
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A complex rotation of (x_i, x_{i + E/2})."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.to(x.dtype), sin.to(x.dtype))[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.stack(
+        [
+            row.sum() * 0 if label == -100 else -row.log_softmax(0)[label]
+            for row, label in zip(logits, labels.tolist(), strict=True)
+        ]
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+    """One document, one head, one position at a time."""
+    groups = q.shape[1] // k.shape[1]
+    borders = cu_seqlens.tolist()
+    rows: list[Tensor] = []
+    for start, stop in pairwise(borders):
+        for t in range(start, stop):
+            heads = []
+            for h in range(q.shape[1]):
+                scores = (k[start : t + 1, h // groups] @ q[t, h]) * scale
+                heads.append(scores.softmax(0) @ v[start : t + 1, h // groups])
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+# --------------------------------------------------------------------------- comparison
+
+
+@dataclass
+class Compared:
+    """Outputs and gradients of an implementation and of the definition."""
+
+    values: list[Tensor]
+    expected: list[Tensor]
+
+    def error(self, *, at_least: Sequence[float] = ()) -> float:
+        """The largest error over the largest value, over all tensors.
+
+        `at_least[i]`: a size of tensor i below which its errors do not count as relative, for
+        differences of terms of that size that nearly cancel.
+        """
+        sizes = [*at_least, *[0.0] * (len(self.values) - len(at_least))]
+        return max(_error(a, b, size) for a, b, size in zip(self.values, self.expected, sizes, strict=True))
+
+
+def _error(value: Tensor, expected: Tensor, at_least: float) -> float:
+    assert value.shape == expected.shape
+    assert torch.isfinite(value).all(), "not finite where the definition is"
+    size = max(float(expected.abs().max()), at_least)
+    return float((value.double() - expected).abs().max()) / (size if size > 0 else 1.0)
+
+
+def compare(op: Op, definition: Op, tensors: Sequence[Tensor], *rest: object, dy_seed: int = 5) -> Compared:
+    """Run both forward and backward; floating `tensors` are differentiated."""
+    mine = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    wide = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    y, expected = op(*mine, *rest), definition(*wide, *rest)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(dy_seed)).to(y.dtype)
+    leaves = [t for t in mine if t.requires_grad]
+    grads = torch.autograd.grad(y, leaves, dy.to(y.device))
+    wide_grads = torch.autograd.grad(expected, [t for t in wide if t.requires_grad], dy.double().to(expected.device))
+    assert all(g.dtype == t.dtype for g, t in zip(grads, leaves, strict=True))
+    return Compared([y.detach(), *grads], [expected.detach(), *wide_grads])
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal values, drawn in float64 on the CPU."""
+    value = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (value * scale).to(dtype)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values in a layout that is not contiguous: every other element of a transposed buffer."""
+    buffer = torch.full((*x.shape[::-1], 2), float("nan") if x.is_floating_point() else 0, dtype=x.dtype)
+    view = buffer[..., 0].permute(*reversed(range(x.ndim)))
+    view.copy_(x)
+    return view
