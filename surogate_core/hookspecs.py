@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from pluggy import HookspecMarker
 
 if TYPE_CHECKING:
-    from typing import TypeVar
+    from typing import TypeAlias, TypeVar
 
     from surogate_core import bundles as b
 
     T = TypeVar("T")
-    Offer = T | list[T] | None
+    Offer: TypeAlias = T | list[T] | None
 
 hookspec = HookspecMarker("surogate")
 
