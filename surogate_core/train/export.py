@@ -130,9 +130,8 @@ def export_adapter(
     return directory
 
 
-@contextmanager
-def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Path]:
-    """A directory that becomes `directory`; never in place of something that is not an export."""
+def check_place(directory: Path) -> None:
+    """Raise `UserError` when `directory` holds something that is not an export, which is never overwritten."""
     if (
         directory.exists()
         and not (directory / MARKER).exists()
@@ -142,6 +141,12 @@ def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Pat
             f"{directory}: already there and not an export of Surogate, so it is not overwritten. "
             "Fix: choose another place, or move it away."
         )
+
+
+@contextmanager
+def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Path]:
+    """A directory that becomes `directory`; never in place of something that is not an export."""
+    check_place(directory)
     fix = "free space, or choose a place on another disk"
     with atomic.replaced_directory(directory, what=f"{kind} export", fix=fix) as new:
         figures = {k: v for k, v in card.figures.items() if not isinstance(v, float) or math.isfinite(v)}

@@ -260,7 +260,7 @@ class Loop:
         warmup = warmup_length(
             total_steps=self.total_steps, warmup_steps=config.warmup_steps, warmup_ratio=config.warmup_ratio
         )
-        return self.state.lr_scale * learning_rate(
+        rate = self.state.lr_scale * learning_rate(
             step,
             total_steps=self.total_steps,
             peak=config.learning_rate,
@@ -269,6 +269,7 @@ class Loop:
             cooldown_steps=config.cooldown_steps,
             final_fraction=config.final_lr_fraction,
         )
+        return min(rate, torch.finfo(torch.float32).max)
 
     def _report(self, launched: _Launched) -> None:
         loss, norm = launched.result.read()
@@ -293,7 +294,7 @@ class Loop:
             )
         )
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            what = f"the loss is {loss} and the gradient norm {norm}, so the step was not applied"
+            what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
 
     def _divergence(self, what: str, *, at_start: bool) -> str:

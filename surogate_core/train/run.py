@@ -26,7 +26,7 @@ from surogate_core.train import atomic
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
-from surogate_core.train.export import Card, export_adapter, export_full
+from surogate_core.train.export import Card, check_place, export_adapter, export_full
 from surogate_core.train.loop import Loop
 from surogate_core.train.setup import (
     ResolvedModel,
@@ -112,6 +112,7 @@ class _Run:
     def _main(self) -> int:
         config, registry = self.config, self.registry
         # What can be refused is refused before anything long is done.
+        check_place(self._export_place())
         resolved = resolve_model(config, registry)
         device = resolve_device(config)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
@@ -315,6 +316,9 @@ class _Run:
 
     # ---------------------------------------------------------------------------- after
 
+    def _export_place(self) -> Path:
+        return self.output / ("adapter" if self.config.lora else "model")
+
     def _export(self, resolved: ResolvedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
         assert self.engine is not None
         assert self.loop is not None
@@ -337,7 +341,7 @@ class _Run:
         if config.lora:
             adapters = dict(parameters.adapter_tensors())
             path = export_adapter(
-                self.output / "adapter",
+                self._export_place(),
                 adapters.items(),
                 rank=config.lora_rank,
                 alpha=config.lora_alpha,
@@ -350,7 +354,7 @@ class _Run:
         else:
             values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
             path = export_full(
-                self.output / "model",
+                self._export_place(),
                 parameters.base_tensors(),
                 config=values,
                 tokenizer=tokenizer,

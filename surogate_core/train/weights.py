@@ -22,6 +22,8 @@ INDEX = "model.safetensors.index.json"
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """What a model directory is made of; pickles and code are never fetched."""
 
+_COPY_AGAIN = "Fix: download or copy the model again, whole."
+
 _SHOWN = 12
 """Most problems listed in one message."""
 
@@ -60,7 +62,9 @@ class ModelDir:
         files = _open_files(path, sorted(set(where.values())), needed_by=path / INDEX)
         absent = [f"{name}: not in {file}" for name, file in where.items() if name not in files[file]]
         if absent:
-            raise UserError(f"{path / INDEX}: the shards are not those of this index:\n{_listed(absent)}")
+            raise UserError(
+                f"{path / INDEX}: the shards are not those of this index:\n{_listed(absent)}\n{_COPY_AGAIN}"
+            )
         return cls(path, config, files, where)
 
     def names(self) -> tuple[str, ...]:
@@ -135,7 +139,7 @@ def locate(source: str | Path, *, revision: str | None = None) -> Path:
     if path.exists():
         raise UserError(f"{text}: a model is a directory with config.json and safetensors files, not a file.")
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise UserError(f"{text}: there is no such directory.{_nearest_directory(path)}")
+        raise UserError(f"{text}: there is no such directory.{_nearest_directory(path)} Fix: correct `model`.")
 
     from huggingface_hub import errors, snapshot_download
 
@@ -175,7 +179,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError(f"{path}: missing. A model directory has config.json and safetensors files.") from error
+        message = f"{path}: missing. A model directory has config.json and safetensors files. {_COPY_AGAIN}"
+        raise UserError(message) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -199,9 +204,13 @@ def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[st
             except UserError as error:
                 problems.append(str(error))
     if len(problems) == 1:
-        raise UserError(problems[0] if "Fix:" in problems[0] else f"{problems[0]} (needed by {needed_by}).")
+        raise UserError(
+            problems[0] if "Fix:" in problems[0] else f"{problems[0]} (needed by {needed_by}). {_COPY_AGAIN}"
+        )
     if problems:
-        raise UserError(f"{needed_by}: {len(problems)} weight files cannot be used:\n{_listed(problems)}")
+        raise UserError(
+            f"{needed_by}: {len(problems)} weight files cannot be used:\n{_listed(problems)}\n{_COPY_AGAIN}"
+        )
     return files
 
 
@@ -212,7 +221,7 @@ def _no_weights(path: Path) -> UserError:
             f"{path}: no {SINGLE}; {pickles[0]} is a pickle, which is never read. "
             "Fix: load it with transformers and save_pretrained it again, which writes safetensors."
         )
-    return UserError(f"{path}: neither {SINGLE} nor {INDEX} is here.")
+    return UserError(f"{path}: neither {SINGLE} nor {INDEX} is here. {_COPY_AGAIN}")
 
 
 def _listed(problems: list[str]) -> str:
