@@ -17,6 +17,7 @@ from surogate_core.bundles import Objective, Offloader, Optimizer, OptimizerSett
 from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
+from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
@@ -136,6 +137,8 @@ class Engine:
         source: Source,
         progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     ):
+        if settings.device.type == "cpu":
+            keep_freed_pages()
         self.model, self.settings = model, settings
         found = pieces(model, lora=lora, max_seqlen=settings.max_seqlen)
         self.embed, *layers, self.head = found

@@ -44,11 +44,13 @@ def layer_key(index: int) -> str:
 def training_schedule(layers: int, *, train_embedding: bool) -> tuple[Action, ...]:
     """Forward through all pieces, the fused head, and backward in reverse.
 
-    The next piece's weights are prefetched before the current piece runs.
+    What the next piece needs is prefetched before the current piece runs.
     """
     keys = [layer_key(i) for i in range(layers)]
     actions = [*_forward(keys, keep=True)]
     actions += [
+        Action("prefetch", keys[-1], "weights"),
+        Action("prefetch", keys[-1], "residuals"),
         Action("fetch", HEAD, "weights"),
         Action("loss", HEAD),
         Action("reduce", HEAD, "gradients"),
@@ -84,6 +86,7 @@ def evaluation_schedule(layers: int) -> tuple[Action, ...]:
 def _forward(keys: Sequence[str], *, keep: bool) -> tuple[Action, ...]:
     actions = [
         Action("tables", ""),
+        Action("prefetch", keys[0], "weights"),
         Action("fetch", EMBED, "weights"),
         Action("forward", EMBED),
         Action("release", EMBED, "weights"),
