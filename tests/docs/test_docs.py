@@ -13,6 +13,7 @@ import textwrap
 import tomllib
 import venv
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def test_python_block_runs(block, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [p for p in PAGES if relative(p) not in RUNNABLE], ids=relative)
 def test_shown_output_of_python_is_real(page, capsys):
     found = blocks(page)
-    for block, shown in zip(found, found[1:], strict=False):
+    for block, shown in pairwise(found):
         if block.language == "python" and not block.mark and shown.mark == "output":
             exec(compile(block.text, str(block), "exec"), {"__name__": "docs"})
             assert capsys.readouterr().out == shown.text, f"{shown} is not what {block} prints"
