@@ -12,6 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+# See `tiny_engine`.
+torch.set_num_threads(1)
+
 Op = Callable[..., Tensor]
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2}

@@ -1,0 +1,78 @@
+"""The device store, and an engine on stores that move and forget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, strict_offloader
+
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
+
+
+def test_the_device_store_keeps_what_it_was_given() -> None:
+    store = DeviceStore("weights")
+    tensors = [torch.ones(3), torch.zeros(2)]
+    store.put("layer 0", tensors)
+    store.prefetch("layer 0")
+    for _ in range(2):
+        assert all(a is b for a, b in zip(store.fetch("layer 0"), tensors, strict=True))
+        store.release("layer 0")
+
+
+def test_residuals_are_forgotten() -> None:
+    store = DeviceStore("residuals")
+    store.put("layer 0", [torch.ones(3)])
+    assert store.nbytes() == {"device": 12, "host": 0, "disk": 0}
+    store.release("layer 0")
+    assert store.nbytes()["device"] == 0
+    with pytest.raises(KeyError):
+        store.fetch("layer 0")
+
+
+def test_shared_storage_counts_once() -> None:
+    store = DeviceStore("weights")
+    whole = torch.ones(8)
+    store.put("embed", [whole])
+    store.put("head", [whole[:4], whole[4:], torch.ones(1)])
+    assert store.nbytes()["device"] == 36
+
+
+def test_no_offload_stores_every_kind_on_the_device() -> None:
+    for kind in NO_OFFLOAD.kinds:
+        assert isinstance(NO_OFFLOAD.store(kind, torch.device("cpu"), None), DeviceStore)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_an_engine_on_stores_that_move_and_forget(adapters: bool, recompute: bool) -> None:
+    """Fetched tensors are copies that become NaN when released: nothing may be read outside fetch and release."""
+    documents = random_documents([11, 9])
+    batches = [make_batch(documents), make_batch(documents[:1])]
+    settings = {"recompute": Recompute(block=recompute), "head_chunks": 2}
+    settings["lora"] = lora(dropout=0.2) if adapters else None
+    plain = make_engine(**settings)
+    offloader, stores = strict_offloader()
+    engine = make_engine(offloader=offloader, **settings)
+    expected, found = gradients(plain, batches), gradients(engine, batches)
+    assert all(torch.equal(found[name], g) for name, g in expected.items())
+    assert engine.evaluate(batches) == plain.evaluate(batches)
+    for step in range(2):
+        results = [e.train_step(batches, step=step, lr=1e-2).read() for e in (plain, engine)]
+        assert results[0] == results[1]
+    if adapters:
+        exported = [{n: t.clone() for n, t in e.parameters.base_tensors()} for e in (plain, engine)]
+        assert all(torch.equal(exported[1][name], t) for name, t in exported[0].items())
+    assert not any(store.out for store in stores.values()), "fetched and not released"
+    assert not stores["residuals"].held
+
+
+def test_the_engine_asks_the_stores_what_the_schedule_says() -> None:
+    offloader, stores = strict_offloader()
+    engine = make_engine(offloader=offloader, lora=lora())
+    for store in stores.values():
+        store.log.clear()
+    engine.accumulate([make_batch(random_documents([11, 9]))])
+    for kind, store in stores.items():
+        said = [(a.verb, a.key) for a in engine.training if a.kind == kind]
+        assert store.log == said
