@@ -3,7 +3,7 @@
 Prints one line a kill and a verdict: PASS when the final weights, the optimizer's state, the checkpoint's state,
 the export and every loss are bit-identical to those of a run that was never killed. Exit 0 then, else 1.
 
-    python scripts/kill_test.py [--mode full|lora] [--kills 20] [--seed 0] [--dir DIRECTORY]
+    python scripts/kill_test.py [--mode full|lora] [--kills 20] [--steps 160] [--seed 0] [--dir DIRECTORY]
 
 A third of the kills come anywhere in a process's life (set-up included), a third at a random step, a third
 while a checkpoint or an export is being written; for the last the child writes slowly, in small pieces.
@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-STEPS, SAVE_STEPS = 160, 5
+SAVE_STEPS = 5
 EMBEDDED = "pkg://surogate_dataset_chat/embedded"
 SETTINGS = (
     f"datasets=[{{path: '{EMBEDDED}/train.jsonl', type: conversation, samples: 120}}]",
@@ -35,7 +35,6 @@ SETTINGS = (
     "sequence_len=64",
     "per_device_train_batch_size=2",
     "gradient_accumulation_steps=2",
-    f"max_steps={STEPS}",
     "warmup_steps=5",
     f"save_steps={SAVE_STEPS}",
     "save_total_limit=2",
@@ -70,7 +69,7 @@ def _write_slowly() -> None:
             time.sleep(0.0005)
 
     def fsync(descriptor: int) -> None:
-        time.sleep(0.003)
+        time.sleep(0.008)
         whole_sync(descriptor)
 
     atomic.write_all = write_all
@@ -81,9 +80,10 @@ def _write_slowly() -> None:
 class Run:
     """A run in a directory, as child processes one after the other."""
 
-    def __init__(self, output: Path, mode: str, cache: Path):
-        self.output = output
-        self._arguments = [*SETTINGS, *MODES[mode], f"output_dir={output}", f"data_cache_dir={cache}"]
+    def __init__(self, output: Path, mode: str, cache: Path, steps: int):
+        self.output, self._steps = output, steps
+        places = (f"output_dir={output}", f"data_cache_dir={cache}")
+        self._arguments = [*SETTINGS, *MODES[mode], f"max_steps={steps}", *places]
 
     def start(self, *, slow: bool = False) -> subprocess.Popen[str]:
         """Begin, or go on."""
@@ -114,7 +114,7 @@ class Run:
         """File → digest of what the run leaves behind."""
         found = {}
         export = "adapter" if (self.output / "adapter").exists() else "model"
-        for directory in (self.output / f"checkpoint-{STEPS}", self.output / export):
+        for directory in (self.output / f"checkpoint-{self._steps}", self.output / export):
             for file in sorted(directory.glob("*")):
                 if file.name != "manifest.json":
                     found[f"{directory.name}/{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -189,17 +189,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=sorted(MODES), default="lora")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=None)
     options = parser.parse_args()
     directory = options.dir or Path(tempfile.mkdtemp(prefix="surogate-kill-test-"))
     chance = random.Random(options.seed)
 
-    whole = Run(directory / "whole", options.mode, directory / "cache")
+    whole = Run(directory / "whole", options.mode, directory / "cache", options.steps)
     began = time.monotonic()
     finish(whole)
     life = time.monotonic() - began
-    print(f"{options.mode}: uninterrupted run of {STEPS} steps in {life:.1f} s; seed {options.seed}; {directory}")
+    print(
+        f"{options.mode}: uninterrupted run of {options.steps} steps in {life:.1f} s; seed {options.seed}; {directory}"
+    )
 
     killed = rounds = while_saving = 0
     differing: list[str] = []
@@ -207,7 +210,7 @@ def main() -> int:
     while killed < options.kills or cut is not whole:
         if cut is whole:
             rounds += 1
-            cut = Run(directory / f"cut-{rounds}", options.mode, directory / "cache")
+            cut = Run(directory / f"cut-{rounds}", options.mode, directory / "cache", options.steps)
         if killed < options.kills:
             kind = KINDS[-1 - killed % len(KINDS)]
             told = kill_somewhere(cut, kind, chance, life)

@@ -215,7 +215,7 @@ def _alter(state: Path, manifest: Path, text: str) -> None:
 
 
 def test_kills_change_no_bit(tmp_path: Path) -> None:
-    kill_test(tmp_path, mode="lora", kills=2)
+    kill_test(tmp_path, mode="lora", kills=2, steps=40)
 
 
 @pytest.mark.slow
@@ -225,12 +225,8 @@ def test_twenty_kills_change_no_bit(mode: str, tmp_path: Path) -> None:
     kill_test(tmp_path, mode=mode, kills=20)
 
 
-def kill_test(directory: Path, *, mode: str, kills: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(KILL_TEST), "--mode", mode, "--kills", str(kills), "--dir", str(directory)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def kill_test(directory: Path, *, mode: str, kills: int, steps: int = 160) -> None:
+    command = [sys.executable, str(KILL_TEST), "--mode", mode, "--kills", str(kills), "--steps", str(steps)]
+    done = subprocess.run([*command, "--dir", str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout

@@ -42,7 +42,18 @@ def test_two_runs_are_bit_identical(
 def test_held_out_loss_falls_on_the_embedded_default(
     tmp_path: Path, data_cache: Path, run_here: RunHere, records: Records
 ) -> None:
-    keys = ["max_steps=50", "eval_steps=0", "monitor=[jsonl]", "device=cpu", f"data_cache_dir={data_cache}"]
+    # The shape, rows and rates of conf/, on fewer of them.
+    data = "pkg://surogate_dataset_chat/embedded"
+    keys = [
+        f"datasets=[{{path: '{data}/train.jsonl', type: conversation, samples: 1000}}]",
+        f"validation_datasets=[{{path: '{data}/validation.jsonl', type: conversation, samples: 60}}]",
+        f"tokenizer='{data}/tokenizer'",
+        "max_steps=50",
+        "eval_steps=0",
+        "monitor=[jsonl]",
+        "device=cpu",
+        f"data_cache_dir={data_cache}",
+    ]
     run_here(tmp_path, *keys, "model.config.num_hidden_layers=2", "model.config.hidden_size=64")
     first, last = (line["loss"] for line in records(tmp_path, "eval_end"))
     assert first == pytest.approx(math.log(1024), abs=0.2)
