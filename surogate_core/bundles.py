@@ -235,15 +235,7 @@ class MonitorSpec:
 
 
 Bundle = (
-    ModelFamily
-    | Objective
-    | DatasetFormat
-    | Recipe
-    | OptimizerSpec
-    | Offloader
-    | KernelPack
-    | Launcher
-    | MonitorSpec
+    ModelFamily | Objective | DatasetFormat | Recipe | OptimizerSpec | Offloader | KernelPack | Launcher | MonitorSpec
 )
 
 KINDS: Mapping[str, tuple[str, type]] = {
