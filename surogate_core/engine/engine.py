@@ -382,10 +382,13 @@ class Engine:
         """Copy a checkpoint's tensors into the live ones; names and shapes must agree."""
         for file, live in self.state().items():
             saved = state[file]
-            if missing := sorted(live.keys() ^ saved.keys()):
-                raise ValueError(f"checkpoint file {file}: tensors differ from this run's: {', '.join(missing[:5])}")
+            other = live.keys() ^ saved.keys() or {n for n, t in live.items() if t.shape != saved[n].shape}
+            if other:
+                listed = ", ".join(sorted(other)[:5])
+                raise ValueError(f"checkpoint file {file}: tensors differ from this run's: {listed}")
+        for file, live in self.state().items():
             for name, tensor in live.items():
-                tensor.copy_(saved[name])
+                tensor.copy_(state[file][name])
         self.parameters.refresh()
 
 

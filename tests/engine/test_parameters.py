@@ -1,0 +1,136 @@
+"""The flat groups: offsets, dtypes, decay, what is handed out; random values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from surogate_model_qwen3.model import build
+from tiny_engine import lora, make_engine, tensor_source, tiny_config
+
+from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.slots import Adapter
+from surogate_core.engine.parameters import ALIGNMENT, Parameters, RandomSource, distinct, pieces
+from surogate_core.engine.stores import DeviceStore
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec(name="w", hf_name="a.weight", shape=(300, 200), trainable=True, role="weight", init="normal")
+
+
+def make_parameters(
+    *, adapters: LoRA | None = None, dtype: torch.dtype = torch.float32, adapter_dtype: torch.dtype = torch.float32
+) -> Parameters:
+    found = pieces(build(tiny_config(attention_bias=True)), lora=adapters, max_seqlen=8)
+    parameters = Parameters(
+        found, weights=DeviceStore("weights"), device=CPU, dtype=dtype, adapter_dtype=adapter_dtype, weight_decay=0.1
+    )
+    parameters.fill(RandomSource(seed=0, std=0.02, device=CPU))
+    return parameters
+
+
+@pytest.mark.parametrize("adapters", [None, lora()], ids=["full", "lora"])
+def test_groups_are_flat_aligned_and_do_not_overlap(adapters: LoRA | None) -> None:
+    parameters = make_parameters(adapters=adapters)
+    names = [n for g in parameters.groups for n in g.shapes]
+    assert sorted(names) == sorted(parameters.masters())
+    for group in parameters.groups:
+        end = 0
+        for name, (offset, shape) in group.shapes.items():
+            assert offset % ALIGNMENT == 0
+            assert offset >= end
+            end = offset + math.prod(shape)
+            master = parameters.masters()[name]
+            assert master.shape == shape
+            assert master.data_ptr() == group.master[offset:].data_ptr()
+            assert parameters.gradients_by_name()[name].data_ptr() == group.grad[offset:].data_ptr()
+        assert group.master.shape == group.grad.shape
+        assert group.master.dtype == group.grad.dtype == torch.float32
+        assert len(group.master) - end < ALIGNMENT
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    groups = {g.name: g for g in make_parameters().groups}
+    assert groups["decayed"].weight_decay == 0.1
+    assert groups["undecayed"].weight_decay == 0.0
+    undecayed = set(groups["undecayed"].shapes)
+    assert undecayed == {n for g in groups.values() for n, (_, shape) in g.shapes.items() if len(shape) == 1}
+    assert any("bias" in n for n in undecayed)
+    assert [g.name for g in make_parameters(adapters=lora()).groups] == ["decayed"]
+
+
+def test_fp32_trains_its_masters_without_a_copy_and_bf16_has_one() -> None:
+    exact = make_parameters()
+    assert not exact.copies
+    piece = exact.pieces[1]
+    for tensor, spec in zip(exact.inputs(piece), piece.specs, strict=True):
+        assert tensor.data_ptr() == exact.masters()[spec.hf_name].data_ptr()
+    rounded = make_parameters(dtype=torch.bfloat16)
+    name = piece.specs[4].hf_name
+    rounded.masters()[name].fill_(1.001)
+    before = rounded.inputs(rounded.pieces[1])[4].clone()
+    rounded.refresh()
+    after = rounded.inputs(rounded.pieces[1])[4]
+    assert after.dtype == torch.bfloat16
+    assert not torch.equal(before, after)
+    assert torch.equal(after, rounded.masters()[name].bfloat16())
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+def test_adapters_have_a_dtype_of_their_own(adapter_dtype: torch.dtype) -> None:
+    adapter = Adapter(rank=2, scale=1.0, dropout=0.0, dtype=adapter_dtype)
+    adapters = LoRA(adapter=adapter, targets=frozenset(["q_proj"]))
+    parameters = make_parameters(adapters=adapters, dtype=torch.bfloat16, adapter_dtype=adapter_dtype)
+    piece = parameters.pieces[1]
+    for tensor, spec in zip(parameters.inputs(piece), piece.specs, strict=True):
+        assert tensor.shape == spec.shape
+        assert tensor.dtype == (adapter_dtype if spec.role == "adapter" else torch.bfloat16)
+    assert {n: t.dtype for n, t in parameters.adapter_tensors()} == dict.fromkeys(parameters.masters(), torch.float32)
+
+
+def test_every_tensor_comes_out_as_it_went_in() -> None:
+    source = RandomSource(seed=3, std=1.0, device=CPU)
+    specs = list(distinct(pieces(build(tiny_config()), lora=lora(), max_seqlen=8)))
+    values = {s.hf_name: source(s) for s in specs}
+    engine = make_engine(lora=lora(), source=tensor_source(values))
+    out = {**dict(engine.parameters.base_tensors()), **dict(engine.parameters.adapter_tensors())}
+    assert out.keys() == values.keys()
+    assert all(torch.equal(out[n], v) for n, v in values.items())
+    total, trained = engine.parameters.counts()
+    assert total == sum(v.numel() for v in values.values())
+    assert trained == sum(v.numel() for n, v in values.items() if "lora" in n)
+
+
+def test_a_source_of_the_wrong_shape_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"model\.embed_tokens\.weight"):
+        make_engine(source=lambda spec: torch.zeros(2, 2))
+
+
+# ------------------------------------------------------------------------- random values
+
+
+def draw(seed: int = 0, spec: TensorSpec = SPEC, std: float = 0.02) -> torch.Tensor:
+    return RandomSource(seed=seed, std=std, device=CPU)(spec)
+
+
+def test_random_values_depend_on_the_seed_and_the_name_alone() -> None:
+    source = RandomSource(seed=0, std=0.02, device=CPU)
+    source(replace(SPEC, hf_name="other"))
+    torch.rand(7)
+    assert torch.equal(source(SPEC), draw())
+    assert not torch.equal(draw(1), draw())
+    assert not torch.equal(draw(spec=replace(SPEC, hf_name="b.weight")), draw())
+
+
+def test_random_values_have_the_spread_that_they_should() -> None:
+    value = draw()
+    count = value.numel()
+    assert abs(value.mean()) < 4 * 0.02 / count**0.5
+    assert value.std().item() == pytest.approx(0.02, rel=4 / (2 * count) ** 0.5)
+    down = draw(spec=replace(SPEC, init="lora_a", role="adapter"))
+    bound = 1 / SPEC.shape[1] ** 0.5
+    assert 0.99 * bound < down.max() <= bound
+    assert -bound <= down.min() < -0.99 * bound
+    assert (draw(spec=replace(SPEC, init="ones")) == 1).all()
+    assert (draw(spec=replace(SPEC, init="zeros")) == 0).all()
