@@ -136,11 +136,11 @@ class Run:
 
 def kill_somewhere(run: Run, kind: str, chance: random.Random, life: float) -> str:
     """Start the run and kill it; what it was doing then, or an empty text if it came to its end first."""
-    before = run.steps()
+    before, leftover = run.steps(), run.writing()
     process = run.start(slow=kind == "save")
     began = time.monotonic()
     moment, target = began + chance.uniform(0.05, 0.9) * life, before + chance.randint(1, 2 * SAVE_STEPS)
-    saves, being_written = chance.randint(1, 2), ""
+    saves, being_written = chance.randint(1, 2), leftover
     while process.poll() is None:
         if kind == "life" and time.monotonic() >= moment:
             break
@@ -149,7 +149,7 @@ def kill_somewhere(run: Run, kind: str, chance: random.Random, life: float) -> s
             break
         if kind == "save" and (now := run.writing()) != being_written:
             being_written = now
-            saves -= bool(now)
+            saves -= "surogate-tmp" in now
             if saves == 0:
                 time.sleep(chance.uniform(0, 0.06))
                 break
@@ -161,7 +161,7 @@ def kill_somewhere(run: Run, kind: str, chance: random.Random, life: float) -> s
     if process.returncode != -signal.SIGKILL:
         raise SystemExit(f"FAIL: the resumed run ended with {process.returncode}:\n{output}")
     seen, steps = run.writing(), run.steps()
-    where = f"writing {seen}" if seen else f"after step {steps}" if steps != before else "in set-up"
+    where = "in set-up" if (seen, steps) == (leftover, before) else f"writing {seen}" if seen else f"after step {steps}"
     return f"{time.monotonic() - began:.1f} s, {where}"
 
 
