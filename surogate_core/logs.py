@@ -59,6 +59,8 @@ def configure() -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+    # A log that cannot be written (a full disk) must not print tracebacks over the run.
+    logging.raiseExceptions = False
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in [h for h in root.handlers if isinstance(h, _Stderr)]:

@@ -41,6 +41,7 @@ PREFIXES = ("+", "~", "-")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Installed as ``surogate``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code = 0
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has gone (`| head`): keep Python from failing again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except Exception as error:
         from surogate_core.logs import record_traceback
 

@@ -65,7 +65,7 @@ class RunConfig:
     model: ModelSelection = field(default_factory=ModelSelection)
     """The model; `model=DIR_OR_HUB_ID` and `model=FAMILY_OPTION` are short forms."""
     tokenizer: str | None = None
-    """Directory or hub id of the tokenizer; null takes the model's own, else the embedded one."""
+    """Directory or hub id of the tokenizer; null takes the model's own."""
     from_scratch: bool = False
     """Start from random weights, drawn from `train_seed`."""
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -325,11 +325,12 @@ class _Run:
         config, parameters, state = self.config, self.engine.parameters, self.loop.state
         base = config.model.path
         settings = to_dict(config)
-        keys = ("recipe", "optimizer", "learning_rate", "lr_scheduler_type", "sequence_len", "lora", "lora_rank")
+        keys = ["learning_rate", "lr_scheduler_type", "sequence_len", "lora", *(["lora_rank"] if config.lora else [])]
+        chosen = {"recipe": config.recipe.name, "optimizer": config.optimizer.name}
         card = Card(
             title=config.run_name or self.output.resolve().name,
             base_model=base if resolved.weights else None,
-            settings={k: settings[k] for k in keys},
+            settings={**chosen, **{k: settings[k] for k in keys}},
             figures={
                 "steps": state.step,
                 "tokens": state.total_tokens,
@@ -353,6 +354,10 @@ class _Run:
             )
         else:
             values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
+            if resolved.weights is None:
+                # A preset's token ids are those of the published model's tokenizer, not of this one.
+                names = ("bos_token_id", "eos_token_id", "pad_token_id")
+                values.update({name: getattr(tokenizer, name) for name in names})
             path = export_full(
                 self._export_place(),
                 parameters.base_tensors(),
@@ -378,8 +383,7 @@ class _Run:
 
     def _next_steps(self) -> str:
         """How to go on from the embedded default to one's own model and data."""
-        own_data = not any(str(d.get("path", "")).startswith(EMBEDDED) for d in self.config.datasets)
-        if own_data and self.config.model.path is not None:
+        if not any(str(d.get("path", "")).startswith(EMBEDDED) for d in self.config.datasets):
             return ""
         return (
             "This was the embedded example. With a model and data of your own:\n"

@@ -108,7 +108,7 @@ def test_logits(tied: bool, bias: bool) -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_loss_and_every_gradient(tied: bool, bias: bool, recompute: bool, record_property: Record) -> None:
+def test_loss_and_every_gradient(tied: bool, bias: bool, recompute: bool, record_testsuite_property: Record) -> None:
     model = reference(tied=tied, bias=bias)
     loss = mean_loss(model, documents(0))
     loss.backward()
@@ -116,7 +116,7 @@ def test_loss_and_every_gradient(tied: bool, bias: bool, recompute: bool, record
     engine = engine_of(model, recompute=Recompute(block=recompute), head_chunks=3)
     found = gradients(engine, [batch()])
     error, name = worst(found, expected)
-    record_property("worst gradient", f"{name} {error:.2e}")
+    record_testsuite_property(f"gradient, {tied=} {bias=} {recompute=}", f"{error:.2e} {name}")
     assert error <= TOLERANCE, name
     assert all(g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing"
     assert engine.evaluate([batch()])[0] == pytest.approx(loss.item(), rel=TOLERANCE)
@@ -166,19 +166,21 @@ def train_engine(engine: Engine, steps: int) -> Iterator[float]:
         yield engine.train_step(batches, step=step, lr=LR).read()[0]
 
 
-def compare_losses(found: list[float], expected: list[float], record_property: Record) -> None:
+def compare_losses(found: list[float], expected: list[float], record_testsuite_property: Record) -> None:
     error = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-    record_property("worst loss", f"{error:.2e}")
+    record_testsuite_property(f"{len(found)} losses from {expected[0]:.4f}", f"{error:.2e}")
     assert error <= TOLERANCE
     assert abs(expected[0] - expected[-1]) > 1e-3 * expected[0], "the weights must have moved"
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_twenty_lora_steps_and_the_exported_adapter(tmp_path: Path, bias: bool, record_property: Record) -> None:
+def test_twenty_lora_steps_and_the_exported_adapter(
+    tmp_path: Path, bias: bool, record_testsuite_property: Record
+) -> None:
     model, engine, state = lora_pair(bias=bias)
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = list(train_reference(model, [{"params": trained, "weight_decay": 0.1}], 20))
-    compare_losses(list(train_engine(engine, 20)), expected, record_property)
+    compare_losses(list(train_engine(engine, 20)), expected, record_testsuite_property)
     assert worst(dict(engine.parameters.adapter_tensors()), adapters_of(model))[0] < 1e-3
 
     directory = export_adapter(
@@ -203,14 +205,14 @@ def test_twenty_lora_steps_and_the_exported_adapter(tmp_path: Path, bias: bool, 
     assert relative_error(plain, logits) > 100 * TOLERANCE, "the adapter must matter"
 
 
-def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_property: Record) -> None:
+def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_testsuite_property: Record) -> None:
     model = reference(tied=False, bias=True)
     engine = engine_of(model)
     decayed = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     expected = list(train_reference(model, groups, 20))
-    compare_losses(list(train_engine(engine, 20)), expected, record_property)
+    compare_losses(list(train_engine(engine, 20)), expected, record_testsuite_property)
 
     config = {"architectures": ["Qwen3ForCausalLM"], **model.config.to_dict()}
     directory = export_full(
@@ -229,7 +231,7 @@ def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_propert
     assert relative_error(engine.logits(batch())[: LENGTHS[0]], logits) <= TOLERANCE
 
 
-def test_packed_documents_equal_the_same_ones_alone(record_property: Record) -> None:
+def test_packed_documents_equal_the_same_ones_alone(record_testsuite_property: Record) -> None:
     model = reference()
     engine = engine_of(model)
     packed = engine.logits(batch())
@@ -247,7 +249,7 @@ def test_packed_documents_equal_the_same_ones_alone(record_property: Record) -> 
         for other in (expected, theirs[number]):
             errors.append(((found - other).abs() / other.abs().clamp(min=1e-3)).max().item())
         start += len(document)
-    record_property("worst token loss", f"{max(errors):.2e}")
+    record_testsuite_property("packed against alone, a token's loss", f"{max(errors):.2e}")
     assert max(errors) <= 1e-5
     # What the test would see if the borders were lost, and if the positions ran on.
     joined = make_batch(documents(0))
