@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import yaml
-
 from surogate_core.config.schema import PluginPolicy, RunConfig, Selection
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins.registry import Registry
@@ -208,7 +206,9 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """The flat YAML that gives the same configuration again."""
-    return yaml.safe_dump(_escaped(to_dict(config)), sort_keys=False, allow_unicode=True, width=100)
+    from surogate_core.config.yamlfile import write_yaml
+
+    return write_yaml(_escaped(to_dict(config)))
 
 
 def _plain(value: Any) -> Any:

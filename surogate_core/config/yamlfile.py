@@ -1,4 +1,4 @@
-"""Reading a flat YAML file: plain values, and the line of every key.
+"""Reading and writing a flat YAML file: plain values, and the line of every key.
 
 YAML as a config author expects it: ``2e-4`` is a number, ``on`` and ``no`` are text, dates are
 text, and a key that is there twice is a mistake.
@@ -122,6 +122,15 @@ class _Reader:
 
     def _problem(self, key: str, message: str, line: int) -> None:
         self.problems.append(Problem(key=key, message=message, where=f"{self.path}:{line}"))
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """Flat YAML that `read_yaml` reads back as the same values, keys in their order."""
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    # PyYAML leaves these line breaks as they are, and reads them back as spaces.
+    if any(c in text for c in "\x85\u2028\u2029"):
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=100)
+    return text
 
 
 def plain_scalar(text: str) -> Any:

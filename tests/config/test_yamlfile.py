@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from surogate_core.config.yamlfile import plain_scalar, read_yaml
+from surogate_core.config.yamlfile import plain_scalar, read_yaml, write_yaml
 from surogate_core.errors import ConfigError
 
 
@@ -121,9 +120,11 @@ plain = st.recursive(
 )
 
 
+@example(values={"a": "next\x85line"})
+@example(values={"a": "line\u2028separator"})
 @given(values=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), plain, max_size=4))
-def test_what_pyyaml_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     keys = {k for k in values if k in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")}
-    text = yaml.safe_dump({k: v for k, v in values.items() if k not in keys}, allow_unicode=True)
+    text = write_yaml({k: v for k, v in values.items() if k not in keys})
     file = read_yaml(write(tmp_path_factory.mktemp("yaml"), text))
     assert file.values == {k: v for k, v in values.items() if k not in keys}
