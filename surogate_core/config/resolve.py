@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+
 from surogate_core.config.schema import PluginPolicy, RunConfig, Selection
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins.registry import Registry
