@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -57,7 +58,9 @@ def load_many(
             known = {(p.key, p.message) for p in problems}
             problems += [p for p in error.problems if (p.key, p.message) not in known]
     if problems:
-        raise ConfigError(_without_echoes(problems))
+        places = [config_file.parent] if config_file else []
+        places += [Path(v.text.strip("'\"")) for v in settings.values if v.key == "output_dir"]
+        raise ConfigError([*_without_echoes(problems), *_plugins_gone(places, registry)])
     for broken in registry.broken.values():
         log.warning(f"{broken}; it is left out")
     return loaded
@@ -183,6 +186,24 @@ def _refuse_sweeps(settings: Any) -> None:
         settings.problems.append(Problem(key=key, message=message, where=where, fix="add --multirun"))
     settings.values = [v for v in settings.values if not v.sweep]
     settings.choices = {g: c for g, c in settings.choices.items() if not c.sweep}
+
+
+def _plugins_gone(directories: Sequence[Path], registry: Registry) -> list[Problem]:
+    """The plugins that an earlier run in one of the directories had and that are not installed now."""
+    gone: dict[str, Problem] = {}
+    for directory in directories:
+        try:
+            plugins = json.loads((directory / "run.json").read_bytes())["plugins"]
+            had = {p["name"]: f"{p['distribution']} {p['version']}" for p in plugins}
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        for name in had.keys() - registry.plugins.keys() - registry.blocked.keys() - registry.broken.keys():
+            gone[name] = Problem(
+                key="plugins",
+                message=f"the run in {directory} was made with plugin {name} ({had[name]}), which is not installed.",
+                fix=f"pip install '{had[name].replace(' ', '==')}'",
+            )
+    return [gone[name] for name in sorted(gone)]
 
 
 def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:

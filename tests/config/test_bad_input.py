@@ -11,10 +11,10 @@ import pytest
 
 from surogate_core.config import planned
 from surogate_core.config.checks import CHECKS
-from surogate_core.config.resolve import peek_policy
+from surogate_core.config.resolve import load_run_config, peek_policy
 from surogate_core.config.settings import KEYS
 from surogate_core.errors import ConfigError, Problem
-from surogate_core.plugins import Registry
+from surogate_core.plugins import Registry, load_plugins
 from surogate_core.plugins.catalogue import catalogue
 
 Problems = Callable[..., list[Problem]]
@@ -261,3 +261,18 @@ def test_every_key_is_documented_and_the_page_is_current() -> None:
     spec.loader.exec_module(module)
     current = (root / "docs" / "config.md").read_text(encoding="utf-8")
     assert module.make() == current, "run: python scripts/make_config_docs.py"
+
+
+def test_a_plugin_of_an_earlier_run_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(
+        '{"plugins": [{"name": "acme", "distribution": "acme-surogate", "version": "1.2"}, {"name": "core", "distribution": "surogate", "version": "1"}]}'
+    )
+    (tmp_path / "config.yaml").write_text("optimizer: signsgd\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run_config([], config_file=tmp_path / "config.yaml", registry=load_plugins())
+    assert "signsgd" in str(caught.value)
+    assert "acme (acme-surogate 1.2), which is not installed. Fix: pip install 'acme-surogate==1.2'" in str(
+        caught.value
+    )
+    with pytest.raises(ConfigError, match="acme-surogate"):
+        load_run_config(["optimizer=signsgd", f"output_dir={tmp_path}"], registry=load_plugins())
