@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,9 +265,9 @@ def test_every_key_is_documented_and_the_page_is_current() -> None:
 
 
 def test_a_plugin_of_an_earlier_run_that_is_gone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(
-        '{"plugins": [{"name": "acme", "distribution": "acme-surogate", "version": "1.2"}, {"name": "core", "distribution": "surogate", "version": "1"}]}'
-    )
+    had = [("acme", "acme-surogate", "1.2"), ("core", "surogate", "0.1.0")]
+    plugins = [{"name": name, "distribution": dist, "version": version} for name, dist, version in had]
+    (tmp_path / "run.json").write_text(json.dumps({"plugins": plugins}))
     (tmp_path / "config.yaml").write_text("optimizer: signsgd\n")
     with pytest.raises(ConfigError) as caught:
         load_run_config([], config_file=tmp_path / "config.yaml", registry=load_plugins())
