@@ -173,27 +173,27 @@ class Engine:
             head_chunks=settings.head_chunks,
             recompute=settings.recompute,
             compiler=settings.compiler,
-            progress=lambda what: progress(what, 0, 0),
+            progress=progress,
         )
         self._zero = torch.zeros((), dtype=torch.int32, device=settings.device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=settings.device)
         self._figures = torch.zeros(2, dtype=torch.float32, device=settings.device)
-        self._compile(progress)
+        self._compile()
         self._micro_step: Callable[[], None] = self._run_training
         self._update: Callable[[], None] = self._run_update
         if settings.device.type == "cuda" and settings.cuda_graphs:
             from surogate_core.engine.graphs import capture
 
-            progress("capturing CUDA graphs", 0, 0)
+            progress("capturing CUDA graphs", 0, 1)
             self._micro_step, self._update = capture(self)
+            progress("capturing CUDA graphs", 1, 1)
 
-    def _compile(self, progress: Callable[[str, int, int], None]) -> None:
+    def _compile(self) -> None:
         for piece in self.layers.values():
             self.programs.layer(piece)
         for chunk in self.programs.chunks():
             self.programs.head(self.head, chunk.stop - chunk.start, training=True)
-        progress("compiling", 1, 1)
 
     # ------------------------------------------------------------------------- schedule
 

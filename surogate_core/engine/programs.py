@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +45,18 @@ class ProgramBuilder:
     head_chunks: int
     recompute: Recompute
     compiler: Compiler
-    progress: Callable[[str], None] = lambda what: None
+    progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    """Told (task, 0, 1) when a program is begun and (task, 1, 1) when it is ready."""
     _layers: dict[Any, Program] = field(default_factory=dict)
     _evaluations: dict[Any, _Call] = field(default_factory=dict)
     _heads: dict[Any, _Call] = field(default_factory=dict)
+
+    @contextmanager
+    def _making(self, task: str) -> Iterator[None]:
+        self.progress(task, 0, 1)
+        with registry.using(self.kernels):
+            yield
+        self.progress(task, 1, 1)
 
     def _inputs(self, piece: Piece) -> list[Signature]:
         return [Signature(s.shape, self.parameters.compute_dtype(s), self.device, s.trainable) for s in piece.specs]
@@ -86,8 +95,7 @@ class ProgramBuilder:
         """Forward and backward of a layer: ([*tensors, x_ND, *tables, seed])."""
         key = self.signature(piece)
         if key not in self._layers:
-            self.progress(f"differentiating {type(piece.block).__name__}")
-            with registry.using(self.kernels):
+            with self._making(f"differentiating {type(piece.block).__name__}"):
                 self._layers[key] = differentiate(
                     self._layer_function(piece, training=True),
                     self._layer_inputs(piece),
@@ -111,8 +119,7 @@ class ProgramBuilder:
         """Forward alone of a layer, without dropout."""
         key = self.signature(piece)
         if key not in self._evaluations:
-            self.progress(f"tracing {type(piece.block).__name__} for evaluation")
-            with registry.using(self.kernels):
+            with self._making(f"tracing {type(piece.block).__name__} for evaluation"):
                 self._evaluations[key] = without_gradients(
                     self._layer_function(piece, training=False), self._layer_inputs(piece), compiler=self.compiler
                 )
@@ -130,7 +137,7 @@ class ProgramBuilder:
         """
         key = (tokens, training)
         if key not in self._heads:
-            self.progress("differentiating the head and loss" if training else "tracing the head for evaluation")
+            task = "differentiating the head and loss" if training else "tracing the head for evaluation"
             eps = float(self.model.head.eps.value(self.model.config))
 
             def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor) -> Tensor:
@@ -140,6 +147,6 @@ class ProgramBuilder:
             labels = Signature((tokens,), torch.int64, self.device)
             inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True), labels]
             make = with_gradients if training else without_gradients
-            with registry.using(self.kernels):
+            with self._making(task):
                 self._heads[key] = make(run, inputs, compiler=self.compiler)
         return self._heads[key]

@@ -158,11 +158,12 @@ def test_equal_layers_share_their_programs() -> None:
     assert len(engine.programs._layers) == 1
     assert len(engine.programs._heads) == 2, "11 + 11 + 10 tokens: two sizes of chunk"
     assert not engine.programs._evaluations, "evaluation is traced when it is first asked for"
-    engine.programs.progress = said.append
+    engine.programs.progress = lambda task, done, total: said.append(f"{task} {done}/{total}")
     engine.evaluate(ragged())
     engine.evaluate(ragged())
     engine.train_step(ragged(), step=0, lr=0.0)
-    assert said == ["tracing Qwen3Block for evaluation"] + 2 * ["tracing the head for evaluation"]
+    layer, head = "tracing Qwen3Block for evaluation", "tracing the head for evaluation"
+    assert said == [f"{layer} 0/1", f"{layer} 1/1"] + 2 * [f"{head} 0/1", f"{head} 1/1"]
 
 
 def test_residuals_are_foretold() -> None:
