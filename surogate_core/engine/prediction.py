@@ -18,8 +18,10 @@ from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.kernels.registry import KernelTable
 
-LOGIT_COPIES = 3
-"""Tensors of a logits chunk's size that exist at once in the head: logits, their gradient, a temporary."""
+LOGIT_COPIES = {"inductor": 2, "fx": 3}
+"""Tensors of a logits chunk's size that exist at once in the head: logits and their gradient, and in
+the traced graph as it is a temporary. With them the measured peaks on an H200 are met: 8.45 GiB
+predicted and 8.53 measured for Qwen3-0.6B, 37.3 and 37.5 for 8B (LoRA, 4096 tokens, no recompute)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ def predict(
     flat = sum(g.master.numel() for g in parameters.groups)
     copies = sum(copy.nbytes for copy, _ in parameters.copies)
     chunk = max(c.stop - c.start for c in builder.chunks())
-    logits = chunk * model.vocab_size * settings.dtype.itemsize * LOGIT_COPIES
+    logits = chunk * model.vocab_size * settings.dtype.itemsize * LOGIT_COPIES[settings.compiler]
     moved = offloader.place
 
     def place(kind: str) -> str:

@@ -1,0 +1,65 @@
+"""The plan's figures against the tensors of a real engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from surogate_model_qwen3.model import build
+from surogate_optimizer_adamw.adamw import AdamW
+from surogate_recipe_bf16 import linear
+from tiny_engine import lora, make_batch, make_engine, random_documents, tiny_config
+
+from surogate_core.bundles import Objective, OptimizerSpec, Recipe
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.prediction import predict
+from surogate_core.engine.schedule import EMBED
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize("block", [True, False])
+def test_bytes_are_those_of_the_engine(adapters: bool, block: bool) -> None:
+    chosen = lora() if adapters else None
+    engine = make_engine(lora=chosen, recompute=Recompute(block=block))
+    prediction = predict(
+        build(tiny_config()),
+        settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
+        recipe=Recipe(name="bf16", linear=linear),
+        recipe_options=None,
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        offloader=NO_OFFLOAD,
+        kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK]),
+        lora=chosen,
+    )
+    held = {h.kind: h.nbytes for h in prediction.held}
+    assert (prediction.parameters, prediction.trainable_parameters) == engine.parameters.counts()
+    groups = engine.parameters.groups
+    assert held["masters"] == sum(g.master.nbytes for g in groups)
+    assert held["gradients"] == sum(g.grad.nbytes for g in groups)
+    assert held.get("weights", 0) == engine.weights.nbytes()["device"]
+    assert prediction.schedule == engine.training
+    assert set(prediction.kernels) <= set(engine.programs.kernels.chosen)
+
+    batch = make_batch(random_documents([20, 12]))
+    engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
+    kept = 0
+    put = engine.residuals.put
+
+    def counted(key: str, tensors: object) -> None:
+        nonlocal kept
+        kept += sum(t.nbytes for t in tensors)  # type: ignore[attr-defined]
+        put(key, tensors)  # type: ignore[arg-type]
+
+    engine.residuals.put = counted  # type: ignore[method-assign]
+    with torch.no_grad():
+        engine._run_training()
+    assert held["residuals"] == kept > 0
+    assert EMBED in {a.key for a in prediction.schedule}
+    assert prediction.total("device") == sum(held.values())
+    assert prediction.total("host") == 0
