@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import chat_templates
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -98,3 +99,9 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
 def document_rows() -> list[dict[str, str]]:
     """40 rows of 2 to 14 words."""
     return [{"text": " ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + (5 * i) % 13))} for i in range(40)]
+
+
+@pytest.fixture(scope="session")
+def templated() -> Callable[[str], Any]:
+    """The embedded tokenizer with a template, and that template's end-of-turn token."""
+    return chat_templates.templated

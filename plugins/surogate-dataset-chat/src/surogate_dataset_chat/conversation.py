@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
+from surogate_core.data.fields import require_unicode, required
 from surogate_core.data.tokenize import RowError
-from surogate_dataset_chat.fields import require_unicode, required
 
 if TYPE_CHECKING:
     from surogate_core.data.tokenize import EncodeContext, Encoded
@@ -38,8 +38,8 @@ def encode(row: Mapping[str, Any], options: ConversationOptions, context: Encode
     Raises `RowError` when the messages are malformed, none is the assistant's, or the chat
     template does not take them.
     """
+    from surogate_core.data.labels import tokenize_conversation
     from surogate_core.data.tokenize import Encoded
-    from surogate_dataset_chat.labels import tokenize_conversation
 
     messages = read_messages(row, options)
     ids, trained = tokenize_conversation(context.tokenizer, messages, read_tools(row, options))

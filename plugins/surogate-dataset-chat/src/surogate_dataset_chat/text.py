@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_dataset_chat.fields import required_text
+from surogate_core.data.fields import required_text
 
 if TYPE_CHECKING:
     from surogate_core.data.tokenize import EncodeContext, Encoded

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data.fields import require_unicode
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
-from surogate_dataset_chat.fields import require_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

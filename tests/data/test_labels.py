@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surogate_dataset_chat.labels import _by_pieces, tokenize_conversation
 
+from surogate_core.data.labels import _by_pieces, tokenize_conversation
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
@@ -105,7 +105,8 @@ def test_marks_and_prefixes_agree(templated: Callable[..., Any], turns: Any) -> 
     assert tokenize_conversation(marked, turns) == tokenize_conversation(plain, turns)
 
 
-def test_a_tokenizer_without_offsets_encodes_part_by_part(tokenizer: Any) -> None:
+def test_a_tokenizer_without_offsets_encodes_part_by_part(templated: Callable[..., Any]) -> None:
+    tokenizer, _ = templated("embedded")
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     start = text.index("Hello")
     ids, trained = _by_pieces(tokenizer, text, [(start, start + len("Hello<|im_end|>"))])
