@@ -83,17 +83,10 @@ def test_a_missing_size_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_[a-z]+`: RoPE scaling `yarn`.*Fix"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "`rope_[a-z]+`: RoPE scaling `linear`.*Fix"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
-            "`rope_[a-z]+`: RoPE scaling `dynamic`.*Fix",
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "`rope_[a-z]+`: RoPE scaling `yarn`.*Fix",
-        ),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `longrope`.*Fix"),
+        ({"rope_scaling": {"type": "yarn"}}, "`rope_scaling`: RoPE scaling `yarn` needs `factor`.*Fix"),
         ({"use_sliding_window": True}, "`use_sliding_window`.*Fix"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`.*Fix"),
         ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'.*Fix"),
         ({"attention_dropout": 0.1}, "`attention_dropout`.*Fix"),
         ({"num_key_value_heads": 3}, r"`num_attention_heads` \(4\) must be a multiple of `num_key_value_heads` \(3\)"),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
-from surogate_core.errors import UserError
+from surogate_core.dsl.decoder import check_decoder
+from surogate_core.dsl.rope import Rope
 from surogate_core.kernels import ops
 
 D = Dim("hidden_size")
@@ -72,48 +73,11 @@ class Qwen3(Model):
 
     def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """RoPE's cos and sin, [N, E/2] fp32."""
-        head_dim = E.size(self.config)
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_N.device) / head_dim
-        angles = positions_N.float()[:, None] * (1.0 / rope_theta(self.config) ** exponents)
-        return {"cos": angles.cos(), "sin": angles.sin()}
-
-
-def rope_theta(config: Mapping[str, Any]) -> float:
-    """RoPE's base; transformers 5 writes it inside `rope_parameters`, earlier ones beside it."""
-    parameters = config.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+        return Rope(self.config, E.size(self.config)).tables(positions_N)
 
 
 def build(config: Mapping[str, Any]) -> Qwen3:
     """The model of a ``config.json``; refuses what the block does not compute."""
-    for key in ("rope_parameters", "rope_scaling"):
-        scaling = config.get(key) or {}
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind != "default":
-            raise UserError(
-                f"config.json: `{key}`: RoPE scaling `{kind}` is not available for qwen3 yet. Fix: remove it."
-            )
-    if config.get("use_sliding_window"):
-        raise UserError("config.json: `use_sliding_window` is not available for qwen3. Fix: set it to false.")
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"config.json: `hidden_act` is {activation!r}; qwen3 has silu. Fix: set it to silu.")
-    if config.get("attention_dropout"):
-        raise UserError("config.json: `attention_dropout` is not available for qwen3. Fix: set it to 0.")
-    if H.size(config) % K.size(config):
-        raise UserError(
-            f"config.json: `num_attention_heads` ({H.size(config)}) must be a multiple of "
-            f"`num_key_value_heads` ({K.size(config)})."
-        )
-    if E.size(config) % 2:
-        raise UserError(f"config.json: `head_dim` must be even for RoPE, not {E.size(config)}.")
     model = Qwen3(config)
-    _read_every_key(model)
+    check_decoder(model, family="qwen3", heads=H, kv_heads=K, head_dim=E)
     return model
-
-
-def _read_every_key(model: Qwen3) -> None:
-    """A missing or impossible size is an error here, before data are read."""
-    prefix, block = next(model.blocks(0))
-    block.tensor_specs(prefix, block.linear_slots(None), train_base=False)
-    model.embed_specs(train_base=False)
-    model.head_specs(train_base=False)

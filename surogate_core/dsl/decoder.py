@@ -1,0 +1,48 @@
+"""What dense decoders of the Llama line share: which `config.json` they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from surogate_core.dsl.declare import Model
+from surogate_core.dsl.dims import Dim, read_key
+from surogate_core.dsl.rope import Rope
+from surogate_core.errors import UserError
+
+
+def even_share(config: Mapping[str, Any]) -> int:
+    """A head's features where ``head_dim`` is absent: ``hidden_size / num_attention_heads``."""
+    width, heads = (Dim(key).size(config) for key in ("hidden_size", "num_attention_heads"))
+    if width % heads:
+        raise UserError(
+            f"config.json: `hidden_size` ({width}) must be a multiple of `num_attention_heads` ({heads}), "
+            f"or `head_dim` given."
+        )
+    return width // heads
+
+
+def check_decoder(model: Model, *, family: str, heads: Dim, kv_heads: Dim, head_dim: Dim) -> None:
+    """Refuse, by the name of the key, what no such block computes, and read every size once.
+
+    A missing or impossible size is an error here, before data are read.
+    """
+    config = model.config
+    layer_types = config.get("layer_types") or []
+    if config.get("use_sliding_window") or set(layer_types) - {"full_attention"}:
+        key = "use_sliding_window" if config.get("use_sliding_window") else "layer_types"
+        raise UserError(f"config.json: `{key}`: sliding windows are not available for {family}. Fix: switch them off.")
+    if (activation := read_key(config, "hidden_act", "silu")) != "silu":
+        raise UserError(f"config.json: `hidden_act` is {activation!r}; {family} has silu. Fix: set it to silu.")
+    if config.get("attention_dropout"):
+        raise UserError(f"config.json: `attention_dropout` is not available for {family}. Fix: set it to 0.")
+    if heads.size(config) % kv_heads.size(config):
+        raise UserError(
+            f"config.json: `num_attention_heads` ({heads.size(config)}) must be a multiple of "
+            f"`num_key_value_heads` ({kv_heads.size(config)})."
+        )
+    Rope(config, head_dim.size(config))
+    prefix, block = next(model.blocks(0))
+    block.tensor_specs(prefix, block.linear_slots(None), train_base=False)
+    model.embed_specs(train_base=False)
+    model.head_specs(train_base=False)

@@ -1,0 +1,218 @@
+"""Rotary position embedding (arXiv 2104.09864): the tables that `kernels.ops.rope` takes.
+
+`Rope` reads ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before), of a
+``config.json``. The frequencies are those of transformers, operation for operation, so that angles agree at
+positions where one unit in the last place would show.
+
+Shape suffixes: N tokens, E head features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.dsl.dims import read_key
+from surogate_core.errors import UserError
+
+DEFAULT_THETA = 10_000.0
+"""Base where ``config.json`` names none."""
+
+
+class Rope:
+    """The RoPE of a ``config.json``; `UserError` when it is none that this module computes.
+
+    Kinds: default; linear (position interpolation, arXiv 2306.15595); dynamic (NTK-aware base, by document
+    length); yarn (arXiv 2309.00071); llama3 (Llama 3.1, arXiv 2407.21783).
+    """
+
+    def __init__(self, config: Mapping[str, Any], head_dim: int):
+        if head_dim % 2:
+            raise UserError(f"config.json: `head_dim` must be even for RoPE, not {head_dim}.")
+        self.config, self.head_dim = config, head_dim
+        self.key, self.parameters = _parameters(config)
+        self.kind = str(self.parameters.get("rope_type") or self.parameters.get("type") or "default")
+        self.theta = self._number("rope_theta", above=1.0, default=config.get("rope_theta") or DEFAULT_THETA)
+        if self.kind not in KINDS:
+            raise UserError(
+                f"config.json: `{self.key}`: RoPE scaling `{self.kind}` is not available, only {', '.join(KINDS)}. "
+                f"Fix: choose one of these."
+            )
+        partial = self.parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            raise UserError(
+                f"config.json: `partial_rotary_factor` is {partial!r}; only 1 is available. Fix: remove it."
+            )
+        # A wrong parameter is an error here.
+        self.frequencies()
+        _ = self.amplitude
+
+    def frequencies(
+        self,
+        lengths_N: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Radians a position, [E/2]; for dynamic with `lengths_N`, each token's document length, [N, E/2]."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=device) / self.head_dim
+        return KINDS[self.kind](self, exponents, lengths_N)
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by; yarn's attention factor, else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.parameters.get("attention_factor") is not None:
+            return self._number("attention_factor", above=0.0)
+        factor = self._yarn_factor
+        mscale, all_dim = (self._number(key, above=-math.inf, default=0.0) for key in ("mscale", "mscale_all_dim"))
+        if mscale and all_dim:
+            return _mscale(factor, mscale) / _mscale(factor, all_dim)
+        return _mscale(factor, 1.0)
+
+    def tables(self, positions_N: Tensor) -> dict[str, Tensor]:
+        """cos and sin, each [N, E/2] fp32, of positions that start at 0 in each document."""
+        lengths_N = document_lengths(positions_N) if self.kind == "dynamic" else None
+        angles = positions_N.float()[:, None] * self.frequencies(lengths_N, device=positions_N.device)
+        cos, sin = angles.cos(), angles.sin()
+        if (amplitude := self.amplitude) != 1.0:
+            cos, sin = cos * amplitude, sin * amplitude
+        return {"cos": cos, "sin": sin}
+
+    @property
+    def _factor(self) -> float:
+        return self._number("factor", least=1.0)
+
+    @property
+    def _yarn_factor(self) -> float:
+        if "factor" in self.parameters and self.parameters["factor"] is None:
+            return self._max_positions / self._original
+        return self._factor
+
+    @property
+    def _max_positions(self) -> float:
+        return _checked("max_position_embeddings", read_key(self.config, "max_position_embeddings"), least=1.0)
+
+    @property
+    def _original(self) -> float:
+        """Positions that the model was trained on before it was scaled."""
+        key = "original_max_position_embeddings"
+        beside = self.config.get(key)
+        if beside is not None:
+            return _checked(key, beside, least=1.0)
+        return self._number(key, least=1.0) if self.parameters.get(key) is not None else self._max_positions
+
+    def _number(
+        self, key: str, *, above: float | None = None, least: float | None = None, default: float | None = None
+    ) -> float:
+        value = self.parameters.get(key)
+        if value is None:
+            if default is None:
+                raise UserError(f"config.json: `{self.key}`: RoPE scaling `{self.kind}` needs `{key}`. Fix: add it.")
+            value = default
+        return _checked(f"{self.key}.{key}", value, above=above, least=least)
+
+
+def document_lengths(positions_N: Tensor) -> Tensor:
+    """[N] the length of the document that each token belongs to; documents start where the position is 0.
+
+    Without a transfer to the host, so that it can be captured in a CUDA graph.
+    """
+    documents_N = (positions_N == 0).cumsum(0)
+    last = torch.zeros(len(positions_N) + 1, dtype=positions_N.dtype, device=positions_N.device)
+    return last.scatter_reduce(0, documents_N, positions_N, "amax")[documents_N] + 1
+
+
+def _parameters(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """(the key that they are under, the RoPE parameters)."""
+    given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, parameters in given.items():
+        if not isinstance(parameters, Mapping):
+            raise UserError(f"config.json: `{key}` must be an object, not {parameters!r}.")
+        if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+            raise UserError(f"config.json: `{key}`: RoPE by layer type ({', '.join(nested)}) is not available.")
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise UserError("config.json: `rope_scaling` and `rope_parameters` are both given and differ. Fix: keep one.")
+    return next(iter(given.items()), ("rope_parameters", {}))
+
+
+def _checked(key: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or (above is not None and value <= above) or (least is not None and value < least):
+        bound = f" above {above:g}" if above is not None else f" of at least {least:g}"
+        raise UserError(f"config.json: `{key}` must be a number{bound}, not {value!r}.")
+    return value  # an int stays one: transformers divides by it as it is
+
+
+def _default(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    return 1.0 / rope.theta**exponents
+
+
+def _linear(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    return _default(rope, exponents, None) / rope._factor
+
+
+def _dynamic(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    """The base grows with the document, once it is longer than the model's positions."""
+    factor, trained, size = rope._factor, rope._max_positions, rope.head_dim
+    if size <= 2:
+        raise UserError(f"config.json: `head_dim` must be at least 4 for dynamic RoPE scaling, not {size}.")
+    if lengths_N is None:
+        return _default(rope, exponents, None)
+    stretch_N = factor * lengths_N.double().clamp(min=trained) / trained - (factor - 1)
+    base_N = rope.theta * stretch_N ** (size / (size - 2))
+    return 1.0 / base_N.to(exponents.dtype)[:, None] ** exponents
+
+
+def _yarn(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    """Fast dims as they are, slow ones divided by the factor, a ramp between."""
+    size, theta, original = rope.head_dim, rope.theta, rope._original
+    fast = rope._number("beta_fast", above=0.0, default=32)
+    slow = rope._number("beta_slow", above=0.0, default=1)
+
+    def dim_of(rotations: float) -> float:
+        return (size * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = dim_of(fast), dim_of(slow)
+    if rope.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    steps = torch.arange(size // 2, dtype=exponents.dtype, device=exponents.device)
+    extrapolated = 1 - ((steps - low) / (high - low)).clamp(0, 1)
+    powers = theta**exponents
+    return 1.0 / (rope._yarn_factor * powers) * (1 - extrapolated) + 1.0 / powers * extrapolated
+
+
+def _llama3(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    """Short waves as they are, long ones stretched by the factor, a blend between."""
+    factor, original = rope._factor, rope._original
+    low = rope._number("low_freq_factor", above=0.0)
+    high = rope._number("high_freq_factor", above=low)
+    plain = _default(rope, exponents, None)
+    wavelengths = 2 * math.pi / plain
+    stretched = torch.where(wavelengths > original / low, plain / factor, plain)
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * stretched / factor + blend * stretched
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, stretched)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+KINDS: Mapping[str, Callable[[Rope, Tensor, Tensor | None], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+}
+"""Kind → frequencies."""

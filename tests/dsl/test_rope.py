@@ -1,0 +1,183 @@
+"""RoPE's frequencies and tables against those of transformers, in fp32 and float64; wrong parameters are refused."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config, modeling_rope_utils
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from surogate_core.dsl.rope import Rope, document_lengths
+from surogate_core.errors import UserError
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn, original absent": {"rope_type": "yarn", "factor": 2.5},
+    "yarn, all parameters": {
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+        "truncate": False,
+    },
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3},
+    "llama3": LLAMA3,
+    "llama3, 32": {**LLAMA3, "factor": 32.0},
+    "llama3, original absent": {k: v for k, v in LLAMA3.items() if "original" not in k},
+}
+
+
+def mapping(scaling: dict[str, Any], *, theta: float = 500_000.0, head_dim: int = 128) -> dict[str, Any]:
+    return {
+        "hidden_size": 4 * head_dim,
+        "num_attention_heads": 4,
+        "head_dim": head_dim,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {**scaling, "rope_theta": theta},
+    }
+
+
+def theirs(config: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, float]:
+    full = Qwen3Config(**{**config, "rope_parameters": dict(config["rope_parameters"])})
+    kind = full.rope_parameters["rope_type"]
+    if kind == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(full)
+    return modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](full, **arguments)
+
+
+class _Float64(types.ModuleType):
+    """torch, with float64 where a function of transformers names fp32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 1_000_000])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_frequencies_are_those_of_transformers(
+    scaling: dict[str, Any], theta: float, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = mapping(scaling, theta=theta, head_dim=head_dim)
+    rope = Rope(config, head_dim)
+    expected, amplitude = theirs(config)
+    assert torch.equal(rope.frequencies(), expected)
+    assert rope.amplitude == amplitude
+    if scaling["rope_type"] != "default":
+        monkeypatch.setattr(modeling_rope_utils, "torch", _Float64("torch"))
+        expected, _ = theirs(config)
+        assert expected.dtype == torch.float64
+        torch.testing.assert_close(rope.frequencies(dtype=torch.float64), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 131072, 131073, 262144, 1_000_000])
+@pytest.mark.parametrize("factor", [1.0, 2.5, 4.0])
+def test_dynamic_frequencies_grow_with_the_document(
+    length: int, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = mapping({"rope_type": "dynamic", "factor": factor})
+    rope = Rope(config, 128)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    torch.testing.assert_close(rope.frequencies(lengths)[0], theirs(config, seq_len=length)[0], rtol=3e-7, atol=0)
+    monkeypatch.setattr(modeling_rope_utils, "torch", _Float64("torch"))
+    found = rope.frequencies(lengths, dtype=torch.float64)[0]
+    torch.testing.assert_close(found, theirs(config, seq_len=length)[0], rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_tables_are_those_of_transformers_past_the_original_length(scaling: dict[str, Any]) -> None:
+    config = {**mapping(scaling, head_dim=64), "max_position_embeddings": 16384}
+    positions = torch.arange(40_000, dtype=torch.int32)
+    tables = Rope(config, 64).tables(positions)
+    module = LlamaRotaryEmbedding(LlamaConfig(**config))
+    cos, sin = module(torch.empty(0), positions[None].long())
+    tolerance = 40_000 * 3e-7 if scaling["rope_type"] == "dynamic" else 0.0
+    torch.testing.assert_close(tables["cos"], cos[0, :, :32], rtol=0, atol=tolerance)
+    torch.testing.assert_close(tables["sin"], sin[0, :, :32], rtol=0, atol=tolerance)
+
+
+def test_dynamic_tables_of_a_packed_document_are_those_of_it_alone() -> None:
+    config = {**mapping(SCALINGS["dynamic"], head_dim=16), "max_position_embeddings": 8}
+    rope = Rope(config, 16)
+    documents = [torch.arange(n, dtype=torch.int32) for n in (5, 30, 1, 12)]
+    packed = rope.tables(torch.cat(documents))
+    alone = [rope.tables(d) for d in documents]
+    for name in ("cos", "sin"):
+        assert torch.equal(packed[name], torch.cat([a[name] for a in alone]))
+
+
+def test_document_lengths() -> None:
+    positions = torch.tensor([0, 1, 2, 0, 0, 1], dtype=torch.int32)
+    assert document_lengths(positions).tolist() == [3, 3, 3, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta", "kind"),
+    [
+        ({}, 1e4, "default"),
+        ({"rope_theta": 5e3}, 5e3, "default"),
+        ({"rope_theta": 5e3, "rope_scaling": None}, 5e3, "default"),
+        ({"rope_parameters": {"rope_theta": 5e3}}, 5e3, "default"),
+        ({"rope_theta": 7e3, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}, 5e3, "default"),
+        ({"rope_theta": 5e3, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e3, "linear"),
+        ({"rope_theta": 5e3, "rope_scaling": {"type": "x", "rope_type": "linear", "factor": 2}}, 5e3, "linear"),
+        (
+            {"rope_scaling": {"rope_theta": 5e3, "type": "default"}, "rope_parameters": {"rope_theta": 5e3, "type": "default"}},
+            5e3,
+            "default",
+        ),
+    ],
+)  # fmt: skip
+def test_parameters_are_read_where_each_version_writes_them(rope: dict[str, Any], theta: float, kind: str) -> None:
+    read = Rope(rope, 16)
+    assert (read.theta, read.kind) == (theta, kind)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `longrope`.*Fix"),
+        ({"rope_scaling": {"type": "linear"}}, "`rope_scaling`: RoPE scaling `linear` needs `factor`.*Fix"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "`llama3` needs `low_freq_factor`.*Fix"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, r"`rope_scaling\.high_freq_factor`.*above 1, not 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"`rope_scaling\.factor`.*at least 1, not 0\.5"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"`rope_scaling\.factor` must be a number.*not '2'"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, r"`rope_scaling\.factor`.*not True"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, r"`rope_scaling\.factor`.*not nan"),
+        ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, not 'linear'"),
+        ({"rope_theta": "big"}, r"`rope_parameters\.rope_theta` must be a number above 1, not 'big'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "`partial_rotary_factor`.*Fix"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor`.*Fix"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "`rope_scaling` and `rope_parameters` are both given and differ.*Fix",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "max_position_embeddings": None}, "`max_position_embeddings`"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": -1}}, r"`rope_scaling\.attention_factor`"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused_by_name(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Rope({"max_position_embeddings": 4096, **rope}, 16)
+
+
+def test_an_odd_head_is_refused() -> None:
+    with pytest.raises(UserError, match="`head_dim` must be even for RoPE, not 15"):
+        Rope({}, 15)
