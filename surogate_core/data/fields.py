@@ -30,6 +30,21 @@ def required_text(row: Mapping[str, Any], field: str) -> str:
     return value
 
 
+def optional_text(row: Mapping[str, Any], field: str | None) -> str:
+    """The field's text, or nothing where it is null or empty; a field of None is nothing too.
+
+    Raises `RowError` when the row has no such field (so that a misspelt one is told from an empty one) or the value
+    is not a string.
+    """
+    if field is None or (field in row and (row[field] is None or row[field] == "")):
+        return ""
+    value = required(row, field)
+    if not isinstance(value, str):
+        raise RowError(f"field {field!r} must be a string, this is {type(value).__name__}")
+    require_unicode(value, f"field {field!r}")
+    return value if value.strip() else ""
+
+
 def require_unicode(text: str, what: str) -> None:
     """Raise `RowError` for half a surrogate pair: JSON can write it, no tokenizer can read it."""
     try:

@@ -38,7 +38,7 @@ def tokenize_conversation(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            f"The tokenizer {tokenizer.name_or_path} has no chat template, which data sets of type conversation need. "
+            f"The tokenizer {tokenizer.name_or_path} has no chat template, which conversations need. "
             f"Fix: set `tokenizer` to that of the instruct model of the family, or add chat_template.jinja to it."
         )
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
@@ -47,6 +47,28 @@ def tokenize_conversation(
     else:
         ids, trained = _by_prefixes(tokenizer, messages, tools)
     return ids, _with_turn_ends(tokenizer, ids, trained)
+
+
+def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[bool]]:
+    """(input_ids, trained) of plain text, equally long: the answer and the end-of-text token after it are trained.
+
+    The prompt's tokens are those that it has alone, as in generation.
+    """
+
+    def encode(text: str) -> list[int]:
+        # A prompt that writes the first special token itself must not get it twice.
+        own = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
+        return list(tokenizer(text, add_special_tokens=not own, verbose=False)["input_ids"])
+
+    eos = tokenizer.eos_token_id
+    prompt_ids, ids = encode(prompt), encode(prompt + answer)
+    if prompt_ids and prompt_ids[-1] == eos and not prompt.endswith(str(tokenizer.eos_token)):
+        prompt_ids.pop()  # this tokenizer ends every text with it
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token would lie across the border
+        ids = prompt_ids + list(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+    if isinstance(eos, int) and ids[-1] != eos:
+        ids.append(eos)
+    return ids, [place >= len(prompt_ids) for place in range(len(ids))]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:

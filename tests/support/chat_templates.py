@@ -74,7 +74,10 @@ ENDS = {"llama3": "<|eot_id|>", "mistral": "</s>"}
 
 @cache
 def templated(name: str) -> tuple[PreTrainedTokenizerBase, str]:
-    """The embedded tokenizer with another template ("embedded": its own), and that template's end-of-turn token."""
+    """The embedded tokenizer with another template, and the token that ends a turn.
+
+    "embedded" is its own template, "none" takes it away.
+    """
     tokenizer = load_tokenizer(EMBEDDED_TOKENIZER)
     if name == "embedded":
         return tokenizer, "<|im_end|>"
@@ -83,5 +86,5 @@ def templated(name: str) -> tuple[PreTrainedTokenizerBase, str]:
     tokenizer.bos_token = "<s>"
     end = ENDS.get(name, "<|im_end|>")
     tokenizer.eos_token = end
-    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.chat_template = TEMPLATES.get(name)
     return tokenizer, end

@@ -1,0 +1,18 @@
+"""Surogate plugin: data sets of instructions and outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surogate_core import hookimpl
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import DatasetFormat
+
+
+@hookimpl
+def surogate_dataset() -> DatasetFormat:
+    """The format `instruction`."""
+    from surogate_dataset_instruction.instruction import FORMAT
+
+    return FORMAT

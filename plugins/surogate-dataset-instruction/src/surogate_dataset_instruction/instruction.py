@@ -1,0 +1,87 @@
+"""Type `instruction`: a request and its output in fields of their own; the output is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from surogate_core.bundles import DatasetFormat
+from surogate_core.data.fields import optional_text, required_text
+from surogate_dataset_instruction import prompts
+
+if TYPE_CHECKING:
+    from surogate_core.data.tokenize import EncodeContext, Encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionOptions:
+    """Fields of a data set of type `instruction`."""
+
+    instruction_field: str
+    """Field of the row that holds the instruction."""
+    output_field: str
+    """Field that holds the output, which is trained."""
+    input_field: str | None = None
+    """Field that holds the instruction's input; null, and a row in which it is empty, have none."""
+    system_prompt_type: Literal["field", "fixed"] | None = None
+    """Where the system prompt comes from: a field of the row, or `system_prompt`; null is no system prompt."""
+    system_prompt_field: str | None = None
+    """Field that holds the system prompt; a row in which it is empty has none."""
+    system_prompt: str | None = None
+    """The system prompt of every row."""
+    prompt_format: str | None = None
+    """The prompt, with {system}, {instruction}, {input}; null: the tokenizer's chat template, else Alpaca's format."""
+    prompt_format_no_input: str | None = None
+    """The prompt of rows without an input; null: `prompt_format` with nothing for {input}."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for fields that contradict each other."""
+        for kind, name in (("field", "system_prompt_field"), ("fixed", "system_prompt")):
+            if (self.system_prompt_type == kind) != (getattr(self, name) is not None):
+                raise ValueError(f"system_prompt_type: {kind} and {name} go together")
+        has_system = self.system_prompt_type is not None
+        if self.prompt_format is not None:
+            has_input = self.input_field is not None
+            prompts.check_format("prompt_format", self.prompt_format, has_input=has_input, has_system=has_system)
+        if self.prompt_format_no_input is not None:
+            if self.prompt_format is None:
+                raise ValueError("prompt_format_no_input needs prompt_format")
+            prompts.check_format(
+                "prompt_format_no_input", self.prompt_format_no_input, has_input=False, has_system=has_system
+            )
+
+
+def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeContext) -> Encoded:
+    """The prompt and the output; the output and the token that ends it are trained.
+
+    Raises `RowError` when a field is missing, not a string or empty, or the chat template does
+    not take the row.
+    """
+    from surogate_core.data.labels import tokenize_completion, tokenize_conversation
+    from surogate_core.data.tokenize import Encoded
+
+    instruction = required_text(row, options.instruction_field)
+    output = required_text(row, options.output_field)
+    given = optional_text(row, options.input_field)
+    system = options.system_prompt or optional_text(row, options.system_prompt_field)
+    if options.prompt_format is None and context.tokenizer.chat_template:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
+        messages.append({"role": "assistant", "content": output})
+        return Encoded.from_mask(*tokenize_conversation(context.tokenizer, messages))
+    prompt = _prompt(options, instruction, given, system)
+    return Encoded.from_mask(*tokenize_completion(context.tokenizer, prompt, output))
+
+
+def _prompt(options: InstructionOptions, instruction: str, given: str, system: str) -> str:
+    text, no_input = options.prompt_format, options.prompt_format_no_input
+    if text is None:
+        text, no_input = prompts.ALPACA, prompts.ALPACA_NO_INPUT
+        system = system or (prompts.ALPACA_SYSTEM if given else prompts.ALPACA_SYSTEM_NO_INPUT)
+    if not given and no_input is not None:
+        text = no_input
+    return prompts.fill(text, {"system": system, "instruction": instruction, "input": given})
+
+
+FORMAT = DatasetFormat(name="instruction", options=InstructionOptions, encode=encode, version=1)

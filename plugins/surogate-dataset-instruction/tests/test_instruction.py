@@ -1,0 +1,222 @@
+"""The format `instruction`: prompts by templates and by formats; the output and its end are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import surogate_dataset_instruction as plugin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from surogate_dataset_instruction.instruction import InstructionOptions
+
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.entries import parse_entries
+from surogate_core.data.pipeline import prepare
+from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.errors import ConfigError
+
+FORMAT: Any = plugin.surogate_dataset()
+FIELDS = {"instruction_field": "instruction", "output_field": "output"}
+ROW = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief."}
+SYSTEM = {"system_prompt_type": "field", "system_prompt_field": "system"}
+
+
+def encoded(tokenizer: Any, row: Any, **options: Any) -> Any:
+    context = EncodeContext(tokenizer=tokenizer, sequence_len=64)
+    return FORMAT.encode(row, InstructionOptions(**{**FIELDS, **options}), context)
+
+
+def split(tokenizer: Any, row: Any, **options: Any) -> tuple[str, str]:
+    """The decoded tokens that are not trained, and those that are."""
+    document = encoded(tokenizer, row, **options)
+    mask = document.labels != IGNORE_LABEL
+    assert (document.labels[mask] == document.input_ids[mask]).all()
+    return tokenizer.decode(document.input_ids[~mask]), tokenizer.decode(document.input_ids[mask])
+
+
+PROMPTS = {
+    "embedded": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nAdd.\n\n1 2<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+PROMPTS |= dict.fromkeys(("chatml", "chatml-marked-inside", "qwen3"), PROMPTS["embedded"])
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_chat_template_renders_the_row(templated: Callable[..., Any], name: str) -> None:
+    tokenizer, end = templated(name)
+    prompt, trained = split(tokenizer, ROW, input_field="input", **SYSTEM)
+    after = "" if name == "llama3" else "\n"
+    assert prompt == PROMPTS[name] + after
+    assert trained == ("<think>\n\n</think>\n\n" if name == "qwen3" else "") + f"3{end}"
+
+
+def test_mistral_has_no_system_turn(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("mistral")
+    assert split(tokenizer, ROW) == ("<s>[INST] Add. [/INST] ", f"3{end}")
+    with pytest.raises(RowError, match="Only user and assistant roles"):
+        encoded(tokenizer, ROW, **SYSTEM)
+
+
+def test_a_fixed_system_prompt(templated: Callable[..., Any]) -> None:
+    tokenizer, _ = templated("embedded")
+    fixed = encoded(tokenizer, ROW, system_prompt_type="fixed", system_prompt="Be brief.")
+    assert fixed.input_ids.tolist() == encoded(tokenizer, ROW, **SYSTEM).input_ids.tolist()
+
+
+@pytest.mark.parametrize("empty", ["", " \n", None])
+def test_rows_without_input_and_system_prompt(templated: Callable[..., Any], empty: Any) -> None:
+    tokenizer, _ = templated("embedded")
+    row = {**ROW, "input": empty, "system": empty}
+    assert encoded(tokenizer, row, input_field="input", **SYSTEM).input_ids.tolist() == (
+        encoded(tokenizer, ROW).input_ids.tolist()
+    )
+
+
+def test_alpaca_serves_a_tokenizer_without_a_template(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("none")
+    assert split(tokenizer, ROW, input_field="input") == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n",
+        f"3{end}",
+    )
+    assert split(tokenizer, ROW) == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Response:\n",
+        f"3{end}",
+    )
+    assert split(tokenizer, ROW, **SYSTEM)[0] == "Be brief.\n\n### Instruction:\nAdd.\n\n### Response:\n"
+
+
+def test_formats_are_used_although_there_is_a_template(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("embedded")
+    formats = {
+        "prompt_format": "Q {instruction} ({input})\nA:{output}",
+        "prompt_format_no_input": "Q {instruction}\nA:",
+    }
+    options = {"input_field": "input", **formats}
+    assert split(tokenizer, ROW, **options) == ("Q Add. (1 2)\nA:", f"3{end}")
+    assert split(tokenizer, {**ROW, "input": None}, **options) == ("Q Add.\nA:", f"3{end}")
+    del options["prompt_format_no_input"]
+    assert split(tokenizer, {**ROW, "input": None}, **options) == ("Q Add. ()\nA:", f"3{end}")
+    row = {"instruction": "{output} {x}", "output": "{input}"}
+    assert split(tokenizer, row, prompt_format="{instruction}\n") == ("{output} {x}\n", "{input}" + end)
+
+
+def test_special_tokens_are_not_doubled(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("llama3")
+    for prompt_format in ("{instruction}:", "<s>{instruction}:"):
+        document = encoded(tokenizer, {**ROW, "output": f"3{end}"}, prompt_format=prompt_format)
+        assert document.input_ids.tolist().count(tokenizer.bos_token_id) == int("<s>" in prompt_format)
+        assert document.input_ids.tolist().count(tokenizer.eos_token_id) == 1
+
+
+TEXT = st.text(st.sampled_from("abc é\n.<|1漢😀{}"), min_size=1, max_size=12).filter(lambda t: t.strip() == t)
+CASES = [
+    ("embedded", None),
+    ("chatml", None),
+    ("chatml-marked-inside", None),
+    ("llama3", None),
+    ("none", None),
+    ("embedded", "{system} {instruction} {input} "),
+    ("none", "{instruction}\n{input} 漢{system}"),
+]
+
+
+@given(instruction=TEXT, given_=TEXT | st.none(), system=TEXT | st.none(), output=TEXT)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(("name", "prompt_format"), CASES)
+def test_trained_tokens_decode_to_the_output_and_its_end(
+    templated: Callable[..., Any],
+    name: str,
+    prompt_format: Any,
+    instruction: Any,
+    given_: Any,
+    system: Any,
+    output: Any,
+) -> None:
+    tokenizer, end = templated(name)
+    row = {"instruction": instruction, "input": given_, "output": output, "system": system}
+    assert split(tokenizer, row, input_field="input", prompt_format=prompt_format, **SYSTEM)[1] == output + end
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "field 'instruction' is missing, the row has no fields"),
+        ({"instructions": "x", "output": "y"}, "did you mean 'instructions'?"),
+        ({**ROW, "instruction": None}, "field 'instruction' is null"),
+        ({**ROW, "instruction": 3}, "field 'instruction' must be a string, this is int"),
+        ({**ROW, "output": " "}, "field 'output' is empty"),
+        ({**ROW, "output": ["3"]}, "field 'output' must be a string, this is list"),
+        ({**ROW, "output": "\ud800"}, "half a surrogate pair"),
+        ({**ROW, "input": 3}, "field 'input' must be a string, this is int"),
+        ({**ROW, "system": {}}, "field 'system' must be a string, this is dict"),
+        ({"instruction": "x", "inputs": "y", "output": "z", "system": ""}, "did you mean 'inputs'?"),
+    ],
+)
+def test_bad_rows_have_a_reason(templated: Callable[..., Any], row: Any, reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        encoded(templated("embedded")[0], row, input_field="input", **SYSTEM)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"system_prompt_type": "field"}, "system_prompt_type: field and system_prompt_field go together"),
+        ({"system_prompt": "x"}, "system_prompt_type: fixed and system_prompt go together"),
+        ({**SYSTEM, "system_prompt": "x"}, "fixed and system_prompt go together"),
+        ({"prompt_format_no_input": "{instruction}"}, "prompt_format_no_input needs prompt_format"),
+        ({"prompt_format": "{instruction} {inptu}"}, "did you mean {input}?"),
+        ({"prompt_format": "Q:"}, "prompt_format has no {instruction}"),
+        ({"prompt_format": "{instruction}{output}\n"}, "only once and at its end"),
+        ({"prompt_format": "{instruction}", "input_field": "input"}, "has no {input}, so input_field would be lost"),
+        ({"prompt_format": "{instruction}{input}"}, "has {input} but is for rows without an input"),
+        ({"prompt_format": "{instruction}", **SYSTEM}, "has no {system}, so the system prompt would be lost"),
+    ],
+)
+def test_contradicting_fields_are_refused(options: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_entries(
+            [{"path": "x.jsonl", "type": "instruction", **FIELDS, **options}], {"instruction": FORMAT}, key="d"
+        )
+    assert reason in str(caught.value)
+
+
+def test_both_fields_are_required() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)instruction_field.*output_field"):
+        parse_entries([{"path": "x.jsonl", "type": "instruction"}], {"instruction": FORMAT}, key="datasets")
+
+
+JSON = (
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=8) | st.lists(st.text(), max_size=2)
+)
+
+
+@given(row=st.fixed_dictionaries({}, optional=dict.fromkeys(ROW, JSON)))
+@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("name", ["embedded", "none"])
+def test_any_row_is_encoded_or_has_a_reason(templated: Callable[..., Any], name: str, row: Any) -> None:
+    try:
+        document = encoded(templated(name)[0], row, input_field="input", **SYSTEM)
+    except RowError:
+        return
+    assert isinstance(document, Encoded)
+
+
+def test_a_file_of_rows_is_prepared(templated: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("instruction,input,output\nAdd.,1 2,3\nName Rome.,,Rome\n")
+    entry = {"path": str(path), "type": "instruction", "input_field": "input", **FIELDS}
+    keys: Any = {"sequence_len": 64, "data_cache_dir": str(tmp_path / "cache"), "validation_split_ratio": 0.0}
+    data = prepare(RunConfig(datasets=[entry], **keys), templated("embedded")[0], {"instruction": FORMAT})
+    assert data.report.train.documents == 2
+    assert data.report.warnings == ()
