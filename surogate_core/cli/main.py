@@ -18,6 +18,8 @@ surogate: train language models at the practical limit of NVIDIA GPUs
 usage:
   surogate [KEY=VALUE …]                       train; the embedded example if nothing is set
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights
+  surogate merge --base-model P --checkpoint-dir P --output P
+                                               fold a LoRA adapter into its base model
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
   surogate plugins list|show NAME              what is installed
   surogate doctor                              what this machine can run, and why not the rest
@@ -34,7 +36,7 @@ examples:
 exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
 """
 
-COMMANDS = ("sft", "pt", "plan", "plugins", "doctor")
+COMMANDS = ("sft", "pt", "merge", "plan", "plugins", "doctor")
 PREFIXES = ("+", "~", "-")
 
 
@@ -80,6 +82,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "sft": lambda rest: _train(rest, "sft"),
         "pt": lambda rest: _train(rest, "pt"),
+        "merge": _merge,
         "plan": _plan,
         "plugins": _plugins,
         "doctor": _doctor,
@@ -93,6 +96,12 @@ def _train(arguments: list[str], task: str | None) -> int:
     from surogate_core.cli import train
 
     return train.main(arguments, task)
+
+
+def _merge(arguments: list[str]) -> int:
+    from surogate_core.cli import merge
+
+    return merge.main(arguments)
 
 
 def _plan(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ NAMES = frozenset(
 )
 """(group or kind, name)."""
 
-COMMANDS = frozenset({"grpo", "tokenize", "merge"})
+COMMANDS = frozenset({"grpo", "tokenize"})
 """Sub-commands of `surogate`."""
 
 PLUGIN_COMMANDS = frozenset({"check", "lock", "verify", "new"})
