@@ -5,7 +5,7 @@ On the path of pytest (`pythonpath` in pyproject.toml): ``from tiny_engine impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from surogate_core.bundles import (
     TensorKind,
 )
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
@@ -107,6 +107,7 @@ def make_engine(
     offloader: Offloader = NO_OFFLOAD,
     optimizer_settings: OptimizerSettings | None = None,
     device: str = "cpu",
+    build: Callable[[Mapping[str, Any]], Model] = build,
     **settings: Any,
 ) -> Engine:
     """An engine of `tiny_config()` in fp32 with FX graphs; `settings` are fields of `EngineSettings`."""

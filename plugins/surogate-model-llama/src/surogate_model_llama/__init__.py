@@ -1,0 +1,20 @@
+"""Surogate plugin: the Llama 3 model family."""
+
+from __future__ import annotations
+
+from surogate_core import bundles, hookimpl
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the options `model=llama…` are."""
+    return "pkg://surogate_model_llama.conf"
+
+
+@hookimpl
+def surogate_model_family() -> bundles.ModelFamily:
+    """Llama 3, 3.1, 3.2, 3.3."""
+    from surogate_model_llama.model import build
+    from surogate_model_llama.presets import PRESETS
+
+    return bundles.ModelFamily(name="llama", hf_model_types=("llama",), build=build, presets=PRESETS)

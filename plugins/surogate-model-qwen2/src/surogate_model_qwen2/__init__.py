@@ -1,0 +1,20 @@
+"""Surogate plugin: the Qwen2.5 dense model family."""
+
+from __future__ import annotations
+
+from surogate_core import bundles, hookimpl
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the options `model=qwen2…` are."""
+    return "pkg://surogate_model_qwen2.conf"
+
+
+@hookimpl
+def surogate_model_family() -> bundles.ModelFamily:
+    """Qwen2 and Qwen2.5, dense."""
+    from surogate_model_qwen2.model import build
+    from surogate_model_qwen2.presets import PRESETS
+
+    return bundles.ModelFamily(name="qwen2", hf_model_types=("qwen2",), build=build, presets=PRESETS)

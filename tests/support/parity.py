@@ -1,0 +1,162 @@
+"""A family against transformers' class of it, on tiny random weights: what the families' tests share.
+
+On the path of pytest (`pythonpath` in pyproject.toml): ``from parity import Pair``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from tiny_engine import (
+    TARGETS,
+    gradients,
+    lora,
+    make_batch,
+    make_engine,
+    random_documents,
+    relative_error,
+    tensor_source,
+    worst,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from surogate_core.dsl import Model
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine
+from surogate_core.train.export import Card, export_adapter, export_full
+
+TOLERANCE = 1e-5
+"""Relative, in fp32; what is measured is near 1e-6."""
+LENGTHS = (13, 9, 7)
+TINY: Mapping[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+}
+"""A config of three layers with grouped queries."""
+
+Record = Callable[[str, object], None]
+"""Measured errors go into the report (``--junitxml``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One random model, of transformers and as an engine builds it."""
+
+    reference: Any
+    build: Callable[[Mapping[str, Any]], Model]
+    documents: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(
+        cls,
+        architecture: type[Any],
+        config: Any,
+        build: Callable[[Mapping[str, Any]], Model],
+        *,
+        lengths: Sequence[int] = LENGTHS,
+    ) -> Pair:
+        """A random model whose every tensor matters: norms are not one, biases are not zero."""
+        torch.manual_seed(0)
+        model = architecture(config)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * (0.1 if p.ndim == 2 else 0.3))
+        return cls(reference=model, build=build, documents=random_documents(lengths, seed=100))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch: the documents and a little padding."""
+        return sum(map(len, self.documents)) + 3
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of a safetensors file; a tied head is not among them."""
+        tied = self.reference.config.tie_word_embeddings
+        return {k: v.clone() for k, v in self.reference.state_dict().items() if not (tied and "lm_head" in k)}
+
+    def engine(self, extra: Mapping[str, Tensor] | None = None, **settings: Any) -> Engine:
+        """An engine with the same weights."""
+        source = tensor_source({**self.state(), **(extra or {})})
+        config = self.reference.config.to_dict()
+        return make_engine(config, build=self.build, source=source, tokens=self.tokens, **settings)
+
+    def logits_error(self) -> float:
+        """The largest relative error of a document's logits, packed here and alone there."""
+        logits = self.engine().logits(make_batch(self.documents, tokens=self.tokens))
+        start, errors = 0, []
+        for document in self.documents:
+            with torch.no_grad():
+                expected = self.reference(input_ids=torch.tensor([document])).logits[0]
+            errors.append(relative_error(logits[start : start + len(document)], expected))
+            start += len(document)
+        return max(errors)
+
+    def gradient_error(self, *, recompute: bool) -> tuple[float, str]:
+        """The largest relative error of a tensor's gradient, and its name; the loss is checked too."""
+        losses = []
+        for document in self.documents:
+            ids = torch.tensor([document])
+            logits = self.reference(input_ids=ids).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        expected = {name: p.grad for name, p in self.reference.named_parameters()}
+        assert all(g is not None and g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing"
+        engine = self.engine(recompute=Recompute(block=recompute), head_chunks=2)
+        batch = make_batch(self.documents, tokens=self.tokens)
+        assert engine.evaluate([batch])[0] == pytest.approx(loss.item(), rel=TOLERANCE)
+        return worst(gradients(engine, [batch]), expected)
+
+    def full_export_error(self, path: Path) -> float:
+        """After a step, the logits of the exported model in transformers."""
+        engine = self.engine()
+        batch = make_batch(self.documents, tokens=self.tokens)
+        engine.train_step([batch], step=0, lr=1e-3).read()
+        directory = export_full(
+            path, engine.parameters.base_tensors(), config=self.reference.config.to_dict(), tokenizer=None,
+            card=Card(title="tiny"), max_shard_bytes=20_000,
+        )  # fmt: skip
+        loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        return self._first_error(loaded, engine)
+
+    def adapter_export_error(self, path: Path) -> float:
+        """After a step from PEFT's adapters, the logits of the exported adapter in PEFT."""
+        state = self.state()
+        torch.manual_seed(1)
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+        adapted = get_peft_model(self.reference, settings)
+        prefix = "base_model.model."
+        adapters = {n.removeprefix(prefix): t.clone() for n, t in get_peft_model_state_dict(adapted).items()}
+        base = adapted.unload()
+        engine = self.engine({**state, **adapters}, lora=lora(4, scale=2.0))
+        batch = make_batch(self.documents, tokens=self.tokens)
+        for step in range(2):
+            engine.train_step([batch], step=step, lr=1e-2).read()
+        directory = export_adapter(
+            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, target_modules=TARGETS,
+            base_model=None, card=Card(title="tiny"),
+        )  # fmt: skip
+        plain = self._first_error(base, engine)
+        assert plain > 100 * TOLERANCE, "the adapter must matter"
+        return self._first_error(PeftModel.from_pretrained(base, str(directory)).eval(), engine)
+
+    def _first_error(self, loaded: Any, engine: Engine) -> float:
+        first = self.documents[0]
+        with torch.no_grad():
+            expected = loaded(input_ids=torch.tensor([first])).logits[0]
+        return relative_error(engine.logits(make_batch([first], tokens=self.tokens))[: len(first)], expected)
