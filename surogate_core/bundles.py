@@ -57,16 +57,34 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FormatChoice:
+    """The type that the first rows of a data set show."""
+
+    type: str
+    fields: Mapping[str, Any]
+    """Fields of that type, as an entry of `datasets` would have them."""
+    reason: str
+    """What in the rows shows it; said to the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFormat:
-    """One `type` of data set: how a row becomes tokens and labels."""
+    """One `type` of data set: how a row becomes tokens and labels, or which other type does that."""
 
     name: str
     options: type
     """Dataclass of the fields a `datasets` entry of this type may have besides the common ones."""
-    encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded]
+    encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded] | None = None
     """(row, options, context) → tokens and labels; raises `RowError` with the reason for a bad row."""
+    choose: Callable[[Sequence[Mapping[str, Any]], Any], FormatChoice] | None = None
+    """Instead of `encode`: (first rows, options) → the type that reads them; raises `RowError` when none does."""
     version: int = 1
     """Raised when the same row encodes differently; part of the shard cache's digest."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` unless exactly one of `encode` and `choose` is given."""
+        if (self.encode is None) == (self.choose is None):
+            raise ValueError(f"data set format {self.name!r} must have either `encode` or `choose`")
 
 
 # ----------------------------------------------------------------------- how it is trained
@@ -182,6 +200,8 @@ class Kernel:
     supports: Callable[[torch.device, torch.dtype], bool]
     priority: int = 0
     """The highest supporting priority wins; the reference has -100."""
+    deterministic: bool = True
+    """Equal inputs give equal bits. A kernel that cannot promise it is used with `deterministic=false` only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ NAMES = frozenset(
         ("optimizer", "adamw_8bit"),
         ("optimizer", "normuon"),
         ("dataset", "preference"),
-        ("dataset", "auto"),
     }
 )
 """(group or kind, name)."""

@@ -6,11 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.sources import SourceSpec
-from surogate_core.errors import ConfigError, Problem
+from surogate_core.data.sources import Source, SourceSpec
+from surogate_core.data.tokenize import RowError
+from surogate_core.errors import ConfigError, Problem, UserError
+
+FIRST_ROWS = 100
+"""Rows from the beginning that a type is chosen by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,8 @@ class DatasetEntry:
     format: DatasetFormat
     options: Any
     """Instance of the format's options dataclass."""
+    chosen: str = ""
+    """Why the rows are read as this type, where the configuration left that to them."""
 
 
 def parse_entries(
@@ -34,6 +41,36 @@ def parse_entries(
     if problems:
         raise ConfigError(problems)
     return [entry for entry in parsed if entry is not None]
+
+
+def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
+    """The entry with the type that its first rows show, where its own type leaves that to them.
+
+    Raises `UserError` when no type fits, or no installed plugin offers it.
+    """
+    if entry.format.choose is None:
+        return entry
+    place = f"{entry.key}: data set {entry.source.path}"
+    rows = [row for _, row in islice(source.rows(), FIRST_ROWS) if not isinstance(row, RowError)]
+    if not rows:
+        raise UserError(f"{place} has no readable row among its first {FIRST_ROWS}. Fix: check `path`, or set `type`.")
+    try:
+        choice = entry.format.choose(rows, entry.options)
+    except RowError as error:
+        raise UserError(f"{place}: {error}. Fix: set `type` and its fields.") from error
+    chosen = formats.get(choice.type)
+    if chosen is None or chosen.encode is None:
+        raise UserError(
+            f"{place} looks like type {choice.type}: {choice.reason}. No installed plugin offers that. "
+            f"Fix: install the plugin, or set `type` to one of {', '.join(sorted(formats))}."
+        )
+    problems: list[Problem] = []
+    options = _validated(chosen.options, choice.fields, entry.key, problems)
+    if problems:
+        raise ConfigError(problems)
+    fields = ", ".join(f"{name}: {value}" for name, value in choice.fields.items())
+    text = f"type {choice.type} ({fields}), since {choice.reason}"
+    return dataclasses.replace(entry, format=chosen, options=options, chosen=text)
 
 
 def _parse(

@@ -31,14 +31,16 @@ def required_text(row: Mapping[str, Any], field: str) -> str:
 
 
 def optional_text(row: Mapping[str, Any], field: str | None) -> str:
-    """The field's text, or nothing where it is null or empty; a field of None is nothing too.
+    """The field's text, or nothing where it is absent, null or empty; a field of None is nothing too.
 
-    Raises `RowError` when the row has no such field (so that a misspelt one is told from an empty one) or the value
-    is not a string.
+    Raises `RowError` when the value is not a string, and when the row has a field of nearly the same name instead.
     """
-    if field is None or (field in row and (row[field] is None or row[field] == "")):
+    if field is None or row.get(field) is None:
+        close = difflib.get_close_matches(field, list(row), n=1, cutoff=0.75) if field and field not in row else []
+        if close:
+            raise RowError(f"field {field!r} is missing; did you mean {close[0]!r}?")
         return ""
-    value = required(row, field)
+    value = row[field]
     if not isinstance(value, str):
         raise RowError(f"field {field!r} must be a string, this is {type(value).__name__}")
     require_unicode(value, f"field {field!r}")

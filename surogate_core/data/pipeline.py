@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.data.cache import Cache, CacheEntry, cache_root, digest_of
-from surogate_core.data.entries import DatasetEntry, parse_entries
+from surogate_core.data.entries import DatasetEntry, choose_format, parse_entries
 from surogate_core.data.packing import PackSettings
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows
 from surogate_core.data.shards import (
@@ -76,7 +76,7 @@ def prepare(
     ]
     if not config.datasets:
         raise UserError("`datasets` is empty. Fix: name at least one data set, e.g. dataset=embedded.")
-    encoder = _Encoder(config, tokenizer, progress)
+    encoder = _Encoder(config, tokenizer, formats, progress)
     loaded = [encoder.load(entry) for entry in entries]
     train_sets, eval_sets = loaded[: len(config.datasets)], loaded[len(config.datasets) :]
 
@@ -148,7 +148,13 @@ class _Loaded:
 class _Encoder:
     """Turns entries into document shards and counts bad rows over all of them."""
 
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, progress: Callable[[Progress], None]):
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        formats: Mapping[str, DatasetFormat],
+        progress: Callable[[Progress], None],
+    ):
         import tokenizers
         import transformers
 
@@ -157,6 +163,7 @@ class _Encoder:
         self._max_bad_rows = config.max_bad_rows
         self._bad_rows: list[BadRow] = []
         self._bad_row_count = 0
+        self._formats = formats
         self._progress = progress
         self._context = EncodeContext(
             tokenizer=tokenizer,
@@ -178,6 +185,7 @@ class _Encoder:
     def load(self, entry: DatasetEntry) -> _Loaded:
         """The entry's documents, encoded now unless the cache has them."""
         source = open_source(entry.source)
+        entry = choose_format(entry, source, self._formats)
         task = f"tokenise {source.name}"
         key = digest_of(
             {
@@ -210,12 +218,15 @@ class _Encoder:
                 key=entry.key,
                 path=entry.source.path,
                 cached=cached,
+                chosen=entry.chosen,
                 bad_rows=facts["bad_row_count"],
                 **{name: facts[name] for name in ("rows", "documents", "tokens", "label_tokens")},
             ),
         )
 
     def _encode(self, entry: DatasetEntry, source: Source, directory: Path, task: str) -> Mapping[str, Any]:
+        encode = entry.format.encode
+        assert encode is not None, "a type that chooses has been replaced by its choice"
         bad: list[BadRow] = []
         rows = bad_count = ends_special = 0
         shown = time.monotonic()
@@ -225,7 +236,7 @@ class _Encoder:
                 try:
                     if isinstance(row, RowError):
                         raise row
-                    document = entry.format.encode(row, entry.options, self._context)
+                    document = encode(row, entry.options, self._context)
                     if document.label_tokens == 0:
                         raise RowError("no token of it would be trained")
                 except RowError as error:

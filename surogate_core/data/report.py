@@ -49,6 +49,8 @@ class DatasetReport:
     label_tokens: int
     cached: bool
     """Whether its tokens came from the cache."""
+    chosen: str = ""
+    """The type that its first rows show and why, where the configuration left it to them."""
 
     @property
     def trained_share(self) -> float:
@@ -106,7 +108,8 @@ class DataReport:
         ]
         if changes:
             parts.append(", ".join(changes))
-        return "; ".join(parts) + "."
+        chosen = [f" {d.key} ({d.path}) is read as {d.chosen}." for d in self.datasets if d.chosen]
+        return "; ".join(parts) + "." + "".join(chosen)
 
 
 def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:

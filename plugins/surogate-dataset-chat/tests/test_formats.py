@@ -86,6 +86,13 @@ def test_fields_and_properties_can_be_renamed(context: EncodeContext) -> None:
     assert context.tokenizer.decode(trained) == "Hello<|im_end|>"
 
 
+def test_roles_can_be_renamed(context: EncodeContext) -> None:
+    row = {"messages": [{**USER, "role": "human"}, {**ASSISTANT, "role": "gpt"}]}
+    renamed = conversation(row, context, role_mappings={"human": "user", "gpt": "assistant"})
+    plain = conversation({"messages": [USER, ASSISTANT]}, context)
+    assert renamed.labels.tolist() == plain.labels.tolist()
+
+
 def test_a_row_without_a_system_prompt_is_fine(context: EncodeContext) -> None:
     for system in (None, ""):
         document = conversation({"messages": [USER, ASSISTANT], "sys": system}, context, system_field="sys")

@@ -30,6 +30,8 @@ class ConversationOptions:
     """Field that holds the tools the assistant may call: a list, or a list as JSON text; null takes none."""
     message_property_mappings: dict[str, str] = field(default_factory=dict)
     """Property the template reads → its name in the data, e.g. `{role: from, content: value}`."""
+    role_mappings: dict[str, str] = field(default_factory=dict)
+    """Role in the data → the role that it is, e.g. `{human: user, gpt: assistant}`."""
 
 
 def encode(row: Mapping[str, Any], options: ConversationOptions, context: EncodeContext) -> Encoded:
@@ -71,6 +73,8 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
     # Columns that some rows lack come out of Parquet and Arrow as nulls.
     message: dict[str, Any] = {str(renamed.get(name, name)): value for name, value in raw.items() if value is not None}
     role = message.get("role")
+    if isinstance(role, str) and role in options.role_mappings:
+        role = message["role"] = options.role_mappings[role]
     if role not in ROLES:
         raise RowError(_wrong_role(number, role, raw, options))
     content = message.get("content")
@@ -95,7 +99,7 @@ def _wrong_role(number: int, role: Any, raw: Mapping[str, Any], options: Convers
         )
     close = difflib.get_close_matches(str(role).lower(), ROLES, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"message {number} has role {role!r}, known are {', '.join(ROLES)}{hint}"
+    return f"message {number} has role {role!r}, known are {', '.join(ROLES)}{hint or '; map it with role_mappings'}"
 
 
 def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any] | None:

@@ -1,0 +1,18 @@
+"""Surogate plugin: the type of a data set, found from its first rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surogate_core import hookimpl
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import DatasetFormat
+
+
+@hookimpl
+def surogate_dataset() -> DatasetFormat:
+    """The format `auto`."""
+    from surogate_dataset_auto.detect import FORMAT
+
+    return FORMAT

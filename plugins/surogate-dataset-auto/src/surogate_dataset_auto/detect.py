@@ -1,0 +1,137 @@
+"""Type `auto`: which of the other types most of the first rows show, by the names and the shapes of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
+from surogate_core.data.tokenize import RowError
+
+Row = Mapping[str, Any]
+
+MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
+PROMPTS = ("prompt", "instruction", "question", "query")
+CHOSEN, REJECTED = ("chosen", "rejected")
+INSTRUCTIONS = ("instruction", "prompt", "question", "query")
+INPUTS = ("input", "context")
+OUTPUTS = ("output", "response", "completion", "answer")
+SYSTEMS = ("system", "system_prompt")
+TOOLS = ("tools",)
+TEXTS = ("text", "content")
+"""Names of fields, the first that fits is taken."""
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+}
+"""What the roles of ShareGPT and its relatives are called elsewhere."""
+
+
+def choose(rows: Sequence[Row], options: NoOptions) -> FormatChoice:
+    """The first type that more than half of the rows fit. Raises `RowError` when there is none."""
+    for rule in (_preference, _openai, _sharegpt, _alpaca, _text):
+        for choice in rule(rows):
+            return choice
+    names = ", ".join(repr(name) for name in dict.fromkeys(name for row in rows for name in row)) or "none"
+    raise RowError(
+        f"no type fits the first {len(rows)} rows, whose fields are {names}; looked for OpenAI messages, ShareGPT "
+        f"conversations, instructions with outputs, chosen and rejected answers, and text"
+    )
+
+
+def _preference(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+    fits = _count(rows, lambda row: _is_answer(row.get(CHOSEN)) and _is_answer(row.get(REJECTED)))
+    prompt = _most(rows, PROMPTS, _is_answer)
+    if fits and prompt:
+        fields = {"prompt_field": prompt, "chosen_field": CHOSEN, "rejected_field": REJECTED}
+        yield FormatChoice(
+            type="preference", fields=fields, reason=f"{fits} rows have {prompt!r}, {CHOSEN!r} and {REJECTED!r}"
+        )
+
+
+def _openai(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+    name = _most(rows, MESSAGES, lambda value: _are_messages(value, "role"))
+    if name:
+        shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'role'))} rows hold messages with 'role'"
+        yield _conversation(rows, name, "role", {}, f"{shape} in {name!r}")
+
+
+def _sharegpt(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+    name = _most(rows, MESSAGES, lambda value: _are_messages(value, "from"))
+    if name:
+        fields = {"message_property_mappings": {"role": "from", "content": "value"}, "role_mappings": SHAREGPT_ROLES}
+        shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'from'))} rows hold messages with 'from'"
+        yield _conversation(rows, name, "from", fields, f"{shape} in {name!r} (ShareGPT)")
+
+
+def _conversation(rows: Sequence[Row], name: str, role: str, more: Mapping[str, Any], reason: str) -> FormatChoice:
+    fields: dict[str, Any] = {"messages_field": name, **more}
+    # A prompt in a field of its own as well as in the messages would be refused; then the messages' counts.
+    starts = any(_are_messages(row.get(name), role) and row[name][0][role] == "system" for row in rows)
+    system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
+    if system and not starts:
+        fields["system_field"] = system
+    tools = next((n for n in TOOLS if any(row.get(n) and isinstance(row[n], str | list) for row in rows)), None)
+    if tools:
+        fields["tools_field"] = tools
+    return FormatChoice(type="conversation", fields=fields, reason=reason)
+
+
+def _alpaca(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+    instruction, output = _most(rows, INSTRUCTIONS, _is_text), _most(rows, OUTPUTS, _is_text)
+    if not instruction or not output:
+        return
+    fields = {"instruction_field": instruction, "output_field": output}
+    given = next((n for n in INPUTS if any(_is_text(row.get(n)) for row in rows)), None)
+    if given:
+        fields["input_field"] = given
+    system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
+    if system:
+        fields |= {"system_prompt_type": "field", "system_prompt_field": system}
+    fits = _count(rows, lambda row: _is_text(row.get(instruction)) and _is_text(row.get(output)))
+    yield FormatChoice(
+        type="instruction", fields=fields, reason=f"{fits} rows have text in {instruction!r} and {output!r} (Alpaca)"
+    )
+
+
+def _text(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+    name = _most(rows, TEXTS, _is_text)
+    if name:
+        fits = _count(rows, lambda row: _is_text(row.get(name)))
+        yield FormatChoice(type="text", fields={"text_field": name}, reason=f"{fits} rows have text in {name!r}")
+
+
+def _count(rows: Sequence[Row], fits: Callable[[Row], bool]) -> str:
+    """How many of how many rows fit, or nothing unless it is more than half."""
+    count = sum(fits(row) for row in rows)
+    return f"{count} of the first {len(rows)}" if 2 * count > len(rows) else ""
+
+
+def _most(rows: Sequence[Row], names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
+    """The first name whose value fits in more than half of the rows."""
+    return next((name for name in names if 2 * sum(fits(row.get(name)) for row in rows) > len(rows)), None)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_answer(value: Any) -> bool:
+    return _is_text(value) or _are_messages(value, "role")
+
+
+def _are_messages(value: Any, role: str) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, Mapping) and isinstance(message.get(role), str) for message in value)
+    )
+
+
+FORMAT = DatasetFormat(name="auto", options=NoOptions, choose=choose, version=1)

@@ -1,0 +1,165 @@
+"""The format `auto`: which type the first rows show, with which fields and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import surogate_dataset_auto as plugin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.pipeline import PreparedData, prepare
+from surogate_core.data.tokenize import RowError
+from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.errors import UserError
+from surogate_core.plugins import import_policy, load_plugins
+
+FORMAT: Any = plugin.surogate_dataset()
+OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go"}
+TEXT = {"text": "Rome."}
+
+
+@pytest.mark.parametrize(
+    ("row", "type_name", "fields"),
+    [
+        (OPENAI, "conversation", {"messages_field": "messages"}),
+        ({**OPENAI, "text": "x", "prompt": "x"}, "conversation", {"messages_field": "messages"}),
+        (
+            {**OPENAI, "system": "x", "tools": "[]"},
+            "conversation",
+            {"messages_field": "messages", "system_field": "system", "tools_field": "tools"},
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "system": "x"},
+            "conversation",
+            {"messages_field": "messages"},
+        ),
+        (ALPACA, "instruction", {"instruction_field": "instruction", "output_field": "output", "input_field": "input"}),
+        ({"question": "x", "answer": "y"}, "instruction", {"instruction_field": "question", "output_field": "answer"}),
+        (
+            {"prompt": "x", "completion": "y", "system": "z"},
+            "instruction",
+            {
+                "instruction_field": "prompt",
+                "output_field": "completion",
+                "system_prompt_type": "field",
+                "system_prompt_field": "system",
+            },
+        ),
+        (
+            PREFERENCE,
+            "preference",
+            {"prompt_field": "prompt", "chosen_field": "chosen", "rejected_field": "rejected"},
+        ),
+        (TEXT, "text", {"text_field": "text"}),
+        ({"content": "x", "id": 3}, "text", {"text_field": "content"}),
+    ],
+)
+def test_the_rows_show_the_type(row: Any, type_name: str, fields: Any) -> None:
+    choice = FORMAT.choose([row, row, row], NoOptions())
+    assert (choice.type, dict(choice.fields)) == (type_name, fields)
+    assert choice.reason.startswith("3 of the first 3 rows ")
+
+
+def test_sharegpt_maps_properties_and_roles() -> None:
+    choice = FORMAT.choose([SHAREGPT], NoOptions())
+    assert choice.type == "conversation"
+    assert choice.fields["message_property_mappings"] == {"role": "from", "content": "value"}
+    assert choice.fields["role_mappings"]["gpt"] == "assistant"
+    assert "'from' in 'conversations' (ShareGPT)" in choice.reason
+
+
+def test_most_rows_decide() -> None:
+    assert FORMAT.choose([TEXT, ALPACA, ALPACA], NoOptions()).type == "instruction"
+    with pytest.raises(RowError, match="no type fits the first 2 rows, whose fields are 'instruction'"):
+        FORMAT.choose([ALPACA, {"text": 3}], NoOptions())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "from", "x"]), inner),
+    max_leaves=6,
+)
+ROW = st.dictionaries(st.sampled_from([*OPENAI, *SHAREGPT, *ALPACA, *PREFERENCE, *TEXT, "system", "tools"]), JSON)
+
+
+@given(rows=st.lists(ROW, min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_any_rows_have_a_type_or_a_reason(rows: Any) -> None:
+    try:
+        choice = FORMAT.choose(rows, NoOptions())
+    except RowError:
+        return
+    assert isinstance(choice, FormatChoice)
+
+
+# ------------------------------------------------------------------------ through the pipeline
+
+
+@pytest.fixture(scope="module")
+def formats() -> dict[str, DatasetFormat]:
+    """Those of the installed plugins."""
+    return dict(load_plugins(import_policy()).all("dataset"))
+
+
+def prepared(tmp_path: Path, rows: Any, formats: Any, **entry: Any) -> PreparedData:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys: Any = {"sequence_len": 64, "data_cache_dir": str(tmp_path / "cache"), "validation_split_ratio": 0.0}
+    config = RunConfig(datasets=[{"path": str(path), "type": "auto", **entry}], **keys)
+    return prepare(config, load_tokenizer("pkg://surogate_dataset_chat/embedded/tokenizer"), formats)
+
+
+@pytest.mark.parametrize(
+    ("row", "entry"),
+    [
+        (OPENAI, {"type": "conversation"}),
+        (
+            ALPACA,
+            {
+                "type": "instruction",
+                "instruction_field": "instruction",
+                "output_field": "output",
+                "input_field": "input",
+            },
+        ),
+        (TEXT, {"type": "text"}),
+    ],
+)
+def test_the_result_is_that_of_the_type(tmp_path: Path, formats: Any, row: Any, entry: Any) -> None:
+    found, named = prepared(tmp_path, [row] * 3, formats), prepared(tmp_path, [row] * 3, formats, **entry)
+    assert found.digest == named.digest
+    assert [d.cached for d in named.report.datasets] == [True]
+    assert f"rows.jsonl) is read as type {entry['type']} (" in found.report.summary()
+    assert "since 3 of the first 3 rows" in found.report.summary()
+    assert "is read as" not in named.report.summary()
+
+
+def test_sharegpt_equals_openai(tmp_path: Path, formats: Any) -> None:
+    assert prepared(tmp_path, [SHAREGPT], formats).digest == prepared(tmp_path, [OPENAI], formats).digest
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "has no readable row among its first 100"),
+        ([3], "has no readable row among its first 100"),
+        ([{"a": 1}], "no type fits the first 1 rows, whose fields are 'a'"),
+    ],
+)
+def test_rows_without_a_type_stop_the_run(tmp_path: Path, formats: Any, rows: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        prepared(tmp_path, rows, formats)
+
+
+def test_a_type_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"looks like type text: 1 of the first 1 rows.*No installed plugin offers"):
+        prepared(tmp_path, [TEXT], {"auto": FORMAT})
