@@ -80,6 +80,8 @@ class DatasetFormat:
     """Instead of `encode`: (first rows, options) → the type that reads them; raises `RowError` when none does."""
     version: int = 1
     """Raised when the same row encodes differently; part of the shard cache's digest."""
+    tasks: tuple[str, ...] | None = None
+    """Tasks that can train on it; None is all that train on documents."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless exactly one of `encode` and `choose` is given."""

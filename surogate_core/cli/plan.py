@@ -29,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
     config, registry = load(arguments, None)
 
     from surogate_core.engine.prediction import predict
-    from surogate_core.kernels.registry import KernelTable
-    from surogate_core.train.setup import engine_settings, resolve_device, resolve_lora, resolve_model
+    from surogate_core.train.setup import engine_settings, kernel_table, resolve_device, resolve_lora, resolve_model
 
     resolved = resolve_model(config, registry)
     device = resolve_device(config)
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
         offloader=registry.get("offload", config.offload.name),
-        kernels=KernelTable.build(device, list(registry.all("kernels").values())),
+        kernels=kernel_table(config, registry, device),
         lora=resolve_lora(config, resolved.model),
     )
     from surogate_core.cli import plan_view

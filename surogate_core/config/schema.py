@@ -72,6 +72,10 @@ class RunConfig:
     """Dtype of the weights; auto is bfloat16 on a GPU and float32 on a CPU."""
     sequence_len: Annotated[int, Ge(8)] = 1024
     """Tokens in a packed row; a longer sample is treated by `truncation_strategy`."""
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | dict[str, Any] | None = None
+    """RoPE scaling in place of the model's: a kind that stretches its positions to `max_model_len`, or all parameters."""
+    max_model_len: Positive | None = None
+    """Positions of the trained model, written as `max_position_embeddings`; null keeps the model's."""
 
     # ------------------------------------------------------------------------ the run
     run_name: str | None = None
@@ -106,6 +110,8 @@ class RunConfig:
     """Fill rows with several documents; false puts one document in a row."""
     use_cuda_graphs: bool = True
     """On CUDA, capture the micro-step and the optimizer step as graphs."""
+    deterministic: bool = True
+    """Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on some GPUs."""
     lmhead_chunks: Positive = 1
     """Pieces of the micro-batch's tokens whose logits exist at one time."""
     recompute: bool = True
@@ -160,6 +166,12 @@ class RunConfig:
     """Dtype that adapter weights are computed from; masters are always fp32."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all"])
     """Projections that get an adapter, by their names in the model (`q_proj`); `all` is every one."""
+    adapter_path: str | None = None
+    """An adapter to begin with: a directory of PEFT, or the output directory of a LoRA run."""
+    adapter_init_mode: Literal["merge", "trainable"] = "merge"
+    """merge folds `adapter_path` into the base and trains a fresh adapter on top; trainable trains it on."""
+    merge_adapter: bool = False
+    """At the end, also export the whole model with the adapter folded in, to `output_dir/model`."""
 
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))

@@ -37,10 +37,11 @@ class KernelTable:
     """(op, dtype) → name of the kernel that was taken; for the run's log and `surogate doctor`."""
 
     @classmethod
-    def build(cls, device: torch.device, packs: Sequence[KernelPack]) -> KernelTable:
-        """The table of all kernels of the packs that the device can use."""
+    def build(cls, device: torch.device, packs: Sequence[KernelPack], *, deterministic: bool = True) -> KernelTable:
+        """The table of all kernels of the packs that the device can use, deterministic ones alone if so asked."""
         usable = [pack for pack in packs if pack.unavailable(device) is None]
-        return cls(device=device, kernels=tuple(k for pack in usable for k in pack.kernels()))
+        offered = (kernel for pack in usable for kernel in pack.kernels())
+        return cls(device=device, kernels=tuple(k for k in offered if k.deterministic or not deterministic))
 
     def choose(self, op: str, dtype: torch.dtype) -> Kernel:
         """The supporting kernel of the highest priority; ties go to the first name."""

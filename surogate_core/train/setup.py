@@ -14,12 +14,14 @@ from surogate_core.bundles import ModelFamily, OptimizerSettings
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
 from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.rope import scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.train.adapters import InitialAdapter, check_merging, fold
 from surogate_core.train.weights import ModelDir, locate
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class ResolvedModel:
     """Where its weights are; None for random weights."""
     fingerprint: str
     """What a checkpoint remembers the base by, besides the model's configuration."""
+    adapter: InitialAdapter | None = None
+    """The adapter that the run begins with."""
 
 
 def resolve_device(config: RunConfig) -> torch.device:
@@ -57,6 +61,11 @@ def resolve_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     if config.torch_dtype != "auto":
         return DTYPES[config.torch_dtype]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def kernel_table(config: RunConfig, registry: Registry, device: torch.device) -> KernelTable:
+    """The kernels that the run may use."""
+    return KernelTable.build(device, list(registry.all("kernels").values()), deterministic=config.deterministic)
 
 
 def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
@@ -81,6 +90,8 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
     if weights and chosen.config:
         raise UserError("model.config: a trained model's shape cannot be changed. Fix: set from_scratch=true.")
     values.update(chosen.config)
+    if config.rope_scaling is not None or config.max_model_len is not None:
+        values = scaled_config(values, config.rope_scaling, config.max_model_len)
     family = _family(chosen.name, values, families, title)
     model = family.build(values)
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
@@ -193,7 +204,7 @@ def build_engine(
         optimizer_options=config.optimizer.options,
         offloader=registry.get("offload", config.offload.name),
         offloader_options=config.offload.options,
-        kernels=KernelTable.build(device, list(registry.all("kernels").values())),
+        kernels=kernel_table(config, registry, device),
         lora=lora,
         source=_source(config, resolved, device),
         progress=progress,
@@ -229,8 +240,18 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
     """
     if resolved.weights is None:
         return ()
-    specs = distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len))
-    return resolved.weights.check({s.hf_name: s.shape for s in specs if s.role != "adapter"})
+    specs = tuple(distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len)))
+    shapes = {s.hf_name: s.shape for s in specs if s.role != "adapter"}
+    unused = resolved.weights.check(shapes)
+    if resolved.adapter is not None:
+        check_merging(resolved.adapter.stack, shapes, tied=resolved.model.tied, key="adapter_path")
+        if lora is not None:
+            resolved.adapter.check_continues(
+                {s.hf_name for s in specs if s.role == "adapter"},
+                rank=lora.adapter.rank,
+                alpha=config.lora_alpha,
+            )
+    return unused
 
 
 def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) -> Callable[[TensorSpec], Tensor]:
@@ -239,4 +260,12 @@ def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) ->
     weights = resolved.weights
     if weights is None:
         return random
-    return lambda spec: random(spec) if spec.role == "adapter" else weights.get(spec.hf_name)
+    given = resolved.adapter
+
+    def source(spec: TensorSpec) -> Tensor:
+        if spec.role == "adapter":
+            return given.start.get(spec.hf_name) if given and given.start else random(spec)
+        weight = weights.get(spec.hf_name)
+        return fold(spec.hf_name, weight, given.folded) if given else weight
+
+    return source

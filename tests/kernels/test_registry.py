@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.kernels import ops, registry
+from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
 
 CPU = torch.device("cpu")
@@ -82,3 +83,23 @@ def test_an_op_keeps_its_name_and_documentation() -> None:
         call = getattr(ops, name)
         assert call.__name__ == name
         assert call.__doc__
+
+
+def test_a_kernel_of_any_order_is_used_only_when_that_is_allowed() -> None:
+    def kernel(name: str, *, deterministic: bool, priority: int) -> Kernel:
+        return Kernel(
+            op="rms_norm",
+            name=name,
+            function=ops.rms_norm,
+            supports=lambda device, dtype: True,
+            priority=priority,
+            deterministic=deterministic,
+        )
+
+    kernels = (kernel("sure", deterministic=True, priority=0), kernel("fast", deterministic=False, priority=1))
+    pack = KernelPack(name="test", kernels=lambda: kernels)
+    for deterministic, name in ((True, "sure"), (False, "fast")):
+        chosen = KernelTable.build(CPU, [pack], deterministic=deterministic).choose("rms_norm", torch.float32)
+        assert chosen.name == name
+    cuda = {k.name: k.deterministic for k in TORCH_PACK.kernels() if k.op == "attention"}
+    assert cuda == {"torch-cpu": True, "torch-flash": True, "torch-flash-any-order": False}
