@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.dims import read_key
+from surogate_core.dsl.dims import Dim, read_key
 from surogate_core.errors import UserError
 
+_ORIGINAL = "original_max_position_embeddings"
 DEFAULT_THETA = 10_000.0
 """Base where ``config.json`` names none."""
 
@@ -101,7 +102,7 @@ class Rope:
     @property
     def _original(self) -> float:
         """Positions that the model was trained on before it was scaled."""
-        key = "original_max_position_embeddings"
+        key = _ORIGINAL
         beside = self.config.get(key)
         if beside is not None:
             return _checked(key, beside, least=1.0)
@@ -126,6 +127,50 @@ def document_lengths(positions_N: Tensor) -> Tensor:
     documents_N = (positions_N == 0).cumsum(0)
     last = torch.zeros(len(positions_N) + 1, dtype=positions_N.dtype, device=positions_N.device)
     return last.scatter_reduce(0, documents_N, positions_N, "amax")[documents_N] + 1
+
+
+def scaled_config(
+    config: Mapping[str, Any], scaling: str | Mapping[str, Any] | None, positions: int | None
+) -> dict[str, Any]:
+    """The ``config.json`` with the RoPE scaling and the number of positions that a run asks for.
+
+    A kind by name stretches the model's positions to `positions`; a mapping is taken as it is, and its
+    ``factor`` may be left to `positions`. What transformers reads from the result is what is trained.
+    """
+    key, old = _parameters(config)
+    if key == "rope_parameters" and not old:
+        key = "rope_scaling"  # where every version of transformers reads it
+    kind = old.get("rope_type") or old.get("type") or "default"
+    trained = Dim("max_position_embeddings").size(config)
+    new: dict[str, Any] = (
+        {"rope_type": scaling} if isinstance(scaling, str) else dict(old if scaling is None else scaling)
+    )
+    chosen = new.setdefault("rope_type", new.pop("type", "default"))
+    if scaling is not None:
+        if isinstance(scaling, str) and kind != "default":
+            raise UserError(
+                f"rope_scaling: the model already has RoPE scaling `{kind}`. Fix: give all of the new one's parameters."
+            )
+        if chosen != "default" and "factor" not in new:
+            if positions is None or positions <= trained:
+                raise UserError(
+                    f"rope_scaling: {chosen} needs to know how far to stretch. "
+                    f"Fix: set max_model_len above the model's {trained} positions."
+                )
+            new["factor"] = positions / trained
+        if old.get("rope_theta") is not None:
+            new.setdefault("rope_theta", old["rope_theta"])
+    if chosen in ("yarn", "llama3") and config.get(_ORIGINAL) is None:
+        new.setdefault(_ORIGINAL, old.get(_ORIGINAL) or trained)
+    changed = {**config, key: new if new != {"rope_type": "default"} else None}
+    if positions is not None and chosen != "dynamic":
+        changed["max_position_embeddings"] = positions  # dynamic counts from the trained ones
+    elif positions is not None and (scaling is None or new["factor"] != positions / trained):
+        raise UserError(
+            f"max_model_len: dynamic RoPE scaling stretches {trained} positions by its `factor`. "
+            f"Fix: leave max_model_len at null, or `factor` out of rope_scaling."
+        )
+    return changed
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, modeling_rope_utils
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from surogate_core.dsl.rope import Rope, document_lengths
+from surogate_core.dsl.rope import Rope, document_lengths, scaled_config
 from surogate_core.errors import UserError
 
 LLAMA3 = {
@@ -181,3 +181,61 @@ def test_what_is_not_computed_is_refused_by_name(rope: dict[str, Any], message: 
 def test_an_odd_head_is_refused() -> None:
     with pytest.raises(UserError, match="`head_dim` must be even for RoPE, not 15"):
         Rope({}, 15)
+
+
+OLD = {"max_position_embeddings": 4096, "rope_theta": 5e3}
+NEW = {"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}
+
+
+@pytest.mark.parametrize("config", [OLD, NEW], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_a_kind_by_name_stretches_the_models_positions(kind: str, config: dict[str, Any]) -> None:
+    changed = scaled_config(config, kind, 12288)
+    assert changed["max_position_embeddings"] == (4096 if kind == "dynamic" else 12288)
+    rope = Rope(changed, 16)
+    assert (rope.kind, rope.theta, rope.parameters["factor"]) == (kind, 5e3, 3.0)
+    given = {"type": kind, "factor": 3.0, "original_max_position_embeddings": 4096, "rope_theta": 5e3}
+    expected = Rope({"max_position_embeddings": 4096, "rope_scaling": given}, 16)
+    positions = torch.arange(6000, dtype=torch.int32)
+    assert torch.equal(rope.tables(positions)["cos"], expected.tables(positions)["cos"])
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(**{"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, **changed})
+    )
+    cos = theirs(torch.empty(0), positions[None].long())[0][0, :, :8]
+    torch.testing.assert_close(rope.tables(positions)["cos"], cos, rtol=0, atol=6000 * 3e-7 if kind == "dynamic" else 0)
+
+
+def test_positions_alone_leave_the_frequencies() -> None:
+    scaled = {**OLD, "rope_scaling": {k: v for k, v in LLAMA3.items() if "original" not in k}}
+    for config in (OLD, NEW, scaled):
+        changed = scaled_config(config, None, 8192)
+        assert changed["max_position_embeddings"] == 8192
+        assert torch.equal(Rope(changed, 16).frequencies(), Rope(config, 16).frequencies())
+
+
+def test_a_mapping_is_taken_as_it_is() -> None:
+    given = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048, "beta_fast": 16}
+    changed = scaled_config({**OLD, "rope_scaling": LLAMA3}, given, None)
+    assert changed["rope_scaling"] == {"rope_type": "yarn", **{k: v for k, v in given.items() if k != "type"}}
+    assert Rope(changed, 16).theta == 5e3
+    assert scaled_config(OLD, {"type": "linear"}, 8192)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert Rope(scaled_config({**OLD, "rope_scaling": LLAMA3}, {"rope_type": "default"}, None), 16).kind == "default"
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling", "positions", "message"),
+    [
+        (OLD, "yarn", None, "rope_scaling: yarn.*Fix: set max_model_len above the model's 4096"),
+        (OLD, "linear", 4096, "rope_scaling: linear.*Fix"),
+        (OLD, {"type": "linear"}, None, "rope_scaling: linear.*Fix"),
+        ({**OLD, "rope_scaling": LLAMA3}, "yarn", 8192, "already has RoPE scaling `llama3`.*Fix"),
+        (OLD, {"type": "dynamic", "factor": 3.0}, 8192, "max_model_len: dynamic.*Fix"),
+        ({**OLD, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, 8192, "max_model_len: dynamic.*Fix"),
+        ({"rope_theta": 5e3}, "yarn", 8192, "`max_position_embeddings`"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused(
+    config: dict[str, Any], scaling: str | dict[str, Any] | None, positions: int | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        scaled_config(config, scaling, positions)
