@@ -31,7 +31,6 @@ NAMES = frozenset(
         ("recipe", "nvfp4"),
         ("optimizer", "adamw_8bit"),
         ("optimizer", "normuon"),
-        ("dataset", "preference"),
     }
 )
 """(group or kind, name)."""

@@ -43,6 +43,17 @@ def parse_entries(
     return [entry for entry in parsed if entry is not None]
 
 
+def check_task(entry: DatasetEntry, task: str) -> None:
+    """Raise `UserError` when the task cannot train on data of the entry's type."""
+    if entry.format.tasks is None or task in entry.format.tasks:
+        return
+    takers = " and ".join(entry.format.tasks)
+    raise UserError(
+        f"{entry.key}: data set {entry.source.path} is of type {entry.format.name}, which task {task} cannot train on; "
+        + (f"it is for {takers}. Fix: set `task`." if takers else "its trainer comes in a later version.")
+    )
+
+
 def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
     """The entry with the type that its first rows show, where its own type leaves that to them.
 

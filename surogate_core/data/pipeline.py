@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.data.cache import Cache, CacheEntry, cache_root, digest_of
-from surogate_core.data.entries import DatasetEntry, choose_format, parse_entries
+from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
 from surogate_core.data.packing import PackSettings
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows
 from surogate_core.data.shards import (
@@ -74,6 +74,8 @@ def prepare(
         *parse_entries(config.datasets, formats, key="datasets"),
         *parse_entries(config.validation_datasets, formats, key="validation_datasets"),
     ]
+    for entry in entries:
+        check_task(entry, config.task)
     if not config.datasets:
         raise UserError("`datasets` is empty. Fix: name at least one data set, e.g. dataset=embedded.")
     encoder = _Encoder(config, tokenizer, formats, progress)
@@ -164,6 +166,7 @@ class _Encoder:
         self._bad_rows: list[BadRow] = []
         self._bad_row_count = 0
         self._formats = formats
+        self._task = config.task
         self._progress = progress
         self._context = EncodeContext(
             tokenizer=tokenizer,
@@ -186,6 +189,7 @@ class _Encoder:
         """The entry's documents, encoded now unless the cache has them."""
         source = open_source(entry.source)
         entry = choose_format(entry, source, self._formats)
+        check_task(entry, self._task)
         task = f"tokenise {source.name}"
         key = digest_of(
             {

@@ -78,7 +78,6 @@ Problems = Callable[..., list[Problem]]
         (["datasets=[{path: a}]"], "datasets.0.type", "must be set; known types: ", ""),
         (["datasets=[{type: text}]"], "datasets.0.path", "must be set", ""),
         (["datasets=[{path: a, type: txt}]"], "datasets.0.type", "no such type", "text"),
-        (["datasets=[{path: a, type: preference}]"], "datasets.0.type", "not available", ""),
         (["datasets=[{path: a, type: text, splt: x}]"], "datasets.0.splt", "no such key", "datasets.0.split"),
         (
             ["datasets=[{path: a, type: text, txt_field: x}]"],

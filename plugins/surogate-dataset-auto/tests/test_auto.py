@@ -163,3 +163,8 @@ def test_rows_without_a_type_stop_the_run(tmp_path: Path, formats: Any, rows: An
 def test_a_type_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"looks like type text: 1 of the first 1 rows.*No installed plugin offers"):
         prepared(tmp_path, [TEXT], {"auto": FORMAT})
+
+
+def test_preferences_are_found_and_refused(tmp_path: Path, formats: Any) -> None:
+    with pytest.raises(UserError, match="is of type preference, which task sft cannot train on"):
+        prepared(tmp_path, [PREFERENCE], formats)

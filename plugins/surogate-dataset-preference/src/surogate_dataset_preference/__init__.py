@@ -1,0 +1,18 @@
+"""Surogate plugin: data sets of chosen and rejected answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surogate_core import hookimpl
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import DatasetFormat
+
+
+@hookimpl
+def surogate_dataset() -> DatasetFormat:
+    """The format `preference`."""
+    from surogate_dataset_preference.preference import FORMAT
+
+    return FORMAT
