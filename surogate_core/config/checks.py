@@ -49,6 +49,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(_recompute_part(part) for part in ("att", "ffn", "qkv", "swiglu", "rmsnorm")),
     Check(
+        name="row_past_the_positions",
+        key="sequence_len",
+        wrong=lambda v: v["max_model_len"] is not None and v["sequence_len"] > v["max_model_len"],
+        message="is longer than `max_model_len`.",
+        fix="a row of at most `max_model_len` tokens",
+    ),
+    Check(
         name="no_steps",
         key="max_steps",
         wrong=lambda v: v["max_steps"] == 0,
@@ -68,5 +75,33 @@ CHECKS: tuple[Check, ...] = (
         wrong=lambda v: v["lora"] and not v["lora_target_modules"],
         message="is empty, so nothing would be trained.",
         fix="lora_target_modules: [all], or lora: false",
+    ),
+    Check(
+        name="adapter_without_lora",
+        key="adapter_path",
+        wrong=lambda v: v["adapter_path"] is not None and not v["lora"],
+        message="is set while `lora` is false.",
+        fix="lora: true; or `surogate merge` it first and train the merged model",
+    ),
+    Check(
+        name="adapter_on_random_weights",
+        key="adapter_path",
+        wrong=lambda v: v["adapter_path"] is not None and v["from_scratch"],
+        message="is set together with `from_scratch`: an adapter belongs to trained weights.",
+        fix="from_scratch: false, or adapter_path: null",
+    ),
+    Check(
+        name="trainable_without_adapter",
+        key="adapter_init_mode",
+        wrong=lambda v: v["adapter_path"] is None and v["adapter_init_mode"] == "trainable",
+        message="is trainable while there is no `adapter_path`.",
+        fix="set adapter_path to the adapter that is to be trained on",
+    ),
+    Check(
+        name="merge_without_lora",
+        key="merge_adapter",
+        wrong=lambda v: v["merge_adapter"] and not v["lora"],
+        message="is set while `lora` is false: all weights are trained and exported anyway.",
+        fix="merge_adapter: false, or lora: true",
     ),
 )

@@ -73,7 +73,7 @@ class RunConfig:
     sequence_len: Annotated[int, Ge(8)] = 1024
     """Tokens in a packed row; a longer sample is treated by `truncation_strategy`."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | dict[str, Any] | None = None
-    """RoPE scaling in place of the model's: a kind that stretches its positions to `max_model_len`, or all parameters."""
+    """RoPE scaling in place of the model's: a kind that stretches it to `max_model_len`, or all parameters."""
     max_model_len: Positive | None = None
     """Positions of the trained model, written as `max_position_embeddings`; null keeps the model's."""
 

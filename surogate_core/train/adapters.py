@@ -149,6 +149,54 @@ def open_stack(path: Path, *, key: str = "adapter_path") -> list[LoraAdapter]:
     return [*(open_stack(below, key=key) if below.is_dir() else []), LoraAdapter.open(path, key=key)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialAdapter:
+    """What a run begins with: ``adapter_path``."""
+
+    mode: str
+    """``merge`` or ``trainable``."""
+    stack: tuple[LoraAdapter, ...]
+    fingerprint: str
+
+    @classmethod
+    def open(cls, path: str, mode: str) -> InitialAdapter:
+        """Read the headers; raises `UserError`."""
+        stack = tuple(open_stack(Path(path).expanduser()))
+        return cls(mode=mode, stack=stack, fingerprint=stack_fingerprint(stack))
+
+    @property
+    def start(self) -> LoraAdapter | None:
+        """The adapter that is trained on."""
+        return self.stack[-1] if self.mode == "trainable" else None
+
+    @property
+    def folded(self) -> tuple[LoraAdapter, ...]:
+        """Those that the base has folded in."""
+        return self.stack[:-1] if self.mode == "trainable" else self.stack
+
+    def check_continues(self, names: set[str], *, rank: int, alpha: float) -> None:
+        """Hold the adapter that is trained on against the run's; one `UserError` lists all differences."""
+        if self.start is None:
+            return
+        theirs, own = self.start, {name.removesuffix(_SIDES[0]) for name in names if name.endswith(_SIDES[0])}
+        problems = []
+        if theirs.rank != rank:
+            problems.append(f"lora_rank is {rank}, the adapter's is {theirs.rank}")
+        if not math.isclose(theirs.plain_alpha, alpha, rel_tol=1e-9):
+            rs = "" if theirs.plain_alpha == theirs.alpha else f" ({theirs.alpha:g} with rsLoRA)"
+            problems.append(f"lora_alpha is {alpha:g}, the adapter's is {theirs.plain_alpha:g}{rs}")
+        last = {module.rsplit(".", 1)[-1] for module in own}, {m.rsplit(".", 1)[-1] for m in theirs.modules}
+        if last[0] != last[1]:
+            problems.append(
+                f"lora_target_modules is {', '.join(sorted(last[0]))}, the adapter's is {', '.join(sorted(last[1]))}"
+            )
+        elif missing := sorted(own ^ set(theirs.modules)):
+            problems.append(f"only one of the two is on {', '.join(missing[:_SHOWN])}")
+        if problems:
+            fix = "set the adapter's values, or adapter_init_mode: merge"
+            raise _bad(Path(theirs.source), "adapter_path", problems, "cannot be trained on by this run", fix)
+
+
 def stack_fingerprint(stack: Iterable[LoraAdapter]) -> str:
     """SHA-256 (hex) of a stack."""
     return hashlib.sha256(" ".join(adapter.fingerprint() for adapter in stack).encode()).hexdigest()

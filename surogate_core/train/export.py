@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from surogate_core import __version__
 from surogate_core.errors import UserError
 from surogate_core.train import atomic
+from surogate_core.train.adapters import CONFIG, STACKED_ON, WEIGHTS
 from surogate_core.train.tensorfile import TensorWriter, nbytes, write_tensors
 
 if TYPE_CHECKING:
@@ -91,12 +93,14 @@ def export_adapter(
     card: Card,
     tokenizer: Tokenizer | None = None,
     task_type: str = "CAUSAL_LM",
+    stacked_on: Path | None = None,
 ) -> Path:
     """Write a PEFT adapter directory; a former export there is replaced when the new one is whole.
 
     `tensors`: (``<module>.lora_A.weight``, [rank, in]) and (``<module>.lora_B.weight``, [out, rank]),
     modules by their Hugging Face names; alpha / rank is not folded in. `base_model`: hub id or
-    directory that PEFT is to load the adapter on. Errors as in `export_full`.
+    directory that PEFT is to load the adapter on. `stacked_on`: an adapter directory that the base had
+    folded in, which is copied along. Errors as in `export_full`.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -126,8 +130,19 @@ def export_adapter(
         _write_json(new / "adapter_config.json", config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new))
+        if stacked_on is not None:
+            _copy_stack(stacked_on, new / STACKED_ON)
         _write_card(new, card, library="peft")
     return directory
+
+
+def _copy_stack(source: Path, target: Path) -> None:
+    """Copy an adapter and those below it, without what is not needed to fold them."""
+    target.mkdir()
+    for name in (CONFIG, WEIGHTS):
+        shutil.copyfile(source / name, target / name)
+    if (source / STACKED_ON).is_dir():
+        _copy_stack(source / STACKED_ON, target / STACKED_ON)
 
 
 def check_place(directory: Path) -> None:
@@ -208,6 +223,8 @@ def _write_card(directory: Path, card: Card, *, library: str) -> None:
             front.append(f"base_model: {json.dumps(card.base_model)}")
     if library == "peft":
         lines += ["", "This is a LoRA adapter in PEFT's format; load it on its base model."]
+        if (directory / STACKED_ON).is_dir():
+            lines.append(f"The base must have the adapter in `{STACKED_ON}/` merged first: `surogate merge` does both.")
     for heading, values in (("Figures", card.figures), ("Settings", card.settings)):
         rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items() if value is not None]
         if rows:

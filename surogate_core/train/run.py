@@ -23,6 +23,7 @@ from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
 from surogate_core.train import atomic
+from surogate_core.train.adapters import LoraAdapter, folded
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
@@ -112,7 +113,8 @@ class _Run:
     def _main(self) -> int:
         config, registry = self.config, self.registry
         # What can be refused is refused before anything long is done.
-        check_place(self._export_place())
+        for place in self._export_places():
+            check_place(place)
         resolved = resolve_model(config, registry)
         device = resolve_device(config)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
@@ -183,6 +185,11 @@ class _Run:
             essential["lora_rank"] = config.lora_rank
             essential["lora_alpha"] = config.lora_alpha
             essential["lora_target_modules"] = sorted(config.lora_target_modules)
+        made_with: dict[str, Any] = {}
+        if (given := resolved.adapter) is not None:
+            essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"
+            path = str(Path(given.stack[-1].source).resolve())
+            made_with["adapter"] = {"path": path, "mode": given.mode, "fingerprint": given.fingerprint}
         # The plugins whose bundles shape the weights; monitors may come and go.
         used = self.registry.plugins_used(
             [
@@ -193,7 +200,8 @@ class _Run:
                 ("objective", config.objective),
             ]
         )
-        return {"essential": essential, "plugins": {p["name"]: p["version"] for p in used}, "torch": torch.__version__}
+        versions = {p["name"]: p["version"] for p in used}
+        return {"essential": essential, "plugins": versions, "torch": torch.__version__, **made_with}
 
     def _checkpoint_to_resume(
         self, checkpoints: CheckpointDir, identity: Mapping[str, Any], notes: list[str]
@@ -300,6 +308,12 @@ class _Run:
                 *notes,
                 "The base is random and stays so: adapters on random weights only make sense for benchmarks.",
             ]
+        if resolved.adapter and resolved.adapter.folded and not config.merge_adapter:
+            notes = [
+                *notes,
+                "The adapter of this run needs the one below it, which is exported with it: `surogate merge` folds in "
+                "both; merge_adapter=true exports the whole model.",
+            ]
         on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         return RunStart(
             model=resolved.title,
@@ -316,8 +330,12 @@ class _Run:
 
     # ---------------------------------------------------------------------------- after
 
-    def _export_place(self) -> Path:
-        return self.output / ("adapter" if self.config.lora else "model")
+    def _export_places(self) -> list[Path]:
+        """Where the result goes, the one that is shown first."""
+        adapter, model = self.output / "adapter", self.output / "model"
+        if not self.config.lora:
+            return [model]
+        return [model, adapter] if self.config.merge_adapter else [adapter]
 
     def _export(self, resolved: ResolvedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
         assert self.engine is not None
@@ -339,10 +357,17 @@ class _Run:
             },
         )
         self._progress("exporting", 0, 1)
+        stack: list[LoraAdapter] = []
         if config.lora:
             adapters = dict(parameters.adapter_tensors())
-            path = export_adapter(
-                self._export_place(),
+            scale = config.lora_alpha / config.lora_rank
+            own = LoraAdapter(
+                source="the run", rank=config.lora_rank, alpha=config.lora_alpha, scale=scale, tensors=adapters
+            )
+            below = resolved.adapter.folded if resolved.adapter else ()
+            stack = [*below, own]
+            export_adapter(
+                self._export_places()[-1],
                 adapters.items(),
                 rank=config.lora_rank,
                 alpha=config.lora_alpha,
@@ -351,23 +376,27 @@ class _Run:
                 base_model=base,
                 card=card,
                 tokenizer=tokenizer,
+                stacked_on=Path(below[-1].source) if below else None,
             )
-        else:
+        if not config.lora or config.merge_adapter:
             values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
             if resolved.weights is None:
                 # A preset's token ids are those of the published model's tokenizer, not of this one.
                 names = ("bos_token_id", "eos_token_id", "pad_token_id")
                 values.update({name: getattr(tokenizer, name) for name in names})
-            path = export_full(
-                self._export_place(),
-                parameters.base_tensors(),
+            # Folding begins from the files, whose dtypes are kept, and rounds once.
+            files = resolved.weights if config.lora else None
+            tensors = ((n, files.get(n)) for n in files.names()) if files else parameters.base_tensors()
+            export_full(
+                self._export_places()[0],
+                folded(tensors, stack),
                 config=values,
                 tokenizer=tokenizer,
                 card=card,
                 generation_config=resolved.weights.generation_config() if resolved.weights else None,
             )
         self._progress("exporting", 1, 1)
-        return path
+        return self._export_places()[0]
 
     def _end(self, reason: str, export: Path | None, message: str) -> RunEnd:
         state = self.loop.state if self.loop else None

@@ -95,7 +95,17 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
     family = _family(chosen.name, values, families, title)
     model = family.build(values)
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
-    return ResolvedModel(title=title, family=family, model=model, weights=weights, fingerprint=fingerprint)
+    adapter = None
+    if config.adapter_path is not None:
+        if weights is None:
+            raise UserError(
+                f"adapter_path: {title} begins from random weights, and an adapter belongs to trained ones. "
+                f"Fix: set model=DIR_OR_HUB_ID, or adapter_path=null."
+            )
+        adapter = InitialAdapter.open(config.adapter_path, config.adapter_init_mode)
+    return ResolvedModel(
+        title=title, family=family, model=model, weights=weights, fingerprint=fingerprint, adapter=adapter
+    )
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -157,9 +157,14 @@ CONTRADICTIONS = {
     "lora_in_pretraining": ["task=pt", "lora=true"],
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("swiglu", "rmsnorm")},
+    "row_past_the_positions": ["sequence_len=64", "max_model_len=32"],
     "no_steps": ["max_steps=0"],
     "no_data": ["datasets=[]"],
     "no_target_modules": ["lora=true", "lora_target_modules=[]"],
+    "adapter_without_lora": ["adapter_path=x", "lora=false", "from_scratch=false"],
+    "adapter_on_random_weights": ["adapter_path=x", "lora=true", "from_scratch=true"],
+    "trainable_without_adapter": ["adapter_init_mode=trainable"],
+    "merge_without_lora": ["merge_adapter=true", "lora=false"],
 }
 
 

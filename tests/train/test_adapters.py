@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from surogate_core.cli.main import main
 from surogate_core.errors import UserError
 from surogate_core.train.adapters import LoraAdapter, open_stack
+from surogate_core.train.merge import open_trained
 from surogate_core.train.weights import ModelDir
 
 IDS = torch.arange(40).reshape(2, 20)
@@ -200,3 +201,137 @@ def test_a_checkpoint_merges_as_its_adapter_does(
     base = load_file(hf_dir / "model.safetensors")
     for module in own.modules:
         assert torch.equal(merged[0][f"{module}.weight"], base[f"{module}.weight"] + own.delta(module))
+
+
+# -------------------------------------------------------------------------------- in a run
+
+KEYS = ("lora_rank=4", "lora_alpha=6", "lora_target_modules=[q_proj,v_proj,down_proj]", "lora_dropout=0.1")
+Runs = tuple[Path, list[str], Callable[..., int]]
+
+
+@pytest.fixture
+def runs(hf_dir: Path, base_on: Callable[[Path], list[str]], run_here: Callable[..., int]) -> Runs:
+    """The base, the overrides of a run on it, and what starts one."""
+    return hf_dir, [*base_on(hf_dir), *KEYS, "learning_rate=1e-2", "max_steps=3", "eval_steps=0"], run_here
+
+
+def tensors_of(directory: Path, name: str = "adapter_model") -> dict[str, torch.Tensor]:
+    return load_file(directory / f"{name}.safetensors")
+
+
+def test_stacked_lora_merged_is_the_base_and_both_deltas(tmp_path: Path, runs: Runs) -> None:
+    hf_dir, keys, run_here = runs
+    peft_adapter(hf_dir, tmp_path / "first", use_rslora=True)
+    second = ["lora_rank=2", "lora_alpha=5", "lora_target_modules=[all]", f"adapter_path={tmp_path / 'first'}"]
+    assert run_here(tmp_path / "run", *keys, *second, "merge_adapter=true") == 0
+    stack = open_stack(tmp_path / "run")
+    assert [(a.rank, a.scale) for a in stack] == [(4, 3.0), (2, 2.5)]
+    base = tensors_of(hf_dir, "model")
+    expected = {n: t.double() for n, t in base.items()}
+    for adapter in stack:
+        for module in adapter.modules:
+            a, b = (adapter.get(f"{module}.lora_{side}.weight").double() for side in "AB")
+            expected[f"{module}.weight"] += adapter.scale * (b @ a)
+    assert float(stack[1].delta("model.layers.0.mlp.up_proj").abs().max()) > 1e-3
+    # The run's own merge, and that of the command from the adapter, the run and a checkpoint.
+    merged = [tensors_of(tmp_path / "run" / "model", "model")]
+    for number, source in enumerate(("", "adapter", "checkpoint-3")):
+        assert merge(hf_dir, tmp_path / "run" / source, tmp_path / f"m{number}") == 0
+        merged.append(tensors_of(tmp_path / f"m{number}", "model"))
+    for one in merged:
+        assert one.keys() == expected.keys()
+        assert max(float((one[n].double() - expected[n]).abs().max()) for n in one) < 1e-6
+        assert all(torch.equal(one[n], merged[0][n]) for n in one)
+    assert "stacked_on" in (tmp_path / "run" / "adapter" / "README.md").read_text()
+
+
+def test_folding_while_loading_is_training_on_the_merged_model(
+    tmp_path: Path, runs: Runs, history: Callable[[Path], Any], base_on: Callable[[Path], list[str]]
+) -> None:
+    hf_dir, keys, run_here = runs
+    peft_adapter(hf_dir, tmp_path / "first")
+    merge(hf_dir, tmp_path / "first", tmp_path / "merged")
+    run_here(tmp_path / "a", *keys, f"adapter_path={tmp_path / 'first'}")
+    run_here(tmp_path / "b", *keys, *base_on(tmp_path / "merged")[-3:])
+    assert history(tmp_path / "a") == history(tmp_path / "b")
+
+
+def test_a_peft_adapter_goes_on_and_out_again(
+    tmp_path: Path, runs: Runs, records: Callable[..., list[dict[str, Any]]], base_on: Callable[[Path], list[str]]
+) -> None:
+    hf_dir, keys, run_here = runs
+    peft_adapter(hf_dir, tmp_path / "first")
+    go_on = [*keys, f"adapter_path={tmp_path / 'first'}", "adapter_init_mode=trainable", "lora_dropout=0"]
+    # A rate of 0 leaves it as it is: PEFT → ours → PEFT.
+    run_here(tmp_path / "still", *go_on, "learning_rate=0")
+    first, still = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "still" / "adapter")
+    assert first.keys() == still.keys()
+    assert all(torch.equal(first[name], still[name]) for name in first)
+    assert len(open_stack(tmp_path / "still")) == 1
+    # The first loss is that of the model that PEFT's adapter makes.
+    merge(hf_dir, tmp_path / "first", tmp_path / "merged")
+    run_here(tmp_path / "merged-run", *keys, *base_on(tmp_path / "merged")[-3:], "lora_dropout=0")
+    run_here(tmp_path / "on", *go_on)
+    for event in ("eval_end", "step_end"):
+        losses = [records(tmp_path / run, event)[0]["loss"] for run in ("on", "merged-run")]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # Our own adapter goes on exactly where it stopped.
+    run_here(tmp_path / "on-2", *go_on, f"adapter_path={tmp_path / 'on'}")
+    assert records(tmp_path / "on-2", "eval_end")[0]["loss"] == records(tmp_path / "on", "eval_end")[-1]["loss"]
+
+
+def test_trainable_must_agree_and_says_all_differences(tmp_path: Path, runs: Runs) -> None:
+    hf_dir, keys, run_here = runs
+    peft_adapter(hf_dir, tmp_path / "first", use_rslora=True)
+    given = [f"adapter_path={tmp_path / 'first'}", "adapter_init_mode=trainable"]
+    with pytest.raises(UserError) as caught:
+        run_here(tmp_path / "out", *keys, *given, "lora_rank=8", "lora_target_modules=[q_proj]")
+    for part in ("lora_rank is 8, the adapter's is 4", "lora_alpha is 6, the adapter's is 12 (6 with rsLoRA)"):
+        assert part in str(caught.value)
+    assert "lora_target_modules is q_proj, the adapter's is down_proj, q_proj, v_proj" in str(caught.value)
+    for half in "AB":
+        retensored(tmp_path / "first", lambda t, h=half: t.pop(NAME.replace("lora_A", f"lora_{h}")))
+    with pytest.raises(UserError, match="only one of the two is on model"):
+        run_here(tmp_path / "out", *keys, *given, "lora_alpha=12")
+
+
+def test_the_adapter_is_part_of_a_checkpoints_identity(tmp_path: Path, runs: Runs) -> None:
+    hf_dir, keys, run_here = runs
+    peft_adapter(hf_dir, tmp_path / "first")
+    given = f"adapter_path={tmp_path / 'first'}"
+    run_here(tmp_path / "out", *keys, given, "max_steps=1")
+    run_here(tmp_path / "out", *keys, given, "max_steps=2")
+    for other in ([], [given, "adapter_init_mode=trainable"]):
+        with pytest.raises(UserError, match="adapter: "):
+            run_here(tmp_path / "out", *keys, *other)
+    retensored(tmp_path / "first", lambda t: t[NAME].mul_(2))
+    with pytest.raises(UserError, match="adapter: "):
+        run_here(tmp_path / "out", *keys, given)
+    with pytest.raises(UserError, match="has changed since"):
+        open_trained(tmp_path / "out" / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["adapter_path=x", "lora=false"], "adapter_path"),
+        (["adapter_path=x", "from_scratch=true"], "adapter_path"),
+        (["adapter_init_mode=trainable"], "adapter_init_mode"),
+        (["merge_adapter=true", "lora=false"], "merge_adapter"),
+        (["adapter_path=/no/where"], "adapter_path /no/where: there is no such directory"),
+        (["adapter_init_mode=fold"], "adapter_init_mode"),
+    ],
+)
+def test_contradictions(keys: list[str], expected: str, tmp_path: Path, runs: Runs) -> None:
+    _, base, run_here = runs
+    with pytest.raises(UserError) as caught:
+        run_here(tmp_path / "out", *base, *keys)
+    assert str(caught.value).startswith(expected)
+
+
+def test_no_adapter_on_random_weights(tmp_path: Path, base: list[str], run_here: Callable[..., int]) -> None:
+    with pytest.raises(UserError, match="belongs to trained weights"):
+        run_here(tmp_path / "out", *base, *KEYS, "lora=true", "adapter_path=x")
+    # But a whole model of random weights and its adapter can be exported.
+    assert run_here(tmp_path / "out", *base, *KEYS, "lora=true", "merge_adapter=true", "max_steps=1") == 0
+    assert logits(tmp_path / "out" / "model").isfinite().all()
