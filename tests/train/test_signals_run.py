@@ -127,7 +127,7 @@ def test_a_signal_in_a_later_evaluation_saves_first(
     assert digests(tmp_path / "cut" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
 
 
-@pytest.mark.parametrize("task", ["tokenise", "loading weights", "compiling"])
+@pytest.mark.parametrize("task", ["tokenise", "loading weights", "differentiating Qwen3Block"])
 def test_a_signal_in_the_set_up_ends_it_at_once(
     task: str, killer: tuple[Any, Registry], tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:
