@@ -406,7 +406,13 @@ def test_long_work_is_shown(fake: tuple[Any, Registry], tmp_path: Path, base: li
     run_here(tmp_path, *base, *keys, registry=registry)
     events = [event for event in monitor.seen if getattr(event, "name", "") == "progress"]
     tasks = {event.task for event in events}
-    assert {"verifying the checkpoint", "loading weights", "differentiating Qwen3Block", "evaluating", "exporting"} <= tasks
+    assert {
+        "verifying the checkpoint",
+        "loading weights",
+        "differentiating Qwen3Block",
+        "evaluating",
+        "exporting",
+    } <= tasks
     assert "saving a checkpoint" in tasks
     assert any(task.startswith("tokenise ") for task in tasks)
     last = {event.task: event for event in events}
