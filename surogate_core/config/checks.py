@@ -56,6 +56,20 @@ CHECKS: tuple[Check, ...] = (
         fix="a row of at most `max_model_len` tokens",
     ),
     Check(
+        name="sample_past_the_row",
+        key="max_length",
+        wrong=lambda v: v["max_length"] is not None and v["max_length"] > v["sequence_len"],
+        message="is longer than `sequence_len`, the tokens of a row.",
+        fix="max_length: null, or a larger `sequence_len`",
+    ),
+    Check(
+        name="template_without_use",
+        key="template",
+        wrong=lambda v: v["template"] != "auto" and not v["use_chat_template"],
+        message="is set while `use_chat_template` is false.",
+        fix="use_chat_template: true, or template: auto",
+    ),
+    Check(
         name="no_steps",
         key="max_steps",
         wrong=lambda v: v["max_steps"] == 0,

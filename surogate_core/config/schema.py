@@ -192,6 +192,16 @@ class RunConfig:
     """Share of the training documents held out when there are no `validation_datasets`."""
     truncation_strategy: Literal["delete", "left", "right", "split"] = "delete"
     """A sample longer than `sequence_len`: drop it, cut its left or right end, or split it."""
+    max_length: Annotated[int, Ge(8)] | None = None
+    """Tokens of the longest sample, where that is shorter than `sequence_len`; null is `sequence_len`."""
+    use_chat_template: bool = True
+    """Render rows by the tokenizer's chat template; false makes plain text of instructions."""
+    template: str = "auto"
+    """The chat template: auto is the tokenizer's own; else a shipped one's name, or the path of a .jinja file."""
+    system: str | None = None
+    """System prompt of conversations and instructions that have none."""
+    loss_scale: Literal["default", "last_round", "all"] = "default"
+    """Trained are every assistant turn, those after the last user turn, or every token of a conversation."""
     max_bad_rows: NonNegative = 100
     """Malformed rows that are skipped and reported; one more stops the run."""
     data_cache_dir: str | None = None

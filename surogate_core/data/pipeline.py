@@ -172,6 +172,10 @@ class _Encoder:
             tokenizer=tokenizer,
             sequence_len=config.sequence_len,
             truncation_strategy=config.truncation_strategy,
+            system=config.system,
+            use_chat_template=config.use_chat_template,
+            max_length=config.max_length,
+            loss_scale=config.loss_scale,
         )
         self._special_ids = frozenset(tokenizer.all_special_ids) | frozenset(
             i for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -181,6 +185,10 @@ class _Encoder:
             "tokenizer": tokenizer_digest(tokenizer),
             "sequence_len": config.sequence_len,
             "truncation_strategy": config.truncation_strategy,
+            "system": config.system,
+            "use_chat_template": config.use_chat_template,
+            "max_length": config.max_length,
+            "loss_scale": config.loss_scale,
             # Both shape tokens: the one renders templates, the other splits text.
             "libraries": [transformers.__version__, tokenizers.__version__],
         }

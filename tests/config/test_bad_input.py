@@ -158,6 +158,8 @@ CONTRADICTIONS = {
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("swiglu", "rmsnorm")},
     "row_past_the_positions": ["sequence_len=64", "max_model_len=32"],
+    "sample_past_the_row": ["sequence_len=64", "max_length=65"],
+    "template_without_use": ["template=chatml", "use_chat_template=false"],
     "no_steps": ["max_steps=0"],
     "no_data": ["datasets=[]"],
     "no_target_modules": ["lora=true", "lora_target_modules=[]"],
