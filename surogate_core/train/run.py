@@ -19,7 +19,6 @@ from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
-from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
 from surogate_core.train import atomic
@@ -40,6 +39,7 @@ from surogate_core.train.setup import (
     resolve_model,
 )
 from surogate_core.train.signals import StopSignals
+from surogate_core.train.tokenizer_of_run import EMBEDDED, tokenizer_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,12 +48,6 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 log = structlog.get_logger(__name__)
-
-EMBEDDED = "pkg://surogate_dataset_chat/embedded"
-"""Where the data set and tokenizer of the embedded default are."""
-
-SMALL_VOCABULARY = 0.8
-"""A tokenizer that knows a smaller share of a trained model's token ids may be another model's."""
 
 
 def run(config: RunConfig, registry: Registry) -> int:
@@ -125,7 +119,10 @@ class _Run:
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
-        tokenizer = self._tokenizer(resolved, notes)
+        tokenizer, of_tokenizer = tokenizer_of_run(
+            config, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None
+        )
+        notes += of_tokenizer
         data = prepare(config, tokenizer, registry.all("dataset"), progress=self._show)
         notes += [data.report.summary(), *data.report.warnings]
         loader = StepLoader(
@@ -268,24 +265,6 @@ class _Run:
                     f"Fix: repair the plugin or its options, or leave it out of `monitor`."
                 ) from error
         return built
-
-    def _tokenizer(self, resolved: ResolvedModel, notes: list[str]) -> PreTrainedTokenizerBase:
-        config = self.config
-        where = config.tokenizer or config.model.path
-        if where is None:
-            raise UserError(
-                f"tokenizer: a model from random weights has none of its own. "
-                f"Fix: set `tokenizer` to a directory or hub id; the embedded one is {EMBEDDED}/tokenizer."
-            )
-        tokenizer = load_tokenizer(where)
-        known, rows = len(tokenizer.get_vocab()), resolved.model.vocab_size
-        check_vocabulary(tokenizer, rows)
-        if resolved.weights is not None and known < SMALL_VOCABULARY * rows:
-            notes.append(
-                f"The tokenizer knows {known:,} of the model's {rows:,} token ids: "
-                f"make sure that it is the model's own."
-            )
-        return tokenizer
 
     def _progress(self, task: str, done: int, total: int) -> None:
         self._show(Progress(task=task, done=done, total=total))

@@ -1,0 +1,47 @@
+"""The tokenizer that a configuration means; shared by training and `surogate tokenize`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.config.schema import RunConfig
+
+EMBEDDED = "pkg://surogate_dataset_chat/embedded"
+"""Where the data set and tokenizer of the embedded default are."""
+
+SMALL_VOCABULARY = 0.8
+"""A tokenizer that knows a smaller share of a trained model's token ids may be another model's."""
+
+
+def tokenizer_of_run(
+    config: RunConfig, *, vocab_size: int | None, pretrained: bool
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The tokenizer, and what the owner of the run should know of it.
+
+    `vocab_size` is the rows of the model's embedding, None where they are not known; `pretrained` is
+    whether its weights were trained before. Raises `UserError` for a missing, broken or too large one.
+    """
+    where = config.tokenizer or config.model.path
+    if where is None:
+        raise UserError(
+            f"tokenizer: a model from random weights has none of its own. "
+            f"Fix: set `tokenizer` to a directory or hub id; the embedded one is {EMBEDDED}/tokenizer."
+        )
+    tokenizer = load_tokenizer(where)
+    if vocab_size is None:
+        return tokenizer, []
+    check_vocabulary(tokenizer, vocab_size)
+    known = len(tokenizer.get_vocab())
+    if pretrained and known < SMALL_VOCABULARY * vocab_size:
+        note = (
+            f"The tokenizer knows {known:,} of the model's {vocab_size:,} token ids: "
+            f"make sure that it is the model's own."
+        )
+        return tokenizer, [note]
+    return tokenizer, []
