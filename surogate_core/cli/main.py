@@ -18,6 +18,8 @@ surogate: train language models at the practical limit of NVIDIA GPUs
 usage:
   surogate [KEY=VALUE …]                       train; the embedded example if nothing is set
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights
+  surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
+                                               tokenise and pack the data, show what is trained
   surogate merge --base-model P --checkpoint-dir P --output P
                                                fold a LoRA adapter into its base model
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
@@ -36,7 +38,7 @@ examples:
 exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
 """
 
-COMMANDS = ("sft", "pt", "merge", "plan", "plugins", "doctor")
+COMMANDS = ("sft", "pt", "tokenize", "merge", "plan", "plugins", "doctor")
 PREFIXES = ("+", "~", "-")
 
 
@@ -82,6 +84,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "sft": lambda rest: _train(rest, "sft"),
         "pt": lambda rest: _train(rest, "pt"),
+        "tokenize": _tokenize,
         "merge": _merge,
         "plan": _plan,
         "plugins": _plugins,
@@ -96,6 +99,12 @@ def _train(arguments: list[str], task: str | None) -> int:
     from surogate_core.cli import train
 
     return train.main(arguments, task)
+
+
+def _tokenize(arguments: list[str]) -> int:
+    from surogate_core.cli import tokenize
+
+    return tokenize.main(arguments)
 
 
 def _merge(arguments: list[str]) -> int:

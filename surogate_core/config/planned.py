@@ -17,7 +17,6 @@ KEYS = frozenset(
     offload_residual offload_optimizer offload_master offload_grads offload_quants persistent_quants cpu_training
     zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
-    dataloader_num_workers
     report_to log_gpu_util debug_time_breakdown debug_memory_breakdown
     auto_lr_reduction early_stop epoch_adjustment
     """.split()  # noqa: SIM905
@@ -35,7 +34,7 @@ NAMES = frozenset(
 )
 """(group or kind, name)."""
 
-COMMANDS = frozenset({"grpo", "tokenize"})
+COMMANDS = frozenset({"grpo"})
 """Sub-commands of `surogate`."""
 
 PLUGIN_COMMANDS = frozenset({"check", "lock", "verify", "new"})

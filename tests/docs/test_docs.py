@@ -35,7 +35,6 @@ PAGES = [
     *DOCS,
     *sorted(ROOT.glob("plugins/*/*.md")),
 ]
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 RUNNABLE = ("docs/hooks.md", "docs/writing-a-plugin.md")
 """Pages whose blocks are run by a test of their own."""
 
@@ -144,17 +143,6 @@ def test_paths_that_are_named_exist(page):
 
 
 # ------------------------------------------------------------------------- what must run
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
-def test_example_composes(example):
-    text = example.read_text(encoding="utf-8")
-    command = next(line for line in text.splitlines() if line.startswith("#   surogate "))
-    words = command.removeprefix("#   surogate ").split()
-    assert words[1] == f"examples/{example.name}", "the header's command must name the file"
-    registry = load_plugins(import_policy())
-    config = load_run_config(words[2:], task=words[0], config_file=example, registry=registry)
-    assert config.task == words[0]
 
 
 def python_blocks() -> list[Block]:

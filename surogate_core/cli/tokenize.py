@@ -1,0 +1,264 @@
+"""`surogate tokenize`: read, tokenise and pack the data of a run, and say what became of it; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.progress import TaskID
+
+    from surogate_core.cli.arguments import Arguments
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.train.events import Progress
+
+USAGE = """\
+usage: surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]] [--json]
+
+Reads, tokenises and packs the data of a run and says what became of it. Nothing is trained and no weight is read;
+the run finds the result in the cache. Takes what `surogate sft` takes (task=pt for pre-training).
+
+  --debug [N]          show the first N packed documents (3) token by token: what is trained and what is not
+  --json               print the report as JSON, and nothing else on standard output
+"""
+
+FLAGS = ("--debug", "--json")
+SHOWN_DOCUMENTS = 3
+PROGRESS_SECONDS = 5.0
+"""Time between two lines about one task where there is no terminal; a shorter task has none."""
+
+
+@dataclass(slots=True)
+class _Words:
+    """The command line: this command's own flags, and the rest."""
+
+    rest: list[str]
+    json: bool = False
+    debug: int = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    from surogate_core.cli.arguments import load, parse
+
+    words = _own_flags(argv)
+    arguments = parse(words.rest, command="surogate tokenize")
+    if arguments.help:
+        print(USAGE, end="")
+        return 0
+    _refuse_other_answers(arguments)
+    from surogate_core import logs
+
+    logs.configure()
+    config, registry = load(arguments, None)
+    with _terminated():
+        return _tokenize(config, registry, words)
+
+
+def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
+    from surogate_core.cli import tokenize_view
+    from surogate_core.data.pipeline import prepare
+    from surogate_core.data.preview import suspicious_examples
+    from surogate_core.train.tokenizer_of_run import tokenizer_of_run
+
+    vocab_size, pretrained = _vocabulary(config, registry)
+    tokenizer, notes = tokenizer_of_run(config, vocab_size=vocab_size, pretrained=pretrained)
+    began = time.perf_counter()
+    with _shown_progress() as progress:
+        data = prepare(config, tokenizer, registry.all("dataset"), progress=progress)
+    examples = suspicious_examples(data, tokenizer, task=config.task)
+    report = tokenize_view.report_of(
+        config, data, notes=(*notes, *data.report.warnings, *examples), seconds=time.perf_counter() - began
+    )
+    if words.json:
+        if words.debug:
+            report["debug"] = tokenize_view.debug_as_json(data, tokenizer, words.debug)
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+        return 0
+    console = tokenize_view.console()
+    if words.debug:
+        tokenize_view.show_documents(console, data, tokenizer, words.debug)
+    tokenize_view.show(console, report)
+    return 0
+
+
+def _vocabulary(config: RunConfig, registry: Registry) -> tuple[int | None, bool]:
+    """(rows of the model's embedding if its configuration says, whether it begins from trained weights).
+
+    Only what lies in a configuration is read: a model that is nothing but that and a tokenizer will do.
+    """
+    chosen = config.model
+    values: dict[str, Any] = {}
+    if chosen.path is None:
+        family = registry.all("model").get(chosen.name)
+        values |= dict(family.presets.get(chosen.preset or "", {})) if family is not None else {}
+    else:
+        values |= _model_config(chosen.path)
+    values |= chosen.config
+    size = values.get("vocab_size")
+    return (size if isinstance(size, int) else None), chosen.path is not None and not config.from_scratch
+
+
+def _model_config(path: str) -> dict[str, Any]:
+    """The ``config.json`` of a directory or hub id; empty when it has none, since a tokenizer alone will do here."""
+    from surogate_core.data.paths import is_hub_id, resolve_package_path
+
+    local = Path(resolve_package_path(path)).expanduser()
+    file: Path | None = local / "config.json"
+    if not local.is_dir():
+        # What the hub says of a wrong id is told when its tokenizer is loaded.
+        file = _from_hub(path) if is_hub_id(path) else None
+    if file is None or not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}. Fix: copy the model's config.json again.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must hold a JSON object. Fix: copy the model's config.json again.")
+    return values
+
+
+def _from_hub(repository: str) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, "config.json"))
+    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
+        return None
+
+
+# -------------------------------------------------------------------------------- arguments
+
+
+def _own_flags(argv: Sequence[str]) -> _Words:
+    found = _Words(rest=[])
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if word == "--json":
+            found.json = True
+        elif flag == "--debug":
+            if not equals:
+                value = words.pop(0) if words and words[0].isdecimal() else str(SHOWN_DOCUMENTS)
+            if not value.isdecimal() or int(value) == 0:
+                raise UserError(f"--debug {value}: must be a number of documents, 1 or more. Fix: --debug 10")
+            found.debug = int(value)
+        elif word.startswith("--") and (near := get_close_matches(flag, FLAGS, n=1, cutoff=0.75)):
+            raise UserError(f"{word}: there is no such flag. Fix: {near[0]}")
+        else:
+            found.rest.append(word)
+    return found
+
+
+def _refuse_other_answers(arguments: Arguments) -> None:
+    if arguments.multirun:
+        raise UserError("surogate tokenize has no --multirun. Fix: call it once for each value.")
+    if arguments.hydra:
+        shown = " ".join(arguments.hydra)
+        raise UserError(f"surogate tokenize has no {arguments.hydra[0]}. Fix: surogate sft {shown}")
+
+
+# --------------------------------------------------------------------------------- progress
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so that the half-built entry of the cache is removed; exit code 143."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: whoever started it handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[Progress], None]]:
+    """Takes progress events: bars on a terminal, now and then a line elsewhere; standard output stays free."""
+    if sys.stderr.isatty():
+        with _bars() as take:
+            yield take
+    else:
+        yield _Lines().take
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[Progress], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}", markup=False),
+        TextColumn("{task.fields[rate]}", markup=False),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    began: dict[str, tuple[TaskID, float]] = {}
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        # A process that is killed cannot bring a hidden cursor back.
+        bars.console.show_cursor(True)
+
+        def take(event: Progress) -> None:
+            now = time.monotonic()
+            if event.task not in began:
+                began[event.task] = bars.add_task(event.task, total=None, unit=event.unit, rate=""), now
+            task, start = began[event.task]
+            bars.update(
+                task,
+                completed=event.done,
+                total=event.total or None,
+                rate=_rate(event, now - start),
+            )
+
+        yield take
+
+
+class _Lines:
+    def __init__(self) -> None:
+        # Of each task: when it began, and when it last had a line.
+        self._times: dict[str, list[float]] = {}
+
+    def take(self, event: Progress) -> None:
+        now = time.monotonic()
+        times = self._times.setdefault(event.task, [now, now])
+        finished = 0 < event.total <= event.done and times[1] > times[0]
+        if now - times[1] < PROGRESS_SECONDS and not finished:
+            return
+        times[1] = now
+        of = f" of {event.total:,}" if event.total else ""
+        seconds = now - times[0]
+        left = ""
+        if 0 < event.done < event.total:
+            left = f", {seconds * (event.total - event.done) / event.done:.0f} s to go"
+        rate = _rate(event, seconds)
+        print(f"{event.task}: {event.done:,}{of} {event.unit}, {rate}{left}", file=sys.stderr, flush=True)
+
+
+def _rate(event: Progress, seconds: float) -> str:
+    return f"{event.done / seconds:,.0f} {event.unit}/s" if seconds > 0 and event.done else ""
