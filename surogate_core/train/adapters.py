@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import UserError
-from surogate_core.train.tensorfile import TensorFile, file_digest
+from surogate_core.train.tensorfile import FLOATS, TensorFile, file_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,6 @@ PREFIX = "base_model.model."
 """What PEFT puts before every module's name."""
 
 _SIDES = (".lora_A.weight", ".lora_B.weight")
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _SHOWN = 12
 
 _NEUTRAL = frozenset(
@@ -98,6 +97,10 @@ class LoraAdapter:
     def plain_alpha(self) -> float:
         """The alpha that gives the same scale without rsLoRA."""
         return self.scale * self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether it is on the base tensor of this name."""
+        return name.endswith(".weight") and self.prefix + name.removesuffix(".weight") + _SIDES[0] in self.tensors
 
     def get(self, name: str) -> Tensor:
         """A tensor by its name without the prefix."""
@@ -220,7 +223,7 @@ def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
     import torch
 
     module = name.removesuffix(".weight")
-    hits = [a for a in stack if name.endswith(".weight") and a.prefix + module + _SIDES[0] in a.tensors]
+    hits = [adapter for adapter in stack if adapter.adapts(name)]
     if not hits:
         return weight
     if weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -287,7 +290,7 @@ def _wrong_tensors(file: TensorFile, prefix: str, rank: int) -> list[str]:
         other = name.removesuffix(side) + _SIDES[1 - _SIDES.index(side)]
         if other not in file.infos:
             problems.append(f"{name}: its other half {other} is missing")
-        if info.dtype not in _FLOATS:
+        if info.dtype not in FLOATS:
             problems.append(f"{name}: is {info.dtype}, not a float")
         if len(info.shape) != 2 or info.shape[_SIDES.index(side)] != rank:
             problems.append(f"{name}: has shape {list(info.shape)}, which is not of rank {rank}")

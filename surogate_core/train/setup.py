@@ -270,12 +270,20 @@ def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) ->
     weights = resolved.weights
     if weights is None:
         return random
-    given = resolved.adapter
+    given, dtype = resolved.adapter, resolve_dtype(config, device)
+    stack = given.folded if given else ()
 
     def source(spec: TensorSpec) -> Tensor:
         if spec.role == "adapter":
             return given.start.get(spec.hf_name) if given and given.start else random(spec)
-        weight = weights.get(spec.hf_name)
-        return fold(spec.hf_name, weight, given.folded) if given else weight
+        if spec.trainable:
+            # Masters are wider than the run's dtype.
+            return fold(spec.hf_name, weights.get(spec.hf_name), stack)
+        # Where it stays is allocated before what it is made from, which would else leave holes in the host's memory.
+        weight = torch.empty(spec.shape, dtype=dtype, device=device)
+        if any(adapter.adapts(spec.hf_name) for adapter in stack):
+            return weight.copy_(fold(spec.hf_name, weights.get(spec.hf_name), stack))
+        weights.copy_into(spec.hf_name, weight)
+        return weight
 
     return source

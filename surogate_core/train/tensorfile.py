@@ -6,6 +6,7 @@ The format: 8 bytes little-endian header length, a JSON header padded with space
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 64 * 2**20
 """Most bytes of a tensor that are copied at one time."""
+
+_STAGING_BYTES = 8 * 2**20
+"""Host memory through which a tensor goes to another device or dtype: small, as it comes on top of the tensors."""
 
 _MAX_HEADER_BYTES = 100 * 10**6
 """The limit of the safetensors library."""
@@ -48,6 +52,9 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "F8_E8M0": ("float8_e8m0fnu", 1),
 }
 """Name in the file → (name in torch, bytes an element)."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes that weights may have; the others are of quantised ones, whose scales are elsewhere."""
 
 _NAMES = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
 
@@ -150,25 +157,33 @@ class TensorFile(Mapping[str, "Tensor"]):
         return tensor
 
     def copy_into(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into `target` (contiguous, same shape and dtype, any device), a piece at a time."""
+        """Copy a tensor into `target` (contiguous, same shape, any device), a piece at a time.
+
+        A float is cast to the float dtype of `target`. Raises `UserError` for another shape or another kind of dtype.
+        """
         import torch
 
         info = self.infos[name]
-        if tuple(target.shape) != info.shape or target.dtype != info.torch_dtype:
+        cast = info.torch_dtype != target.dtype
+        floats = info.torch_dtype.is_floating_point and target.dtype.is_floating_point
+        if tuple(target.shape) != info.shape or (cast and not floats):
             raise UserError(
                 f"{self.path}: tensor {name} is {info.torch_dtype} {list(info.shape)}, "
                 f"but {target.dtype} {list(target.shape)} is needed."
             )
         assert target.is_contiguous()
         flat = target.detach().view(-1)
-        if flat.device.type == "cpu":
+        if flat.device.type == "cpu" and not cast:
             self._read(info.begin, flat)
             return
-        step = PIECE_BYTES // flat.element_size()
-        piece = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
+        size = info.torch_dtype.itemsize
+        step = _STAGING_BYTES // size
+        # Mapped by itself: in the heap, what is allocated meanwhile would keep its room from being used again.
+        staging = mmap.mmap(-1, max(1, min(step, flat.numel()) * size))
+        piece = torch.frombuffer(staging, dtype=torch.uint8)[: len(staging) // size * size].view(info.torch_dtype)
         for first in range(0, flat.numel(), step):
             part = piece[: min(step, flat.numel() - first)]
-            self._read(info.begin + first * flat.element_size(), part)
+            self._read(info.begin + first * size, part)
             flat[first : first + part.numel()].copy_(part)
 
     def _read(self, offset: int, flat: Tensor) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import MachineError, UserError
-from surogate_core.train.tensorfile import TensorFile, TensorInfo
+from surogate_core.train.tensorfile import FLOATS, TensorFile, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -85,29 +85,38 @@ class ModelDir:
         return self._files[self._where[name]][name]
 
     def copy_into(self, name: str, target: Tensor) -> None:
-        """Read one tensor into `target` (contiguous, same shape and dtype, any device), a piece at a time."""
+        """Read one tensor into `target` (contiguous, same shape, any float dtype and device), a piece at a time."""
         self._files[self._where[name]].copy_into(name, target)
 
     def check(self, expected: Mapping[str, Iterable[int]]) -> tuple[str, ...]:
         """Hold the headers against the model's needs (name → shape); returns the names that it does not need.
 
         Raises one `UserError` that lists every missing tensor, with the nearest name here, and every
-        tensor of another shape, with its file.
+        tensor of another shape or of a dtype that is no plain float, with its file.
         """
         problems = []
+        quantised = False
         spare = [name for name in self._where if name not in expected]
         for name, shape in expected.items():
             if name not in self._where:
                 near = difflib.get_close_matches(name, spare, n=1, cutoff=0.8)
                 problems.append(f"{name} is missing" + (f"; the nearest name is {near[0]}" if near else ""))
-            elif list(self.info(name).shape) != (wanted := list(shape)):
-                file = self._where[name]
-                problems.append(f"{name} has shape {list(self.info(name).shape)} in {file}, the model needs {wanted}")
+                continue
+            info, file = self.info(name), self._where[name]
+            # First the dtype: packed weights have another shape too.
+            if info.dtype not in FLOATS:
+                quantised = True
+                problems.append(f"{name} is {info.dtype} in {file}, the model needs one of {', '.join(FLOATS)}")
+            elif list(info.shape) != (wanted := list(shape)):
+                problems.append(f"{name} has shape {list(info.shape)} in {file}, the model needs {wanted}")
         if problems:
+            fix = "use the config.json and the weights of one and the same model."
+            if quantised:
+                fix = "name the model that these weights were quantised from."
             raise UserError(
                 f"{self.path}: the weights are not those of the model that config.json describes:\n"
                 f"{_listed(problems)}\n"
-                "Fix: use the config.json and the weights of one and the same model."
+                f"Fix: {fix}"
             )
         return tuple(spare)
 

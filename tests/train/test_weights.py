@@ -80,6 +80,18 @@ def test_missing_and_misshapen_are_reported_together(model: Path) -> None:
     assert "Fix:" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused_by_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = sharded(tmp_path)
+    save_file({n: torch.zeros(s, dtype=dtype) for n, s in list(SHAPES.items())[:2]}, model / SHARDS[0])
+    with pytest.raises(UserError) as caught:
+        ModelDir.open(model).check(SHAPES)
+    name = {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}[dtype]
+    assert f"model.embed_tokens.weight is {name} in {SHARDS[0]}, the model needs one of F64, F32" in str(caught.value)
+    assert "norm" not in str(caught.value)
+    assert "Fix: name the model that these weights were quantised from." in str(caught.value)
+
+
 def test_missing_shards_are_reported_together(tmp_path: Path) -> None:
     model = sharded(tmp_path)
     (model / SHARDS[1]).unlink()
@@ -260,6 +272,24 @@ def test_every_dtype_round_trips(tmp_path: Path) -> None:
         assert loaded[name].shape == tensor.shape
         bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (loaded[name], tensor)]
         assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize("staging", [8, 2**20])
+def test_casts_while_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: int) -> None:
+    from surogate_core.train import tensorfile
+
+    monkeypatch.setattr(tensorfile, "_STAGING_BYTES", staging)
+    opened = ModelDir.open(single(tmp_path))
+    for name, tensor in TENSORS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            target = torch.full_like(tensor, -1, dtype=dtype)
+            opened.copy_into(name, target)
+            assert torch.equal(target, tensor.to(dtype))
+    tensorfile.write_tensors(tmp_path / "x", {"t": torch.arange(5), "empty": torch.empty(0)})
+    file = TensorFile(tmp_path / "x")
+    with pytest.raises(UserError, match=r"tensor t is torch\.int64 \[5\], but torch\.float32 \[5\] is needed"):
+        file.copy_into("t", torch.empty(5))
+    file.copy_into("empty", torch.empty(0, dtype=torch.bfloat16))
 
 
 def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
