@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenize import RowError
+
+if TYPE_CHECKING:
+    from surogate_core.data.tokenize import EncodeContext
+
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a message that is a system prompt."""
 
 
 def required(row: Mapping[str, Any], field: str) -> Any:
@@ -53,3 +60,36 @@ def require_unicode(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RowError(f"{what} is not Unicode text: half a surrogate pair at character {error.start + 1}") from error
+
+
+def from_json(text: str, what: str) -> Any:
+    """The value that a text of JSON writes. Raises `RowError`, its reason beginning with `what`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{what} is not JSON: {error.msg} at character {error.pos + 1}") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number of more digits than Python reads
+        raise RowError(f"{what} is not JSON that can be read: {error}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """The value with objects that have no null properties: columns make one of every property that another row has."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def with_default_system(
+    messages: list[dict[str, Any]], context: EncodeContext, tools: Sequence[Any] | None = None
+) -> None:
+    """Put the configuration's system prompt before messages that have none.
+
+    Raises `RowError` when the chat template would leave it out.
+    """
+    if context.system is None or (messages and messages[0]["role"] in SYSTEM_ROLES):
+        return
+    from surogate_core.data.chat import chat_of
+
+    if not chat_of(context.tokenizer, tools).takes_system():
+        raise RowError("the chat template leaves system prompts out, so `system` cannot be obeyed; set it to null")
+    messages.insert(0, {"role": "system", "content": context.system})

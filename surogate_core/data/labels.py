@@ -4,201 +4,389 @@ Two ways to find them. A template with ``{% generation %}`` blocks says itself. 
 what it renders before and after each assistant turn: what the turn adds is the assistant's
 (prefix differencing). Where later turns change how earlier ones are rendered (Qwen3 shows its
 thinking in the last turn only), the turn's text is found by swapping it for a marker.
+
+Asking costs three renderings a turn. A conversation whose texts are all swapped at once costs one,
+and serves where the pieces around the markers prove that nothing else has changed.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from surogate_core.data.fields import require_unicode
-from surogate_core.data.tokenize import RowError
-from surogate_core.errors import UserError
+import numpy as np
+
+from surogate_core.data.chat import Chat, Messages, Span, Tools, chat_of, encode_text
+from surogate_core.data.tokenize import Encoded, LossScale, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-"""Characters [start, end) of a rendered conversation."""
+_MARKER = "\U0010f0a3swapped\U0010f0a3"
+_MARK = re.compile("\U0010f0a1([0-9]+)\U0010f0a2")
+"""Of private-use characters, which no message and no template has."""
+_THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARKER = "\ue0a0surogate\ue0a0"
-"""Private-use characters: no text and no template has them."""
+
+class Override(NamedTuple):
+    """What a message says of its own training."""
+
+    train: bool | None = None
+    weight: float | None = None
+
+    @classmethod
+    def taken_from(cls, message: dict[str, Any]) -> Override:
+        """What the message says under `train` or `training`, and `weight` or `loss_scale`; these are removed from it.
+
+        Raises `RowError` for values of another type and for contradictions.
+        """
+        train = _said(message, ("train", "training"))
+        weight = _said(message, ("weight", "loss_scale"))
+        if train is not None and not isinstance(train, bool):
+            raise RowError(f"train must be true or false, this is {train!r}")
+        if weight is not None:
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise RowError(f"weight must be a number, this is {weight!r}")
+            if not math.isfinite(weight) or not 0 <= weight <= np.finfo(np.float32).max:
+                raise RowError(f"weight must be a finite number of at least 0, this is {weight!r}")
+            weight = float(np.float32(weight))
+        return cls(train, weight)
+
+
+def _said(message: dict[str, Any], names: Sequence[str]) -> Any:
+    said = {name: value for name in names if (value := message.pop(name, None)) is not None}
+    values = list(said.values())
+    if len(values) == 2 and values[0] != values[1]:
+        raise RowError(" and ".join(f"{name} {value!r}" for name, value in said.items()) + " contradict each other")
+    return values[0] if values else None
 
 
 def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-) -> tuple[list[int], list[bool]]:
-    """(input_ids, trained) of a conversation, equally long.
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools = None,
+    *,
+    loss_scale: LossScale = "default",
+    overrides: Sequence[Override] | None = None,
+) -> Encoded:
+    """The rendered conversation; `overrides`, one a message, come before `loss_scale`.
 
-    Raises `RowError` when the template refuses the messages and when the assistant's turns cannot
-    be told from the rest, `UserError` when the tokenizer has no chat template at all.
+    Control tokens that a message spells out are encoded as the text that they are. Raises `RowError`
+    when the template refuses the messages and when the assistant's turns cannot be told from the
+    rest, `UserError` when the tokenizer has no chat template at all.
     """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"The tokenizer {tokenizer.name_or_path} has no chat template, which conversations need. "
-            f"Fix: set `tokenizer` to that of the instruct model of the family, or add chat_template.jinja to it."
-        )
-    template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
-    if _GENERATION.search(template) and tokenizer.is_fast:
-        ids, trained = _by_generation_mask(tokenizer, messages, tools)
+    chat = chat_of(tokenizer, tools)
+    messages, tools = chat.encoder.guarded(list(messages)), chat.encoder.guarded(tools)
+    background = float(loss_scale == "all")
+    wanted = _wanted_weights(messages, overrides, loss_scale)
+    needed = [turn for turn, weight in enumerate(wanted) if weight != background]
+    marked: list[Span] = []
+    if chat.marks_turns:
+        text, marked = chat.render_marked(messages, tools)
+        found = _marked_spans(chat, messages, tools, marked, wanted, needed)
+        inside = [turn for turn in needed if messages[turn]["role"] != "assistant"]
+        found += [(span, turn) for turn, span in _spans(chat, messages, tools, text, inside).items()]
     else:
-        ids, trained = _by_prefixes(tokenizer, messages, tools)
-    return ids, _with_turn_ends(tokenizer, ids, trained)
-
-
-def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[bool]]:
-    """(input_ids, trained) of plain text, equally long: the answer and the end-of-text token after it are trained.
-
-    The prompt's tokens are those that it has alone, as in generation.
-    """
-
-    def encode(text: str) -> list[int]:
-        # A prompt that writes the first special token itself must not get it twice.
-        own = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
-        return list(tokenizer(text, add_special_tokens=not own, verbose=False)["input_ids"])
-
-    eos = tokenizer.eos_token_id
-    prompt_ids, ids = encode(prompt), encode(prompt + answer)
-    if prompt_ids and prompt_ids[-1] == eos and not prompt.endswith(str(tokenizer.eos_token)):
-        prompt_ids.pop()  # this tokenizer ends every text with it
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token would lie across the border
-        ids = prompt_ids + list(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
-    if isinstance(eos, int) and ids[-1] != eos:
-        ids.append(eos)
-    return ids, [place >= len(prompt_ids) for place in range(len(ids))]
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-    try:
-        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)
-    except Exception as error:  # a template may raise anything: jinja2's errors, TypeError on an odd row, …
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise RowError(f"the chat template refuses the conversation: {reason[0]}") from error
-
-
-def _by_generation_mask(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
-) -> tuple[list[int], list[bool]]:
-    encoded = _render(
-        tokenizer,
-        messages,
-        tools=tools,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-    )
-    trained = [bool(mask) for mask in encoded["assistant_masks"]]
-    # transformers marks up to the first token of a block's last character; a character outside ASCII may have more.
-    for place, ((_, end), (start, _)) in enumerate(pairwise(encoded["offset_mapping"])):
-        if trained[place] and start < end:
-            trained[place + 1] = True
-    return list(encoded["input_ids"]), trained
-
-
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
-) -> tuple[list[int], list[bool]]:
-    text: str = _render(tokenizer, messages, tools=tools, tokenize=False)
-    require_unicode(text, "the rendered conversation")
-    spans = [
-        _turn_span(tokenizer, messages, tools, text, turn)
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant"
-    ]
-    if any(start >= end for start, end in spans) or any(a[1] > b[0] for a, b in pairwise(spans)):
+        text = chat.render(messages, tools)
+        found = [(span, turn) for turn, span in _spans(chat, messages, tools, text, needed).items()]
+    found.sort()
+    if any(start >= end for (start, end), _ in found) or any(a[0][1] > b[0][0] for a, b in pairwise(found)):
         raise RowError(
             "the chat template does not show where the assistant's turns begin and end; "
             "give it {% generation %} markers"
         )
-    if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["input_ids"]), _covered(encoded["offset_mapping"], spans)
-    return _by_pieces(tokenizer, text, spans)
+    ids, places = chat.encode(text, [span for span, _ in found])
+    weights = np.full(len(ids), background, np.float32)
+    for (start, end), (_, turn) in zip(places, found, strict=True):
+        weights[start:end] = wanted[turn]
+    # The special token that closes a turn is trained also where the template's mask leaves it out: without it the
+    # model never learns to stop (unsloth 1290, axolotl 2089).
+    special = chat.encoder.special_ids
+    for (start, end), (_, turn) in zip(places, found, strict=True):
+        is_turn = messages[turn]["role"] == "assistant" and start < end < len(ids)
+        if is_turn and weights[end] == background and int(ids[end]) in special and int(ids[end - 1]) not in special:
+            weights[end] = wanted[turn]
+    return Encoded.from_mask(ids, weights=weights)
 
 
-def _turn_span(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    text: str,
-    turn: int,
-) -> Span:
+def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Encoded:
+    """Plain text; the answer and the end-of-text token after it are trained.
+
+    The prompt's tokens are those that it has alone, as in generation.
+    """
+    # A prompt that writes the first special token itself must not get it twice.
+    own = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
+    eos = tokenizer.eos_token_id
+    prompt_ids = encode_text(tokenizer, prompt, add_special_tokens=not own)
+    ids = encode_text(tokenizer, prompt + answer, add_special_tokens=not own)
+    if prompt_ids and prompt_ids[-1] == eos and not prompt.endswith(str(tokenizer.eos_token)):
+        prompt_ids.pop()  # this tokenizer ends every text with it
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token would lie across the border
+        ids = prompt_ids + encode_text(tokenizer, answer, add_special_tokens=False)
+    if isinstance(eos, int) and ids[-1] != eos:
+        ids.append(eos)
+    return Encoded.from_mask(ids, np.arange(len(ids)) >= len(prompt_ids))
+
+
+# ---------------------------------------------------------------------------------- what is wanted
+
+
+def _wanted_weights(messages: Messages, overrides: Sequence[Override] | None, loss_scale: LossScale) -> list[float]:
+    """What each message's tokens weigh."""
+    last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    wanted = []
+    for place, message in enumerate(messages):
+        train, weight = overrides[place] if overrides is not None else Override()
+        is_assistant = message["role"] == "assistant"
+        if loss_scale == "all":
+            usual = True
+        else:
+            usual = is_assistant and (loss_scale == "default" or place > last_user)
+        # A weight alone makes nobody but the assistant trained: data sets give one to every message.
+        trained = train if train is not None else usual or (is_assistant and weight is not None)
+        wanted.append((1.0 if weight is None else weight) if trained else 0.0)
+    return wanted
+
+
+# -------------------------------------------------------------------------------- where it is
+
+
+def _marked_spans(
+    chat: Chat, messages: Messages, tools: Tools, marked: list[Span], wanted: list[float], needed: list[int]
+) -> list[tuple[Span, int]]:
+    """The template's generation blocks that are needed, each with the assistant turn that it is of."""
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted_turns = set(needed).intersection(turns)
+    if not wanted_turns:
+        return []
+    if len(marked) == len(turns):
+        of_turns = list(zip(marked, turns, strict=True))
+    elif len(wanted_turns) == len(turns) and len({wanted[turn] for turn in turns}) == 1:
+        return [(span, turns[0]) for span in marked]  # all weigh the same, so it does not matter whose each is
+    else:
+        # Several blocks a turn: how many a conversation has that ends with this turn.
+        counts = [0, *(len(chat.render_marked(messages[: turn + 1], tools)[1]) for turn in turns)]
+        if counts != sorted(counts) or counts[-1] != len(marked):
+            raise RowError("the chat template's {% generation %} blocks do not show which turn each is of")
+        of_turns = [(span, turn) for turn, (a, b) in zip(turns, pairwise(counts), strict=True) for span in marked[a:b]]
+    return [(span, turn) for span, turn in of_turns if turn in wanted_turns]
+
+
+def _spans(chat: Chat, messages: Messages, tools: Tools, text: str, needed: Sequence[int]) -> dict[int, Span]:
+    """Where the needed messages lie: an assistant's turn with its end token, of another's turn the content."""
+    if not needed:
+        return {}
+    found = _all_at_once(chat, messages, tools, text, needed)
+    return found if found is not None else _one_by_one(chat, messages, tools, text, needed)
+
+
+def _all_at_once(
+    chat: Chat, messages: Messages, tools: Tools, text: str, needed: Sequence[int]
+) -> dict[int, Span] | None:
+    """By one rendering with all needed contents swapped; None where that proves nothing."""
+    frame = chat.frame()
+    if not frame.ending:
+        return None
+    swapped: list[Mapping[str, Any]] = list(messages)
+    contents: dict[int, str] = {}
+    for turn in needed:
+        parts = _swap(messages[turn], turn, has_opening=bool(frame.opening))
+        if parts is None:
+            return None
+        content, texts = parts
+        swapped[turn] = {**messages[turn], "content": content}
+        contents |= texts
+    if _spells(swapped, frame.opening) or _spells_beside(messages, needed, frame.ending):
+        return None
+    try:
+        other = _MARK.split(chat.render(swapped, tools))
+    except RowError:  # a template may look into contents
+        return None
+    places = _match(text, other, contents)
+    if places is None:
+        return None
+
+    found: dict[int, Span] = {}
+    at_end = {end: following for following, end in zip(other[2::2], (e for _, e in places.values()), strict=True)}
+    before = 0  # the end of the text swapped last
+    for number, (start, end) in places.items():
+        turn, is_content = number // 2, number % 2 == 0
+        if messages[turn]["role"] != "assistant":
+            found[turn] = (start, end)
+        else:
+            if turn not in found:
+                if frame.opening:
+                    opening = text.rfind(frame.opening, before, start)
+                    if opening < 0:
+                        return None
+                    start = opening + len(frame.opening)
+                found[turn] = (start, end)
+            if is_content:
+                following = at_end[end]
+                ending = following.find(frame.ending)
+                if ending < 0 or (ending > 0 and messages[turn].keys() <= {"role", "content"}):
+                    return None
+                found[turn] = (found[turn][0], end + ending + len(frame.ending))
+        before = end
+    return found if all(2 * turn in places for turn in needed) else None
+
+
+def _swap(message: Mapping[str, Any], turn: int, *, has_opening: bool) -> tuple[str, dict[int, str]] | None:
+    """A content of markers, and the text that each of them stands for; None where there is nothing to swap."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        return None
+    if message["role"] == "assistant":
+        if not has_opening and not message.keys() <= {"role", "content"}:
+            return None  # what of the turn is rendered before the content would be left out
+        thinking = _THINKING.fullmatch(content) if "<think>" in content else None
+        if thinking is not None and has_opening:
+            # Templates take thinking apart, so the tags must stay; markers stand for what is in and behind them.
+            thought, rest = thinking.groups()
+            if not thought.strip() or not rest.strip() or "<think>" in rest or "</think>" in rest:
+                return None
+            inner, outer = 2 * turn + 1, 2 * turn
+            marked = f"<think>\n{_mark(inner)}\n</think>\n\n{_mark(outer)}"
+            return marked, {inner: thought, outer: rest}
+    return _mark(2 * turn), {2 * turn: content}
+
+
+def _mark(number: int) -> str:
+    return f"\U0010f0a1{number}\U0010f0a2"
+
+
+def _match(text: str, other: Sequence[str], contents: Mapping[int, str]) -> dict[int, Span] | None:
+    """Where each swapped text lies, in order; None unless the pieces with the texts are exactly the real text."""
+    if not text.startswith(other[0]):
+        return None
+    at = len(other[0])
+    places: dict[int, Span] = {}
+    for number, following in zip(map(int, other[1::2]), other[2::2], strict=True):
+        if number in places or number not in contents:
+            return None
+        for form in _forms(contents[number]):
+            end = at + len(form)
+            if text.startswith(form, at) and text.startswith(following, end):
+                break
+        else:
+            return None
+        places[number] = (at, end)
+        at = end + len(following)
+    return places if at == len(text) else None
+
+
+def _forms(content: str) -> Iterable[str]:
+    """The content as templates write it: as it is, or with white space taken off."""
+    yield content
+    if content != content.strip() or content[:1] == "\n" or content[-1:] == "\n":
+        yield from dict.fromkeys(
+            (content.strip(), content.lstrip("\n"), content.strip("\n"), content.lstrip(), content.rstrip())
+        )
+
+
+def _one_by_one(chat: Chat, messages: Messages, tools: Tools, text: str, needed: Sequence[int]) -> dict[int, Span]:
+    found: dict[int, Span] = {}
+    before = 0
+    for turn in needed:
+        if messages[turn]["role"] == "assistant":
+            found[turn] = _turn_span(chat, messages, tools, text, turn, before)
+        else:
+            found[turn] = _content_span(chat, messages, tools, text, turn)
+        before = found[turn][1]
+    return found
+
+
+def _turn_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: int, earliest: int) -> Span:
     """Where the assistant's `turn` lies in the rendered conversation, its end token included."""
-    before = _prefix(tokenizer, messages[:turn], tools, text, add_generation_prompt=True)
-    if before is not None and before == _prefix(tokenizer, messages[:turn], tools, text):
+    frame = chat.frame()
+    before = _prefix(chat, messages[:turn], tools, text, add_generation_prompt=True)
+    if before is not None and before == _prefix(chat, messages[:turn], tools, text):
         before = None  # the template has no generation prompt to tell a turn's header from its text
-    after = text if turn == len(messages) - 1 else _prefix(tokenizer, messages[: turn + 1], tools, text)
+    is_last = turn == len(messages) - 1
+    after = text if is_last else _prefix(chat, messages[: turn + 1], tools, text)
     if before is None or after is None:
-        swapped = [dict(message) for message in messages]
+        swapped = [*messages]
         swapped[turn] = {"role": "assistant", "content": _MARKER}
-        other: str = _render(tokenizer, swapped, tools=tools, tokenize=False)
+        other = chat.render(swapped, tools)
         if _MARKER not in other:
             raise RowError(f"the chat template leaves out message {turn + 1}, an assistant turn")
-    start = len(before) if before is not None else _common(text, other)
+    if before is not None:
+        start = len(before)
+    else:
+        start = _common(text, other)
+        opening = text.rfind(frame.opening, earliest, start) if frame.opening else -1
+        if opening >= 0 and not _spells(messages, frame.opening):
+            start = opening + len(frame.opening)
     end = len(after) if after is not None else len(text) - _common(text[::-1], other[::-1])
     # Line breaks between turns are the template's, not what the assistant says.
-    return start, start + len(text[start:end].rstrip())
+    turn_text = text[start:end].rstrip()
+    if is_last and frame.closing and turn_text.endswith(frame.closing):
+        turn_text = turn_text.removesuffix(frame.closing).rstrip()
+    return start, start + len(turn_text)
+
+
+def _content_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: int) -> Span:
+    """Where the content of a turn that is not the assistant's lies in the rendered conversation."""
+    swapped = [*messages]
+    swapped[turn] = {**messages[turn], "content": _MARKER}
+    try:
+        other = chat.render(swapped, tools)
+    except RowError:
+        other = ""
+    start = _common(text, other)
+    end = len(text) - _common(text[::-1], other[::-1])
+    if other.count(_MARKER) != 1 or text[start:end] not in _forms(messages[turn]["content"]):
+        raise RowError(
+            f"message {turn + 1} ({messages[turn]['role']}) weighs other than its neighbours, "
+            f"but the chat template does not show where its content is"
+        )
+    return start, end
 
 
 def _common(a: str, b: str) -> int:
     """Characters that two texts share at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _prefix(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    text: str,
-    **options: Any,
+    chat: Chat, messages: Messages, tools: Tools, text: str, *, add_generation_prompt: bool = False
 ) -> str | None:
     """What the template renders for the first messages, if it is how the whole conversation begins."""
     if not messages:
         return None
     try:
-        rendered: str = _render(tokenizer, messages, tools=tools, tokenize=False, **options)
+        rendered = chat.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except RowError:  # some templates want a user turn, or turns in pairs
         return None
     return rendered if text.startswith(rendered) else None
 
 
-def _covered(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token has a character in one of the ascending spans."""
-    covered, current = [], 0
-    for start, end in offsets:
-        while current < len(spans) and spans[current][1] <= start:
-            current += 1
-        covered.append(current < len(spans) and end > spans[current][0] and end > start)
-    return covered
+def _spells(value: Any, text: str) -> bool:
+    """Whether a string in the value has the text in it."""
+    if not text:
+        return False
+    if isinstance(value, str):
+        return text in value
+    if isinstance(value, Mapping):
+        return any(_spells(inner, text) for inner in value.values())
+    return isinstance(value, list | tuple) and any(_spells(inner, text) for inner in value)
 
 
-def _by_pieces(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """For tokenizers that do not tell where a token lies in the text: encode part by part."""
-    ids: list[int] = []
-    trained: list[bool] = []
-    at = 0
-    for start, end in (*spans, (len(text), len(text))):
-        for part, mine in ((text[at:start], False), (text[start:end], True)):
-            part_ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] if part else []
-            ids += part_ids
-            trained += [mine] * len(part_ids)
-        at = end
-    return ids, trained
-
-
-def _with_turn_ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]) -> list[bool]:
-    """Train the special token that closes each turn also where the template's mask leaves it out.
-
-    Without it the model never learns to stop (unsloth 1290, axolotl 2089).
-    """
-    special = set(tokenizer.all_special_ids)
-    special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    ends = list(trained)
-    for place, (mine, next_mine) in enumerate(pairwise(trained)):
-        if mine and not next_mine and ids[place] not in special and ids[place + 1] in special:
-            ends[place + 1] = True
-    return ends
+def _spells_beside(messages: Messages, needed: Sequence[int], text: str) -> bool:
+    """Whether one of the needed messages has the text outside its content."""
+    return any(
+        _spells(value, text)
+        for turn in needed
+        for name, value in messages[turn].items()
+        if name not in ("role", "content")
+    )

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surogate_core.data.labels import _by_pieces, tokenize_conversation
+from surogate_core.data.chat import encode_by_pieces
+from surogate_core.data.labels import tokenize_conversation
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
@@ -26,7 +27,8 @@ MULTI_TURN = [
 
 def trained_text(tokenizer: Any, messages: Any, tools: Any = None) -> list[str]:
     """The decoded runs of trained tokens."""
-    ids, trained = tokenize_conversation(tokenizer, messages, tools)
+    document = tokenize_conversation(tokenizer, messages, tools)
+    ids, trained = document.input_ids.tolist(), (document.labels >= 0).tolist()
     assert len(ids) == len(trained)
     runs = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([i for i, _ in pairs]) for mine, pairs in runs if mine]
@@ -55,7 +57,7 @@ def test_system_and_user_tokens_are_never_trained(templated: Callable[..., Any],
 def test_the_ids_are_those_of_the_whole_rendered_conversation(templated: Callable[..., Any], name: str) -> None:
     tokenizer, _ = templated(name)
     text = tokenizer.apply_chat_template(MULTI_TURN, tokenize=False)
-    ids, _ = tokenize_conversation(tokenizer, MULTI_TURN)
+    ids = tokenize_conversation(tokenizer, MULTI_TURN).input_ids.tolist()
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == (1 if name in ("llama3", "mistral") else 0)
 
@@ -102,16 +104,17 @@ def test_trained_tokens_decode_to_the_assistants_texts(
 @pytest.mark.parametrize("turns", [MULTI_TURN, MULTI_TURN[1:], [*MULTI_TURN, {"role": "user", "content": "Bye"}]])
 def test_marks_and_prefixes_agree(templated: Callable[..., Any], turns: Any) -> None:
     marked, plain = templated("embedded")[0], templated("chatml")[0]
-    assert tokenize_conversation(marked, turns) == tokenize_conversation(plain, turns)
+    found, expected = tokenize_conversation(marked, turns), tokenize_conversation(plain, turns)
+    assert found.labels.tolist() == expected.labels.tolist()
 
 
 def test_a_tokenizer_without_offsets_encodes_part_by_part(templated: Callable[..., Any]) -> None:
     tokenizer, _ = templated("embedded")
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     start = text.index("Hello")
-    ids, trained = _by_pieces(tokenizer, text, [(start, start + len("Hello<|im_end|>"))])
+    ids, ((first, last),) = encode_by_pieces(tokenizer, text, [(start, start + len("Hello<|im_end|>"))])
     assert tokenizer.decode(ids) == text
-    assert tokenizer.decode([i for i, mine in zip(ids, trained, strict=True) if mine]) == "Hello<|im_end|>"
+    assert tokenizer.decode(ids[first:last]) == "Hello<|im_end|>"
 
 
 @pytest.mark.parametrize(

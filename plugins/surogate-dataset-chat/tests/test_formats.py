@@ -114,7 +114,7 @@ def test_tools_reach_the_template(templated: Any) -> None:
     [
         ({}, "field 'messages' is missing, the row has no fields"),
         ({"message": [USER]}, "did you mean 'message'?"),
-        ({"messages": "Hi"}, "must be a list of messages, this is str"),
+        ({"messages": "Hi"}, "must be a list of messages, this is text that is not JSON: Expecting"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": [USER]}, "no assistant turn"),
         ({"messages": [USER, "Hello"]}, "message 2 must be an object, this is str"),
@@ -126,7 +126,10 @@ def test_tools_reach_the_template(templated: Any) -> None:
         ({"messages": [USER, {"role": "assistant"}]}, "message 2 (assistant) has no content"),
         ({"messages": [{"role": "user", "content": " "}, ASSISTANT]}, "message 1 (user): content is blank"),
         ({"messages": [{"role": "user", "content": 7}, ASSISTANT]}, "content must be a string, this is int"),
-        ({"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]}, "content must be a string, this is list"),
+        (
+            {"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]},
+            "content part 1 must be an object, this is str",
+        ),
         ({"messages": [USER, ASSISTANT], "sys": 3}, "field 'sys' must be a string"),
         ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "a system prompt is in both"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "field 'tools' is not JSON"),

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import require_unicode, required
+from surogate_core.data.fields import (
+    SYSTEM_ROLES,
+    from_json,
+    optional_text,
+    require_unicode,
+    required,
+    with_default_system,
+    without_nulls,
+)
 from surogate_core.data.tokenize import RowError
+from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_core.data.tokenize import EncodeContext, Encoded
@@ -38,27 +46,40 @@ def encode(row: Mapping[str, Any], options: ConversationOptions, context: Encode
     """The rendered conversation; the assistant's turns with their end-of-turn tokens are trained.
 
     Raises `RowError` when the messages are malformed, none is the assistant's, or the chat
-    template does not take them.
+    template does not take them, `UserError` when there is to be no template.
     """
-    from surogate_core.data.labels import tokenize_conversation
-    from surogate_core.data.tokenize import Encoded
+    from surogate_core.data.labels import Override, tokenize_conversation
 
+    if not context.use_chat_template:
+        raise UserError(
+            "use_chat_template is false, but conversations have turns that only a chat template can tell apart. "
+            "Fix: use_chat_template: true (with `template: chatml`, say, for a tokenizer without one); "
+            "or type instruction or text for data that is not conversations."
+        )
     messages = read_messages(row, options)
-    ids, trained = tokenize_conversation(context.tokenizer, messages, read_tools(row, options))
-    return Encoded.from_mask(ids, trained)
+    tools = read_tools(row, options)
+    with_default_system(messages, context, tools)
+    overrides = []
+    for number, message in enumerate(messages, start=1):
+        try:
+            overrides.append(Override.taken_from(message))
+        except RowError as error:
+            raise RowError(f"message {number} ({message['role']}): {error}") from error
+    return tokenize_conversation(context.tokenizer, messages, tools, loss_scale=context.loss_scale, overrides=overrides)
 
 
 def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[dict[str, Any]]:
     """The row's checked messages under the names that chat templates read."""
-    raw = required(row, options.messages_field)
+    name = options.messages_field
+    raw = required(row, name)
+    if isinstance(raw, str):  # CSV, and Parquet whose writer could not nest, hold them as JSON text
+        raw = from_json(raw, f"field {name!r} must be a list of messages, this is text that")
     if not isinstance(raw, list):
-        raise RowError(f"field {options.messages_field!r} must be a list of messages, this is {type(raw).__name__}")
+        raise RowError(f"field {name!r} must be a list of messages, this is {type(raw).__name__}")
     messages = [_message(number, message, options) for number, message in enumerate(raw, start=1)]
-    if options.system_field is not None and row.get(options.system_field):
-        system = row[options.system_field]
-        if not isinstance(system, str):
-            raise RowError(f"field {options.system_field!r} must be a string, this is {type(system).__name__}")
-        if messages and messages[0]["role"] == "system":
+    system = optional_text(row, options.system_field)
+    if system:
+        if messages and messages[0]["role"] in SYSTEM_ROLES:
             raise RowError(f"a system prompt is in both field {options.system_field!r} and the messages")
         messages.insert(0, {"role": "system", "content": system})
     if not any(message["role"] == "assistant" for message in messages):
@@ -77,17 +98,59 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
         role = message["role"] = options.role_mappings[role]
     if role not in ROLES:
         raise RowError(_wrong_role(number, role, raw, options))
+    place = f"message {number} ({role})"
+    if "tool_calls" in message:
+        calls = _tool_calls(message.pop("tool_calls"), place)
+        if calls:
+            message["tool_calls"] = calls
     content = message.get("content")
+    if isinstance(content, list):
+        content = message["content"] = _joined(content, place)
     if content is None or content == "":
         if role == "assistant" and message.get("tool_calls"):
             return {**message, "content": ""}
-        raise RowError(f"message {number} ({role}) has no content")
+        raise RowError(f"{place} has no content")
     if not isinstance(content, str):
-        raise RowError(f"message {number} ({role}): content must be a string, this is {type(content).__name__}")
+        raise RowError(f"{place}: content must be a string, this is {type(content).__name__}")
     if not content.strip():
-        raise RowError(f"message {number} ({role}): content is blank")
-    require_unicode(content, f"message {number} ({role}): content")
+        raise RowError(f"{place}: content is blank")
+    require_unicode(content, f"{place}: content")
     return message
+
+
+def _joined(parts: list[Any], place: str) -> str:
+    """OpenAI's content parts as one text."""
+    texts = []
+    for number, part in enumerate(parts, start=1):
+        if not isinstance(part, Mapping):
+            raise RowError(f"{place}: content part {number} must be an object, this is {type(part).__name__}")
+        if part.get("type", "text") != "text":
+            raise RowError(f"{place}: content part {number} is of type {part['type']!r}; only text can be trained")
+        if not isinstance(part.get("text"), str):
+            raise RowError(f"{place}: content part {number} has no text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_calls(raw: Any, place: str) -> list[Any]:
+    """The calls, their arguments as objects: templates write those as JSON, and would quote JSON text once more."""
+    if isinstance(raw, str):
+        raw = from_json(raw, f"{place}: tool_calls must be a list of objects, this is text that")
+    if not isinstance(raw, list) or not all(isinstance(call, Mapping) for call in raw):
+        raise RowError(f"{place}: tool_calls must be a list of objects")
+    calls = []
+    for number, call in enumerate(raw, start=1):
+        call = without_nulls(call)
+        # OpenAI puts name and arguments into `function`, others into the call itself.
+        holder = call["function"] if isinstance(call.get("function"), dict) else call
+        arguments = holder.get("arguments")
+        if isinstance(arguments, str):
+            arguments = holder["arguments"] = from_json(arguments, f"{place}: arguments of tool call {number}:")
+        if arguments is not None and not isinstance(arguments, dict):
+            kind = type(arguments).__name__
+            raise RowError(f"{place}: arguments of tool call {number} must be an object, this is {kind}")
+        calls.append(call)
+    return calls
 
 
 def _wrong_role(number: int, role: Any, raw: Mapping[str, Any], options: ConversationOptions) -> str:
@@ -108,13 +171,10 @@ def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any
         return None
     tools = row[options.tools_field]
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError(f"field {options.tools_field!r} is not JSON: {error.msg}") from error
+        tools = from_json(tools, f"field {options.tools_field!r}")
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError(f"field {options.tools_field!r} must be a list of objects")
-    return tools
+    return [without_nulls(tool) for tool in tools] or None
 
 
-FORMAT = DatasetFormat(name="conversation", options=ConversationOptions, encode=encode, version=1)
+FORMAT = DatasetFormat(name="conversation", options=ConversationOptions, encode=encode, version=2)

@@ -26,11 +26,11 @@ def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext)
 
     Raises `RowError` when the field is missing, not a string or empty.
     """
+    from surogate_core.data.chat import encode_text
     from surogate_core.data.tokenize import Encoded
 
     tokenizer = context.tokenizer
-    # verbose=False: a text longer than the model's maximum is the packer's business, not worth a warning.
-    ids = tokenizer(required_text(row, options.text_field), verbose=False)["input_ids"]
+    ids = encode_text(tokenizer, required_text(row, options.text_field))
     eos = tokenizer.eos_token_id
     if isinstance(eos, int) and (not ids or ids[-1] != eos):
         ids = [*ids, eos]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import optional_text, required_text
+from surogate_core.data.fields import optional_text, required_text, with_default_system
+from surogate_core.errors import UserError
 from surogate_dataset_instruction import prompts
 
 if TYPE_CHECKING:
@@ -65,13 +66,22 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     output = required_text(row, options.output_field)
     given = optional_text(row, options.input_field)
     system = options.system_prompt or optional_text(row, options.system_prompt_field)
-    if options.prompt_format is None and context.tokenizer.chat_template:
+    if options.prompt_format is None and context.tokenizer.chat_template and context.use_chat_template:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
         messages.append({"role": "assistant", "content": output})
-        return Encoded.from_mask(*tokenize_conversation(context.tokenizer, messages))
+        with_default_system(messages, context)
+        return tokenize_conversation(context.tokenizer, messages, loss_scale=context.loss_scale)
+    if context.system and not system:
+        system = context.system
+        if options.prompt_format is not None and "{system}" not in options.prompt_format:
+            raise UserError(
+                "`system` is set, but prompt_format has no {system}, so it would be lost. "
+                "Fix: write {system} into prompt_format, or system: null."
+            )
     prompt = _prompt(options, instruction, given, system)
-    return Encoded.from_mask(*tokenize_completion(context.tokenizer, prompt, output))
+    document = tokenize_completion(context.tokenizer, prompt, output)
+    return Encoded.from_mask(document.input_ids) if context.loss_scale == "all" else document
 
 
 def _prompt(options: InstructionOptions, instruction: str, given: str, system: str) -> str:
@@ -84,4 +94,4 @@ def _prompt(options: InstructionOptions, instruction: str, given: str, system: s
     return prompts.fill(text, {"system": system, "instruction": instruction, "input": given})
 
 
-FORMAT = DatasetFormat(name="instruction", options=InstructionOptions, encode=encode, version=1)
+FORMAT = DatasetFormat(name="instruction", options=InstructionOptions, encode=encode, version=2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import required_text
+from surogate_core.data.fields import required_text, with_default_system
 from surogate_core.data.tokenize import RowError
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ def encode(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeCo
 
 def _document(prompt: str, answer: str, context: EncodeContext) -> Encoded:
     from surogate_core.data.labels import tokenize_completion, tokenize_conversation
-    from surogate_core.data.tokenize import Encoded
 
-    if not context.tokenizer.chat_template:
-        return Encoded.from_mask(*tokenize_completion(context.tokenizer, prompt, answer))
+    if not context.tokenizer.chat_template or not context.use_chat_template:
+        return tokenize_completion(context.tokenizer, prompt, answer)
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Encoded.from_mask(*tokenize_conversation(context.tokenizer, messages))
+    with_default_system(messages, context)
+    return tokenize_conversation(context.tokenizer, messages)
 
 
 # No task of this version learns from pairs; training on the chosen answers alone would not be what was asked for.
-FORMAT = DatasetFormat(name="preference", options=PreferenceOptions, encode=encode, tasks=(), version=1)
+FORMAT = DatasetFormat(name="preference", options=PreferenceOptions, encode=encode, tasks=(), version=2)

@@ -1,0 +1,345 @@
+"""A tokenizer with its chat template: rendering and encoding without the overhead of one call a row.
+
+What does not change from row to row (special tokens, what the template puts around an assistant's
+turn) is found once and kept beside the tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+
+from surogate_core.data.fields import require_unicode
+from surogate_core.data.tokenize import RowError
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+"""Characters [start, end) of a rendered conversation, or tokens of an encoded one."""
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Any] | None
+
+GUARD = "\U0010f0af"
+"""Put inside a control token that a message's text spells out, until the text is encoded.
+
+A private-use character: nothing that a keyboard writes.
+"""
+RESERVED = "\U0010f0a0-\U0010f0af"
+"""The private-use characters that mark places in rendered texts, as a range of a regular expression."""
+
+_RESERVED = re.compile(f"[{RESERVED}]")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ASKED = "\U0010f0a5asked\U0010f0a5"
+_ANSWERED = "\U0010f0a5answered\U0010f0a5"
+
+
+class Encoder:
+    """One tokenizer's text to ids; the tokenizer is not changed after its first use here, its template apart."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        special = [(i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, _ in special}
+        names = {token.content for _, token in special} | set(tokenizer.all_special_tokens)
+        longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._notable = re.compile("|".join([f"[{RESERVED}]", *map(re.escape, longest_first)]))
+        self.named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        """What templates know special tokens as."""
+        self.backend: Tokenizer | None = None
+        """The tokenizer below transformers' own, where it gives the same ids."""
+        if tokenizer.is_fast:
+            backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+            # A tokenizer.json may ask for both; transformers switches them off in every call of its own.
+            backend.no_truncation()
+            backend.no_padding()
+            probe = "Does it fit?\n <b>1 2</b> é漢😀" + "".join(longest_first[:4])
+            if (
+                list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+                == backend.encode(probe, add_special_tokens=False).ids
+            ):
+                self.backend = backend
+
+    def guarded(self, value: Any) -> Any:
+        """The value, with a `GUARD` in each control token that a string in it spells out.
+
+        Raises `RowError` for a private-use character that marks places here.
+        """
+        return self._guard(value) if self._is_notable(value) else value
+
+    def _is_notable(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return self._notable.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(self._is_notable(inner) for inner in value.values())
+        return isinstance(value, list | tuple) and any(self._is_notable(inner) for inner in value)
+
+    def _guard(self, value: Any) -> Any:
+        if isinstance(value, str):
+            if _RESERVED.search(value):
+                raise RowError("a text has one of the private-use characters U+10F0A0 to U+10F0AF, which mark places")
+            return self._control.sub(lambda found: f"{found[0][:1]}{GUARD}{found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {name: self._guard(inner) for name, inner in value.items()}
+        return [self._guard(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def without_control(self, text: str) -> tuple[list[int], list[Span]] | None:
+        """Ids and offsets of a guarded text, where what is guarded stays plain text; offsets are those without guards.
+
+        None where this tokenizer cannot: where it reads a text differently piece by piece.
+        """
+        assert self.backend is not None
+        whole = self.backend.encode(text, add_special_tokens=False)
+        ids, offsets = whole.ids, whole.offsets
+        borders = [-1, *(place for place, i in enumerate(ids) if i in self.special_ids), len(ids)]
+        found_ids: list[int] = []
+        found_offsets: list[Span] = []
+        removed = 0  # guards before this place
+        for before, after in pairwise(borders):
+            start = offsets[before][1] if before >= 0 else 0
+            end = offsets[after][0] if after < len(ids) else len(text)
+            piece = text[start:end]
+            if GUARD in piece:
+                plain = self._plain(piece, ids[before + 1 : after])
+                if plain is None:
+                    return None
+                found_ids += plain.ids
+                found_offsets += [(a + start - removed, b + start - removed) for a, b in plain.offsets]
+                removed += piece.count(GUARD)
+            else:
+                found_ids += ids[before + 1 : after]
+                found_offsets += [(a - removed, b - removed) for a, b in offsets[before + 1 : after]]
+            if after < len(ids):
+                found_ids.append(ids[after])
+                found_offsets.append((offsets[after][0] - removed, offsets[after][1] - removed))
+        return found_ids, found_offsets
+
+    def _plain(self, piece: str, expected: list[int]) -> Encoding | None:
+        """The piece without guards and without control tokens; None unless a piece alone is read as inside the text."""
+        assert self.backend is not None
+        if self.backend.encode(piece, add_special_tokens=False).ids != expected:
+            return None
+        before = self.backend.encode_special_tokens
+        self.backend.encode_special_tokens = True
+        try:
+            plain = self.backend.encode(piece.replace(GUARD, ""), add_special_tokens=False)
+        finally:
+            self.backend.encode_special_tokens = before
+        return None if any(i in self.special_ids for i in plain.ids) else plain
+
+
+_ENCODERS: WeakKeyDictionary[Any, Encoder] = WeakKeyDictionary()
+_CHATS: WeakKeyDictionary[Any, dict[str, Chat]] = WeakKeyDictionary()
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """What is known of the tokenizer."""
+    found = _ENCODERS.get(tokenizer)
+    if found is None:
+        found = _ENCODERS[tokenizer] = Encoder(tokenizer)
+    return found
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The text's ids, as the tokenizer itself gives them."""
+    backend = encoder_of(tokenizer).backend
+    if backend is not None:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    # verbose=False: a text longer than the model's maximum is the packer's business, not worth a warning.
+    return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+
+def chat_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Chat:
+    """The tokenizer with the chat template that serves these tools. Raises `UserError` when it has none."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer {tokenizer.name_or_path} has no chat template, which conversations need. "
+            f"Fix: set `tokenizer` to that of the instruct model of the family, or `template` to one that fits "
+            f"the tokenizer's special tokens (chatml, llama3, … or a .jinja file)."
+        )
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
+    chats = _CHATS.setdefault(tokenizer, {})
+    found = chats.get(template)
+    if found is None:
+        found = chats[template] = Chat(tokenizer, template)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the template puts around an assistant's turn."""
+
+    opening: str
+    """The generation prompt, empty where the template has none."""
+    ending: str
+    """The text that ends a turn, without the white space behind it; empty where there is none."""
+    closing: str
+    """What the template adds behind the ending of the last turn only."""
+
+
+class Chat:
+    """A tokenizer with one chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
+        self._tokenizer = ref(tokenizer)  # a strong reference would keep the tokenizer in the table of chats for ever
+        self.encoder = encoder_of(tokenizer)
+        self.template = template
+        self.marks_turns = _GENERATION.search(template) is not None and tokenizer.is_fast
+        """Whether the template has generation blocks."""
+        self._frame: Frame | None = None
+        self._takes_system: bool | None = None
+
+    def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
+        """The conversation as the template writes it. Raises `RowError` when the template refuses it."""
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
+
+    def render_marked(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
+        """The conversation and its generation blocks, in a template that has them."""
+        text, spans = self._render(messages, tools, marked=True)
+        return text, [(start, end) for start, end in spans if start < end]
+
+    def _render(
+        self, messages: Messages, tools: Tools, *, add_generation_prompt: bool = False, marked: bool = False
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=add_generation_prompt,
+                **self.encoder.named,
+            )
+        except Exception as error:  # a template may raise anything: jinja2's errors, TypeError on an odd row, …
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise RowError(f"the chat template refuses the conversation: {reason[0]}") from error
+        text: str = texts[0]
+        require_unicode(text, "the rendered conversation")
+        return text, list(spans[0]) if marked else []
+
+    def takes_system(self) -> bool:
+        """Whether the template shows a system turn; one that raises at it is left to say why at the row."""
+        if self._takes_system is None:
+            user, assistant = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+            try:
+                text = self.render([{"role": "system", "content": _ASKED}, user, assistant])
+            except RowError:
+                text = _ASKED
+            self._takes_system = _ASKED in text
+        return self._takes_system
+
+    def frame(self) -> Frame:
+        """What the template puts around an assistant's turn, found by asking it."""
+        if self._frame is None:
+            self._frame = self._find_frame()
+        return self._frame
+
+    def _find_frame(self) -> Frame:
+        user, assistant = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}
+        nothing = Frame(opening="", ending="", closing="")
+        try:
+            asked = self.render([user])
+            prompted = self.render([user], add_generation_prompt=True)
+            _, _, last = self.render([user, assistant]).partition(_ANSWERED)
+            _, _, inner = self.render([user, assistant, user]).partition(_ANSWERED)
+        except RowError:
+            return nothing
+        if self.encoder.backend is None:
+            return nothing
+        ending = last[: self._shared(last, inner)].rstrip()
+        return Frame(
+            opening=prompted[self._shared(prompted, asked) :], ending=ending, closing=last[len(ending) :].strip()
+        )
+
+    def _shared(self, a: str, b: str) -> int:
+        """Characters of `a` before the first token in which the texts differ: half a token is no border."""
+        assert self.encoder.backend is not None
+        first, second = (self.encoder.backend.encode(text, add_special_tokens=False) for text in (a, b))
+        for place, (x, y) in enumerate(zip(first.ids, second.ids, strict=False)):
+            if x != y:
+                return int(first.offsets[place][0])
+        if len(first.ids) > len(second.ids):
+            return int(first.offsets[len(second.ids)][0])
+        return len(a)
+
+    def encode(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], list[Span]]:
+        """The rendered text's ids, and the tokens that have a character in each of the ascending spans."""
+        encoder = self.encoder
+        if encoder.backend is None:
+            return self._encode_slowly(text, spans)
+        if GUARD in text:
+            plain = encoder.without_control(text)
+            spans = [_unguarded(text, span) for span in spans]
+            text = text.replace(GUARD, "")
+            if plain is not None:
+                return np.asarray(plain[0], np.int32), _tokens_of(plain[1], spans)
+        encoding = encoder.backend.encode(text, add_special_tokens=False)
+        ids = np.asarray(encoding.ids, np.int32)
+        found: list[Span] = []
+        for start, end in spans:
+            first, last = encoding.char_to_token(start), encoding.char_to_token(end) if end < len(text) else len(ids)
+            if first is None or last is None:  # a character that the tokenizer drops: look at all of them
+                return ids, _tokens_of(encoding.offsets, spans)
+            if last < len(ids) and encoding.token_to_chars(last)[0] < end:
+                last += 1  # a token over the border
+            found.append((first, last))
+        return ids, found
+
+    def _encode_slowly(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], list[Span]]:
+        """For tokenizers that do not tell where a token lies in the text: as a whole by offsets, else part by part."""
+        text, spans = text.replace(GUARD, ""), [_unguarded(text, span) for span in spans]
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None
+        if tokenizer.is_fast:
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            return np.asarray(encoded["input_ids"], np.int32), _tokens_of(encoded["offset_mapping"], spans)
+        return encode_by_pieces(tokenizer, text, spans)
+
+
+def encode_by_pieces(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]
+) -> tuple[NDArray[np.int32], list[Span]]:
+    """The ids of the spans and of what lies between them, each encoded alone, and where the spans' ids are."""
+    ids: list[int] = []
+    found: list[Span] = []
+    at = 0
+    for start, end in (*spans, (len(text), len(text))):
+        ids += _ids(tokenizer, text[at:start])
+        before = len(ids)
+        ids += _ids(tokenizer, text[start:end])
+        found.append((before, len(ids)))
+        at = end
+    return np.asarray(ids, np.int32), found[:-1]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, part: str) -> list[int]:
+    return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) if part else []
+
+
+def _unguarded(text: str, span: Span) -> Span:
+    start, end = span
+    return start - text.count(GUARD, 0, start), end - text.count(GUARD, 0, end)
+
+
+def _tokens_of(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """The tokens with a character in each of the spans."""
+    places = np.asarray(offsets, np.int64).reshape(-1, 2)
+    # Empty tokens (a byte of a character told by the one before it) may break the order; running maxima mend it.
+    starts, ends = np.maximum.accumulate(places[:, 0]), np.maximum.accumulate(places[:, 1])
+    return [
+        (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(starts, end, side="left")))
+        for start, end in spans
+    ]
