@@ -79,10 +79,9 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     began = time.perf_counter()
     with _shown_progress() as progress:
         data = prepare(config, tokenizer, registry.all("dataset"), progress=progress)
+    seconds = time.perf_counter() - began
     examples = suspicious_examples(data, tokenizer, task=config.task)
-    report = tokenize_view.report_of(
-        config, data, notes=(*notes, *data.report.warnings, *examples), seconds=time.perf_counter() - began
-    )
+    report = tokenize_view.report_of(config, data, notes=notes, examples=examples, seconds=seconds)
     if words.json:
         if words.debug:
             report["debug"] = tokenize_view.debug_as_json(data, tokenizer, words.debug)

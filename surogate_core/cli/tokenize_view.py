@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +44,15 @@ def console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # An ASCII terminal gets escapes for what it cannot show, not an error.
         sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 # ----------------------------------------------------------------------------------- report
 
 
-def report_of(config: RunConfig, data: PreparedData, *, notes: tuple[str, ...], seconds: float) -> dict[str, Any]:
+def report_of(
+    config: RunConfig, data: PreparedData, *, notes: Sequence[str], examples: Sequence[str], seconds: float
+) -> dict[str, Any]:
     """The report as JSON-able values; `show` prints the same."""
     report = data.report
     sets = [{**dataclasses.asdict(d), "trained_share": d.trained_share} for d in report.datasets]
@@ -68,7 +70,8 @@ def report_of(config: RunConfig, data: PreparedData, *, notes: tuple[str, ...], 
         "eval": _rows_of(data.eval, report.eval) if data.eval is not None and report.eval is not None else None,
         "bad_row_count": report.bad_row_count,
         "bad_rows": [dataclasses.asdict(row) for row in report.bad_rows],
-        "warnings": list(notes),
+        "warnings": [*notes, *report.warnings],
+        "examples": list(examples),
     }
 
 
@@ -112,29 +115,33 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     if any(d["bad_rows"] > BAD_ROWS_SHOWN for d in report["datasets"]):  # else the warnings name each of them
         console.print(f"Bad rows, {report['bad_row_count']:,} in all:", style="bold")
         for row in report["bad_rows"][:BAD_ROWS_LISTED]:
-            console.print(Text(f"  {row['where']}: {row['reason']}"))
+            console.print(Text(f"  {row['where']}: {row['reason']}"), soft_wrap=True)
         if report["bad_row_count"] > BAD_ROWS_LISTED:
             console.print("  …")
-    for note in report["warnings"]:
-        console.print(Text.assemble(("warning: ", "bold yellow"), note))
+    for kind, key in (("warning", "warnings"), ("example", "examples")):
+        for text in report[key]:
+            console.print(Text.assemble((f"{kind}: ", "bold yellow"), text), soft_wrap=True)
     cache = report["cache"]
     state = "everything was there already" if cache["used"] else "the next run with this data and tokenizer finds it"
-    console.print(Text(f"Cache: {cache['directory']} ({state})"))
-    console.print(Text(f"Digest of the rows: {report['digest'][:16]}   {report['seconds']:.1f} s"))
+    console.print(Text(f"Cache: {cache['directory']} ({state})"), soft_wrap=True)
+    console.print(f"Digest of the rows: {report['digest'][:16]}; {report['seconds']:.1f} s")
+
+
+_CHANGES = {"deleted": "dropped", "truncated": "cut", "split": "split", "unlabelled": "untrained parts"}
+"""Count → what a column calls it."""
 
 
 def _packed_table(report: Mapping[str, Any]) -> Table:
     title = f"Packed into rows of {report['sequence_len']:,} tokens"
     table = Table("", title=title, title_justify="left", title_style="bold")
-    names = ("rows", "full", "documents", "tokens", "trained", "dropped", "cut", "split", "untrained parts dropped")
-    for name in names:
-        table.add_column(name, justify="right")
-    for side, key in (("training", "train"), ("held out", "eval")):
-        if (rows := report[key]) is None:
-            continue
-        counts = [f"{rows[name]:,}" for name in ("deleted", "truncated", "split", "unlabelled")]
+    sides = [(side, report[key]) for side, key in (("training", "train"), ("held out", "eval")) if report[key]]
+    changes = [name for name in _CHANGES if any(rows[name] for _, rows in sides)]
+    for name in ("rows", "full", "documents", "tokens", "trained", *(_CHANGES[name] for name in changes)):
+        table.add_column(name, justify="right", no_wrap=name in ("rows", "tokens"))
+    for side, rows in sides:
         documents, tokens = f"{rows['documents']:,}", f"{rows['tokens']:,}"
         full, trained = f"{rows['fill']:.1%}", f"{rows['trained_share']:.1%}"
+        counts = [f"{rows[name]:,}" for name in changes]
         table.add_row(side, f"{rows['rows']:,}", full, documents, tokens, trained, *counts)
     return table
 
