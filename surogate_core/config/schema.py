@@ -204,6 +204,8 @@ class RunConfig:
     """Trained are every assistant turn, those after the last user turn, or every token of a conversation."""
     max_bad_rows: NonNegative = 100
     """Malformed rows that are skipped and reported; one more stops the run."""
+    dataloader_num_workers: Literal["auto"] | NonNegative = "auto"
+    """Processes that tokenise; auto is one a core for large data sets, 0 is the run's own process."""
     data_cache_dir: str | None = None
     """Where tokenised shards are kept; null is the user's cache directory."""
     train_seed: NonNegative = 1234

@@ -38,3 +38,10 @@ class MicroBatch:
     """Tokens that are not padding."""
     label_tokens: int
     """Positions that carry loss."""
+    weights: Tensor | None = None
+    """[N] float32: what each position counts in the loss; None is 1 for each, in the whole run."""
+
+    @property
+    def loss_weight(self) -> float:
+        """Sum of the weights of the positions that carry loss."""
+        return float(self.label_tokens) if self.weights is None else self.weights.double().sum().item()

@@ -1,8 +1,9 @@
 """A directory of finished results, keyed by a digest of what shapes them.
 
 An entry is built under a temporary name, synced and renamed, and records the size of each of its
-files: a killed build leaves nothing that is read, and a torn entry is built again. A lock per
-entry makes two runs that need the same one build it once.
+files: a killed build leaves nothing that is read, and a torn entry is built again. What a build
+that can be resumed leaves, `<key>.partial`, is handed to the next one. A lock per entry makes two
+runs that need the same one build it once.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ class Cache:
             return None
         return CacheEntry(path=path, facts=meta["facts"]) if whole else None
 
-    def get_or_build(self, key: str, build: Build, *, waiting: Callable[[], None] = lambda: None) -> CacheEntry:
+    def get_or_build(
+        self, key: str, build: Build, *, waiting: Callable[[], None] = lambda: None, resumable: bool = False
+    ) -> CacheEntry:
         """The entry, built now unless it exists. `waiting` is called when another run is building it.
 
-        What `build` raises passes through, and nothing is left of its work. Raises `MachineError`
-        when the disk is full and `UserError` when the cache cannot be written.
+        What `build` raises passes through. Nothing is left of its work then, unless it is
+        `resumable`: such a build is given the directory as the last one left it, and starts anew
+        only after a `UserError`. Raises `MachineError` when the disk is full and `UserError` when
+        the cache cannot be written.
         """
         found = self.get(key)
         if found is not None:  # needs no lock, so a cache that cannot be written serves too
@@ -75,14 +80,20 @@ class Cache:
                 # Whoever made these died: the lock is ours.
                 for stale in (self._dir / key, *self._dir.glob(f"{key}.tmp-*")):
                     shutil.rmtree(stale, ignore_errors=True)
-                temporary = self._dir / f"{key}.tmp-{uuid.uuid4().hex}"
-                temporary.mkdir()
+                temporary = self._dir / (f"{key}.partial" if resumable else f"{key}.tmp-{uuid.uuid4().hex}")
+                temporary.mkdir(exist_ok=resumable)
+                finished = False
                 try:
                     facts = build(temporary)
                     self._seal(temporary, facts)
                     temporary.rename(self._dir / key)
+                    finished = True
+                except UserError:
+                    finished = True
+                    raise
                 finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                    if finished or not resumable:
+                        shutil.rmtree(temporary, ignore_errors=True)
                 _sync(self._dir)
         built = self.get(key)
         assert built is not None

@@ -101,6 +101,9 @@ def _parse(
     source_names = {f.name for f in dataclasses.fields(SourceSpec)}
     source_values = {name: entry.pop(name) for name in list(entry) if name in source_names}
     source = _validated(SourceSpec, source_values, key, problems)
+    if source is not None and source.weight != 1 and key.startswith("validation_"):
+        message = "held-out documents are all measured once."
+        problems.append(Problem(key=f"{key}.weight", message=message, fix="leave it out"))
     options = None
     if format_ is not None:
         option_names = {f.name for f in dataclasses.fields(format_.options)}

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from surogate_core.data.batch import IGNORE_LABEL
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -41,9 +39,16 @@ class PackSettings:
     """What shapes rows."""
 
     sequence_len: int
+    max_length: int | None = None
+    """Tokens of the longest document; None is `sequence_len`."""
     truncation_strategy: TruncationStrategy = "delete"
     sample_packing: bool = True
     window: int = WINDOW
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return self.max_length or self.sequence_len
 
     def key(self) -> dict[str, Any]:
         """JSON-able content for a digest."""
@@ -82,8 +87,8 @@ class Lengths(Protocol):
     def label_count(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each document that carry loss, the first token never counted."""
 
-    def labels(self, document: int) -> NDArray[np.int32]:
-        """The document's unshifted labels."""
+    def trained(self, document: int) -> NDArray[np.bool_]:
+        """Whether each token of the document carries loss."""
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -116,24 +121,24 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     return bins
 
 
-def cut(length: int, sequence_len: int, strategy: TruncationStrategy) -> list[tuple[int, int]]:
-    """(start, length) of the parts that a document of `length` tokens enters rows with.
+def cut(length: int, longest: int, strategy: TruncationStrategy) -> list[tuple[int, int]]:
+    """(start, length) of the parts, of `longest` tokens at most, that a document of `length` enters rows with.
 
     The parts of a split document overlap by one token, which is context only in the later part:
     so every label of the document is learnt exactly once.
     """
-    if length <= sequence_len:
+    if length <= longest:
         return [(0, length)]
     match strategy:
         case "delete":
             return []
         case "left":
-            return [(length - sequence_len, sequence_len)]
+            return [(length - longest, longest)]
         case "right":
-            return [(0, sequence_len)]
+            return [(0, longest)]
         case "split":
-            stride = sequence_len - 1
-            return [(start, min(sequence_len, length - start)) for start in range(0, length - 1, stride)]
+            stride = longest - 1
+            return [(start, min(longest, length - start)) for start in range(0, length - 1, stride)]
 
 
 def pack(
@@ -161,7 +166,7 @@ def _pieces(documents: NDArray[np.int64], known: Lengths, settings: PackSettings
     label_counts = known.label_count(documents).tolist()
     for document, length, whole_labels in zip(documents.tolist(), lengths, label_counts, strict=True):
         stats.documents += 1
-        if length <= settings.sequence_len:
+        if length <= settings.longest:
             stats.label_tokens += whole_labels
             yield Piece(document, 0, length)
             continue
@@ -173,8 +178,8 @@ def _pieces(documents: NDArray[np.int64], known: Lengths, settings: PackSettings
                 stats.split += 1
             case _:
                 stats.truncated += 1
-        trained = known.labels(document) != IGNORE_LABEL
-        for start, part in cut(length, settings.sequence_len, settings.truncation_strategy):
+        trained = known.trained(document)
+        for start, part in cut(length, settings.longest, settings.truncation_strategy):
             labels = int(np.count_nonzero(trained[start + 1 : start + part]))
             if labels == 0:
                 stats.unlabelled += 1

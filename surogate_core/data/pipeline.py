@@ -1,18 +1,22 @@
-"""From the configuration's data sets to packed rows: read, encode, keep, split, pack, report."""
+"""From the configuration's data sets to packed rows: read, encode, keep, split, mix, pack, report."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data.cache import Cache, CacheEntry, cache_root, digest_of
+from surogate_core.data.cache import Cache, cache_root, digest_of
+from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
+from surogate_core.data.mixture import mix, split_documents
 from surogate_core.data.packing import PackSettings
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows
 from surogate_core.data.shards import (
@@ -23,10 +27,11 @@ from surogate_core.data.shards import (
     PackedRows,
     pack_documents,
 )
-from surogate_core.data.sources import Source, open_source
-from surogate_core.data.tokenize import EncodeContext, RowError
+from surogate_core.data.sources import START, Source, open_source
+from surogate_core.data.tokenize import EncodeContext
 from surogate_core.data.tokenizer import padding_id, tokenizer_digest
 from surogate_core.errors import UserError
+from surogate_core.train import atomic
 from surogate_core.train.events import Progress
 
 if TYPE_CHECKING:
@@ -44,6 +49,9 @@ MANY_DROPPED_SHARE = 0.1
 """Above this share of documents dropped for their length, the run is warned."""
 
 _PROGRESS_SECONDS = 0.2
+_SAVE_SECONDS = 5.0
+"""Work that a killed tokenisation loses."""
+_STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,25 +92,29 @@ def prepare(
 
     settings = PackSettings(
         sequence_len=config.sequence_len,
+        max_length=config.max_length,
         truncation_strategy=config.truncation_strategy,
         sample_packing=config.sample_packing,
     )
     rows_cache = Cache(encoder.root, "rows")
 
-    def packed(documents: Documents, chosen: NDArray[np.int64] | None, chosen_key: Any) -> PackedRows:
+    def packed(documents: Documents, chosen: Sequence[NDArray[np.int64]] | None, chosen_key: Any) -> PackedRows:
         return pack_documents(rows_cache, documents, chosen, chosen_key, settings, padding_id=padding_id(tokenizer))
 
     documents = _concatenated(train_sets)
+    ratio = 0.0 if eval_sets else config.validation_split_ratio
+    kept, out = split_documents(len(documents), ratio, config.eval_seed)
+    weights = [item.weight for item in train_sets]
+    chosen_key: dict[str, Any] = {"ratio": ratio, "seed": config.eval_seed, "side": "train"} if len(out) else {}
+    if any(weight != 1 for weight in weights):
+        chosen_key |= {"weights": weights, "train_seed": config.train_seed}
+    passes = mix(kept, [len(item.shard) for item in train_sets], weights, config.train_seed) if chosen_key else None
+    train = packed(documents, passes, chosen_key or "all")
     held_out: PackedRows | None = None
     if eval_sets:
-        train = packed(documents, None, "all")
         held_out = packed(_concatenated(eval_sets), None, "all")
-    else:
-        kept, out = split_documents(len(documents), config.validation_split_ratio, config.eval_seed)
-        split_key = {"ratio": config.validation_split_ratio, "seed": config.eval_seed}
-        train = packed(documents, kept, {**split_key, "side": "train"} if len(out) else "all")
-        if len(out):
-            held_out = packed(documents, out, {**split_key, "side": "eval"})
+    elif len(out):
+        held_out = packed(documents, [out], {"ratio": ratio, "seed": config.eval_seed, "side": "eval"})
     _require_rows(train, config, "datasets")
     if held_out is not None and len(held_out) == 0:
         if eval_sets:
@@ -111,6 +123,7 @@ def prepare(
     if held_out is not None:
         # Every micro-batch of the run has the same shapes, training and evaluation alike.
         train.max_documents = held_out.max_documents = max(train.max_documents, held_out.max_documents)
+        train.weighted = held_out.weighted = train.weighted or held_out.weighted
 
     report = DataReport(
         datasets=tuple(item.report for item in loaded),
@@ -124,22 +137,13 @@ def prepare(
     return PreparedData(train=train, eval=held_out, report=report, digest=digest)
 
 
-def split_documents(count: int, ratio: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(kept, held out) indices of `count` documents, both ascending; at least one on each side if `ratio` > 0."""
-    if ratio == 0 or count < 2:
-        return np.arange(count, dtype=np.int64), np.empty(0, np.int64)
-    out = min(max(1, round(count * ratio)), count - 1)
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
-    order = random.permutation(count).astype(np.int64, copy=False)
-    return np.sort(order[out:]), np.sort(order[:out])
-
-
 # -------------------------------------------------------------------------------- encoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
     shard: DocumentShard
+    weight: float
     digest: str
     report: DatasetReport
     bad_rows: tuple[BadRow, ...]
@@ -168,6 +172,7 @@ class _Encoder:
         self._formats = formats
         self._task = config.task
         self._progress = progress
+        self._workers = config.dataloader_num_workers
         self._context = EncodeContext(
             tokenizer=tokenizer,
             sequence_len=config.sequence_len,
@@ -176,9 +181,6 @@ class _Encoder:
             use_chat_template=config.use_chat_template,
             max_length=config.max_length,
             loss_scale=config.loss_scale,
-        )
-        self._special_ids = frozenset(tokenizer.all_special_ids) | frozenset(
-            i for i, token in tokenizer.added_tokens_decoder.items() if token.special
         )
         self._key = {
             "shard_version": SHARD_VERSION,
@@ -217,12 +219,14 @@ class _Encoder:
         def waiting() -> None:
             self._progress(Progress(task=f"wait for another run to {task}", done=0, unit="rows"))
 
-        found = self._cache.get_or_build(key, build, waiting=waiting)
+        found = self._cache.get_or_build(key, build, waiting=waiting, resumable=True)
         if cached:
-            self._count_cached_bad_rows(entry, found)
+            rows = [BadRow(**row) for row in found.facts["bad_rows"]]
+            self._count_bad_rows(entry, rows, found.facts["bad_row_count"])
         facts = found.facts
         return _Loaded(
-            shard=DocumentShard(found.path),
+            shard=DocumentShard(found.path, facts["weight_values"]),
+            weight=entry.source.weight,
             digest=facts["digest"],
             bad_rows=tuple(BadRow(**row) for row in facts["bad_rows"]),
             ends_special=facts["ends_special"] / facts["documents"],
@@ -237,40 +241,48 @@ class _Encoder:
         )
 
     def _encode(self, entry: DatasetEntry, source: Source, directory: Path, task: str) -> Mapping[str, Any]:
-        encode = entry.format.encode
-        assert encode is not None, "a type that chooses has been replaced by its choice"
-        bad: list[BadRow] = []
-        rows = bad_count = ends_special = 0
-        shown = time.monotonic()
-        with DocumentWriter(directory) as writer:
-            for where, row in source.rows():
-                rows += 1
-                try:
-                    if isinstance(row, RowError):
-                        raise row
-                    document = encode(row, entry.options, self._context)
-                    if document.label_tokens == 0:
-                        raise RowError("no token of it would be trained")
-                except RowError as error:
-                    bad_count += 1
-                    reported = BadRow.of(where, error)
-                    if len(bad) < BAD_ROWS_KEPT:
-                        bad.append(reported)
-                    self._count_bad_row(entry, reported)
-                    continue
-                writer.append(document)
-                ends_special += int(document.labels[document.labels >= 0][-1]) in self._special_ids
-                if time.monotonic() - shown > _PROGRESS_SECONDS:
-                    shown = time.monotonic()
-                    self._progress(Progress(task=task, done=rows, unit="rows"))
+        encoder = RowEncoder(format=entry.format, options=entry.options, context=self._context)
+        state = _saved_state(directory)
+        rows, bad_count, ends_special = state["counts"] if state else (0, 0, 0)
+        bad = [BadRow(**row) for row in state["bad_rows"]] if state else []
+        self._count_bad_rows(entry, bad, bad_count)
+        start = tuple(state["place"]) if state else START
+        shown = saved = time.monotonic()
+        with (
+            DocumentWriter(directory, state["documents"] if state else None) as writer,
+            closing(encode_chunks(encoder, source.chunks(start), process_count(self._workers, source.size))) as chunks,
+        ):
+            for chunk in chunks:
+                self._count_bad_rows(entry, chunk.bad_rows, chunk.bad_row_count)
+                bad += chunk.bad_rows[: BAD_ROWS_KEPT - len(bad)]
+                writer.append(chunk)
+                rows, bad_count = rows + chunk.rows, bad_count + chunk.bad_row_count
+                ends_special += chunk.ends_special
+                now = time.monotonic()
+                if now - shown > _PROGRESS_SECONDS:
+                    shown = now
+                    # Rows that come are as long as those that came, as far as anyone knows.
+                    total = max(rows, round(rows * source.size / chunk.done)) if chunk.done else 0
+                    self._progress(Progress(task=task, done=rows, total=total, unit="rows"))
+                if now - saved > _SAVE_SECONDS:
+                    saved = now
+                    writer.flush()
+                    state = {
+                        "place": chunk.after,
+                        "counts": (rows, bad_count, ends_special),
+                        "bad_rows": [dataclasses.asdict(row) for row in bad],
+                        "documents": writer.state(),
+                    }
+                    atomic.replace_file(directory / _STATE, json.dumps(state).encode(), key="data_cache_dir")
             if writer.documents == 0:
                 why = f" Bad rows: {list_bad_rows(bad, bad_count)}" if bad else ""
-                state = "has no rows" if rows == 0 else f"has no usable row among {rows:,}"
+                empty = "has no rows" if rows == 0 else f"has no usable row among {rows:,}"
                 raise UserError(
-                    f"{entry.key}: data set {entry.source.path} {state}.{why} "
+                    f"{entry.key}: data set {entry.source.path} {empty}.{why} "
                     f"Fix: check `path`, `type` ({entry.format.name}) and the type's fields."
                 )
             self._progress(Progress(task=task, done=rows, total=rows, unit="rows"))
+            (directory / _STATE).unlink(missing_ok=True)
             return {
                 "path": entry.source.path,
                 "rows": rows,
@@ -279,25 +291,30 @@ class _Encoder:
                 "documents": writer.documents,
                 "tokens": writer.tokens,
                 "label_tokens": writer.label_tokens,
+                "weight_values": writer.weight_values,
                 "ends_special": ends_special,
                 "digest": writer.content_digest(),
             }
 
-    def _count_bad_row(self, entry: DatasetEntry, row: BadRow) -> None:
-        self._bad_row_count += 1
-        if len(self._bad_rows) < BAD_ROWS_KEPT:
-            self._bad_rows.append(row)
+    def _count_bad_rows(self, entry: DatasetEntry, rows: Sequence[BadRow], count: int) -> None:
+        """Note `count` bad rows, of which `rows` are the first; past the limit the run ends."""
+        self._bad_row_count += count
+        self._bad_rows += rows[: BAD_ROWS_KEPT - len(self._bad_rows)]
         if self._bad_row_count > self._max_bad_rows:
             raise UserError(
                 f"{entry.key}: more than max_bad_rows={self._max_bad_rows} malformed rows: "
-                f"{list_bad_rows(self._bad_rows, self._bad_row_count)} "
+                f"{list_bad_rows(self._bad_rows[: self._max_bad_rows + 1], self._max_bad_rows + 1)} "
                 f"Fix: mend the rows, check `type` and its fields, or raise `max_bad_rows`."
             )
 
-    def _count_cached_bad_rows(self, entry: DatasetEntry, found: CacheEntry) -> None:
-        self._bad_row_count += found.facts["bad_row_count"] - len(found.facts["bad_rows"])
-        for row in found.facts["bad_rows"]:
-            self._count_bad_row(entry, BadRow(**row))
+
+def _saved_state(directory: Path) -> dict[str, Any] | None:
+    """Where a build that was killed stood, if it came so far as to say."""
+    try:
+        state: dict[str, Any] = json.loads((directory / _STATE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return state
 
 
 def _concatenated(sets: list[_Loaded]) -> Documents:

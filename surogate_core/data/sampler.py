@@ -28,7 +28,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
     length = rows.sequence_len
     n = len(indices) * length
     input_ids = np.full(n, rows.padding_id, np.int64)
-    labels = np.full(n, IGNORE_LABEL, np.int64)
+    weights = np.zeros(n, np.float32)
     positions = np.empty(n, np.int32)
     borders = [0]
     tokens = 0
@@ -38,12 +38,12 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
             row = rows.row(index)
             used = len(row.input_ids)
             input_ids[at : at + used] = row.input_ids
-            labels[at : at + used - 1] = row.labels[1:]
+            weights[at : at + used - 1] = row.weights[1:]
             tokens += used
             for document in row.lengths:
                 positions[at : at + document] = np.arange(document, dtype=np.int32)
                 at += document
-                labels[at - 1] = IGNORE_LABEL  # the next token belongs to another document
+                weights[at - 1] = 0  # the next token belongs to another document
                 borders.append(at)
         padding = (slot + 1) * length - at
         if padding:
@@ -51,6 +51,8 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
             borders.append(at + padding)
     cu_seqlens = np.full(len(indices) * rows.max_documents + 1, n, np.int32)
     cu_seqlens[: len(borders)] = borders
+    labels = np.full(n, IGNORE_LABEL, np.int64)
+    labels[:-1][weights[:-1] > 0] = input_ids[1:][weights[:-1] > 0]
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
@@ -58,7 +60,8 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=length,
         tokens=tokens,
-        label_tokens=int(np.count_nonzero(labels != IGNORE_LABEL)),
+        label_tokens=int(np.count_nonzero(weights)),
+        weights=torch.from_numpy(weights) if rows.weighted else None,
     )
 
 

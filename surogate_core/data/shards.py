@@ -1,6 +1,7 @@
 """Tokenised documents and packed rows as memory-mapped files.
 
-A document shard is four flat files: `tokens` and `labels` (int32, all documents end to end),
+A document shard is four flat files: `tokens` (int32, all documents end to end), `weights` (uint8
+per token: the index of its loss weight among the shard's values, 0 where it is not trained),
 `offsets` (int64, D + 1 borders in tokens) and `label_counts` (int32 per document). Packed rows
 are `pieces` ([P, 3] int64: document, start, length) and `row_offsets` (int64, R + 1 borders in
 pieces). Nothing but what a batch needs is read into memory.
@@ -11,24 +12,30 @@ Shape suffixes: D documents, T tokens of a document, R rows, P pieces, L sequenc
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.cache import digest_of
 from surogate_core.data.packing import PackSettings, PackStats, pack
+from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from surogate_core.data.cache import Cache
-    from surogate_core.data.tokenize import Encoded
+    from surogate_core.data.encoding import EncodedChunk
 
-SHARD_VERSION = 1
+    Span = tuple[NDArray[np.int32], NDArray[np.float32]]
+
+SHARD_VERSION = 2
 """Raised when the files' layout changes; part of every key."""
 
 
@@ -42,19 +49,33 @@ def _map(path: Path, dtype: DTypeLike) -> NDArray[Any]:
 
 
 class DocumentWriter:
-    """Appends documents to the files of a shard; used as a context manager."""
+    """Appends documents to the files of a shard; used as a context manager.
 
-    def __init__(self, directory: Path):
+    Its `state`, saved after `flush`, lets another one go on where it stood.
+    """
+
+    def __init__(self, directory: Path, state: Mapping[str, Any] | None = None):
         self._stack = ExitStack()
-        self._files = {
-            name: self._stack.enter_context((directory / name).open("wb"))
-            for name in ("tokens", "labels", "offsets", "label_counts")
+        self.documents: int = state["documents"] if state else 0
+        self.tokens: int = state["tokens"] if state else 0
+        self.label_tokens: int = state["label_tokens"] if state else 0
+        self.weight_values: list[float] = list(state["weight_values"]) if state else [0.0, 1.0]
+        """What the indices in `weights` stand for."""
+        self._content = bytes.fromhex(state["content"]) if state else b""
+        sizes = {
+            "tokens": 4 * self.tokens,
+            "weights": self.tokens,
+            "offsets": 8 * (self.documents + 1),
+            "label_counts": 4 * self.documents,
         }
-        self._files["offsets"].write(np.zeros(1, np.int64).tobytes())
-        self._content = hashlib.sha256()
-        self.documents = 0
-        self.tokens = 0
-        self.label_tokens = 0
+        self._files = {}
+        for name, size in sizes.items():
+            self._files[name] = file = self._stack.enter_context((directory / name).open("r+b" if state else "wb"))
+            if state:  # what was written after the state was saved is written again
+                file.truncate(size)
+                file.seek(size)
+        if not state:
+            self._files["offsets"].write(np.zeros(1, np.int64).tobytes())
 
     def __enter__(self) -> DocumentWriter:
         return self
@@ -62,42 +83,72 @@ class DocumentWriter:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def append(self, document: Encoded) -> None:
-        """Add a document of at least one token."""
-        tokens, labels = document.input_ids.tobytes(), document.labels.tobytes()
-        label_tokens = document.label_tokens
-        self.documents += 1
-        self.tokens += len(document.input_ids)
-        self.label_tokens += label_tokens
-        self._files["tokens"].write(tokens)
-        self._files["labels"].write(labels)
-        self._files["offsets"].write(np.int64(self.tokens).tobytes())
-        self._files["label_counts"].write(np.int32(label_tokens).tobytes())
-        self._content.update(len(document.input_ids).to_bytes(8, "little"))
-        self._content.update(tokens)
-        self._content.update(labels)
+    def append(self, chunk: EncodedChunk) -> None:
+        """Add the documents of a chunk. Raises `UserError` when the data set has too many different weights."""
+        codes_T = chunk.weights_T
+        if chunk.weight_values != self.weight_values[: len(chunk.weight_values)]:
+            codes_T = self._codes(chunk.weight_values)[codes_T]
+        self._files["tokens"].write(chunk.tokens_T.tobytes())
+        self._files["weights"].write(codes_T.tobytes())
+        self._files["offsets"].write((self.tokens + np.cumsum(chunk.lengths_D, dtype=np.int64)).tobytes())
+        self._files["label_counts"].write(chunk.label_counts_D.tobytes())
+        self.documents += len(chunk.lengths_D)
+        self.tokens += len(chunk.tokens_T)
+        self.label_tokens += int(chunk.label_counts_D.sum())
+        for digest in chunk.digests:
+            self._content = hashlib.sha256(self._content + digest).digest()
+
+    def _codes(self, values: list[float]) -> NDArray[np.uint8]:
+        self.weight_values += [value for value in values if value not in self.weight_values]
+        if len(self.weight_values) > 256:
+            raise UserError(
+                f"the data set has more than {256 - 2} different loss weights. Fix: round the weights of its messages."
+            )
+        return np.array([self.weight_values.index(value) for value in values], np.uint8)
+
+    def flush(self) -> None:
+        """See to it that the documents so far survive a crash."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def state(self) -> dict[str, Any]:
+        """Where the writer stands, as JSON values."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "label_tokens": self.label_tokens,
+            "weight_values": self.weight_values,
+            "content": self._content.hex(),
+        }
 
     def content_digest(self) -> str:
-        """SHA-256 of the documents so far, in order; the same however they came about."""
-        return self._content.copy().hexdigest()
+        """Digest of the documents so far, in order; the same however they were chunked."""
+        return self._content.hex()
 
 
 class DocumentShard:
     """The documents of one data set, memory-mapped."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, weight_values: Sequence[float] = (0.0, 1.0)):
         self._tokens = _map(directory / "tokens", np.int32)
-        self._labels = _map(directory / "labels", np.int32)
+        self._codes = _map(directory / "weights", np.uint8)
+        self._values = np.array(weight_values, np.float32)
         self.offsets: NDArray[np.int64] = _map(directory / "offsets", np.int64)
         self.label_counts: NDArray[np.int32] = _map(directory / "label_counts", np.int32)
 
     def __len__(self) -> int:
         return len(self.label_counts)
 
-    def span(self, document: int, start: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(tokens, unshifted labels) of a part of a document, int32 views of the files."""
+    @property
+    def weighted(self) -> bool:
+        """Whether a trained token counts other than 1 in the loss."""
+        return len(self._values) > 2
+
+    def span(self, document: int, start: int, length: int) -> Span:
+        """(tokens, loss weights) of a part of a document: a view of the file, and float32."""
         first = int(self.offsets[document]) + start
-        return self._tokens[first : first + length], self._labels[first : first + length]
+        return self._tokens[first : first + length], self._values[self._codes[first : first + length]]
 
 
 class Documents:
@@ -112,18 +163,19 @@ class Documents:
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def span(self, document: int, start: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(tokens, unshifted labels) of a part of a document, int32 views of the files."""
+    @property
+    def weighted(self) -> bool:
+        """Whether a trained token counts other than 1 in the loss."""
+        return any(shard.weighted for shard in self._shards)
+
+    def span(self, document: int, start: int, length: int) -> Span:
+        """(tokens, loss weights) of a part of a document."""
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         return self._shards[shard].span(document - int(self._first[shard]), start, length)
 
-    def document(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(tokens, unshifted labels) of a whole document."""
-        return self.span(document, 0, int(self.length(np.array([document], np.int64))[0]))
-
-    def labels(self, document: int) -> NDArray[np.int32]:
-        """The document's unshifted labels."""
-        return self.document(document)[1]
+    def trained(self, document: int) -> NDArray[np.bool_]:
+        """Whether each token of the document carries loss."""
+        return self.span(document, 0, int(self.length(np.array([document], np.int64))[0]))[1] > 0
 
     def length(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each document, int64."""
@@ -151,9 +203,15 @@ class Row:
     """One packed row, before it is shifted: its documents end to end, no padding."""
 
     input_ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    """What each token counts in the loss, 0 where it is not trained; float32."""
     lengths: tuple[int, ...]
     """Tokens of each document, in order."""
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """The tokens that carry loss, `IGNORE_LABEL` elsewhere; unshifted."""
+        return np.where(self.weights > 0, self.input_ids, np.int32(IGNORE_LABEL))
 
 
 class PackedRows:
@@ -178,6 +236,8 @@ class PackedRows:
         self.padding_id = padding_id
         self.max_documents = self.stats.max_documents
         """Bound of the documents in a row, padding counted; the run's loaders share one."""
+        self.weighted = documents.weighted
+        """Whether micro-batches carry loss weights; the run's loaders agree on it."""
 
     def __len__(self) -> int:
         return len(self._row_offsets) - 1
@@ -188,7 +248,7 @@ class PackedRows:
         spans = [self._documents.span(*piece) for piece in pieces]
         return Row(
             input_ids=np.concatenate([ids for ids, _ in spans]),
-            labels=np.concatenate([labels for _, labels in spans]),
+            weights=np.concatenate([weights for _, weights in spans]),
             lengths=tuple(length for _, _, length in pieces),
         )
 
@@ -201,7 +261,7 @@ class PackedRows:
 def pack_documents(
     cache: Cache,
     documents: Documents,
-    chosen: NDArray[np.int64] | None,
+    chosen: Sequence[NDArray[np.int64]] | None,
     chosen_key: Any,
     settings: PackSettings,
     *,
@@ -209,7 +269,8 @@ def pack_documents(
 ) -> PackedRows:
     """Rows of the chosen documents (None: all), from the cache when they were packed before.
 
-    `chosen_key` is a JSON-able value that stands for `chosen` in the key.
+    Each array of `chosen` is packed by itself, so that a document which is in several does not
+    meet itself in a row. `chosen_key` is a JSON-able value that stands for `chosen` in the key.
     """
     key = digest_of(
         {
@@ -222,11 +283,11 @@ def pack_documents(
 
     def build(directory: Path) -> Mapping[str, Any]:
         stats = PackStats()
-        selected = np.arange(len(documents), dtype=np.int64) if chosen is None else chosen
+        passes = [np.arange(len(documents), dtype=np.int64)] if chosen is None else chosen
         pieces_written = 0
         with (directory / "pieces").open("wb") as pieces, (directory / "row_offsets").open("wb") as row_offsets:
             row_offsets.write(np.zeros(1, np.int64).tobytes())
-            for rows in pack(selected, documents, settings, stats):
+            for rows in chain.from_iterable(pack(part, documents, settings, stats) for part in passes):
                 flat = np.array([piece for row in rows for piece in row], np.int64)
                 ends = pieces_written + np.cumsum([len(row) for row in rows], dtype=np.int64)
                 pieces.write(flat.tobytes())

@@ -1,7 +1,8 @@
 """Rows of a `datasets` entry, streamed: local files and directories, ``pkg://`` data, URLs, hub ids.
 
-JSON is read by this module, line by line, so that a bad row is named by file and line; other
-formats are streamed by the `datasets` library.
+Rows come in chunks, which are cheap to read and to send to another process; the rows of a chunk
+are made where they are needed. JSON is read by this module, so that a bad row is named by file
+and line; other formats are streamed by the `datasets` library.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Protocol
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from surogate_core.data.paths import is_hub_id, is_url, resolve_package_path
 from surogate_core.data.tokenize import RowError
@@ -46,8 +47,64 @@ _BLOCK = 1 << 20
 _LARGEST_ELEMENT = 1 << 28
 """Characters that one element of a JSON array may have; a broken one must not draw the whole file into memory."""
 
+_LONGEST_LINE = 1 << 28
+"""Bytes that a line of JSON may have, for the same reason."""
+_CHUNK_ROWS = 256
+"""Rows of a chunk that is not made of bytes."""
+
 SourceRow = tuple[str, Mapping[str, Any] | RowError]
 """Where a row is (``file:line``), and the row or what is wrong with it."""
+
+
+class Chunk(Protocol):
+    """Some rows in a row; can be pickled."""
+
+    @property
+    def after(self) -> tuple[int, int, int]:
+        """The place that the next chunk begins at; `Source.chunks` takes it."""
+
+    @property
+    def done(self) -> int:
+        """Bytes of the source up to the end of the chunk; 0 where they are not known."""
+
+    def rows(self) -> Iterator[SourceRow]:
+        """The rows."""
+
+
+Place = tuple[int, int, int]
+"""A border of chunks: number of the file, bytes of it, and lines or rows of it."""
+START: Place = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Rows that are read already."""
+
+    content: list[SourceRow]
+    after: Place
+    done: int = 0
+
+    def rows(self) -> Iterator[SourceRow]:
+        """The rows."""
+        return iter(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class LineChunk:
+    """Lines of JSON as they are in the file."""
+
+    file: str
+    first: int
+    """Number of the first line, from 1."""
+    content: bytes
+    after: Place
+    done: int
+
+    def rows(self) -> Iterator[SourceRow]:
+        """The lines that are not blank, parsed."""
+        for number, line in enumerate(self.content.split(b"\n"), start=self.first):
+            if line.strip():
+                yield f"{self.file}:{number}", _parsed(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +117,12 @@ class SourceSpec:
     """Configuration of a hub data set, or a subdirectory of a local one."""
     split: str = "train"
     """Split of a hub data set or of a directory; a single file has only one."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set; null is its main branch."""
     samples: Annotated[int, Ge(1)] | None = None
     """Take this many rows from the beginning; null takes all."""
+    weight: Annotated[float, Gt(0)] = 1.0
+    """How often an epoch takes its documents: 2 takes each twice, 0.5 a half of them, chosen by `train_seed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +133,19 @@ class Source:
     """Short name for progress and messages."""
     digest: str
     """SHA-256 of the content, or of what identifies it where the content is not at hand."""
-    rows: Callable[[], Iterator[SourceRow]]
-    """Reads the rows anew, one at a time. Raises `UserError` when a file is broken."""
+    read: Callable[[Place], Iterator[Chunk]]
+    """Reads chunks from a border on. Raises `UserError` when a file is broken."""
+    size: int = 0
+    """Bytes of all chunks; 0 where they are not known."""
+
+    def chunks(self, start: Place = START) -> Iterator[Chunk]:
+        """Read anew; the borders are the same each time."""
+        return self.read(start)
+
+    def rows(self) -> Iterator[SourceRow]:
+        """All rows, read anew, one at a time. Raises `UserError` when a file is broken."""
+        for chunk in self.chunks():
+            yield from chunk.rows()
 
 
 def open_source(spec: SourceSpec) -> Source:
@@ -103,8 +175,17 @@ def _limited(source: Source, spec: SourceSpec) -> Source:
     return Source(
         name=source.name,
         digest=hashlib.sha256(f"{source.digest} first {spec.samples}".encode()).hexdigest(),
-        rows=lambda: islice(source.rows(), spec.samples),
+        read=lambda start: _chunked(islice(source.rows(), spec.samples), start),
     )
+
+
+def _chunked(rows: Iterator[SourceRow], start: Place, *, skipped: int = 0, done: int = 0) -> Iterator[RowChunk]:
+    """Rows of file `start[0]` as chunks from row `start[2]` on; `skipped` of them are left out already."""
+    file, _, first = start
+    rows = islice(rows, first - skipped, None)
+    while content := list(islice(rows, _CHUNK_ROWS)):
+        first += len(content)
+        yield RowChunk(content, (file, 0, first), done)
 
 
 # ------------------------------------------------------------------------------ local files
@@ -117,19 +198,27 @@ def _files_source(files: list[Path], spec: SourceSpec) -> Source:
                 f"data set {file}: files ending in {file.suffix or 'nothing'!r} cannot be read. "
                 f"Fix: use one of {', '.join(sorted(READERS))}."
             )
-    digest = hashlib.sha256()
+    digest, size = hashlib.sha256(), 0
     for file in files:
         with _readable(file), file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
+            size += handle.tell()
 
-    def rows() -> Iterator[SourceRow]:
-        for file in files:
-            if READERS[file.suffix.lower()] == "json":
-                yield from _json_rows(file)
-            else:
-                yield from _library_rows(str(file), file.suffix.lower())
+    def read(start: Place) -> Iterator[Chunk]:
+        done = sum(file.stat().st_size for file in files[: start[0]])
+        for number, file in enumerate(files[start[0] :], start=start[0]):
+            yield from _file_chunks(file, start if number == start[0] else (number, 0, 0), done)
+            done += file.stat().st_size
 
-    return Source(name=Path(spec.path).name, digest=digest.hexdigest(), rows=rows)
+    return Source(name=Path(spec.path).name, digest=digest.hexdigest(), read=read, size=size)
+
+
+def _file_chunks(file: Path, start: Place, done: int) -> Iterator[Chunk]:
+    if READERS[file.suffix.lower()] != "json":
+        yield from _chunked(_library_rows(str(file), file.suffix.lower(), start[2]), start, skipped=start[2], done=done)
+        return
+    with _readable(file), file.open("rb") as handle:
+        yield from _json_chunks(str(file), handle, start, done)
 
 
 def _files_of(directory: Path, spec: SourceSpec) -> list[Path]:
@@ -185,35 +274,58 @@ def _readable(file: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------- JSON
 
 
-def _json_rows(file: Path) -> Iterator[SourceRow]:
-    with _readable(file), file.open("rb") as handle:
-        if handle.read(len(_BOM)) != _BOM:
-            handle.seek(0)
-        start = handle.tell()
-        head = handle.read(4096).lstrip()
-        handle.seek(start)
-        yield from _array_rows(file, handle) if head.startswith(b"[") else _line_rows(file, handle)
+def _json_chunks(file: str, handle: IO[bytes], start: Place, done: int) -> Iterator[Chunk]:
+    at = len(_BOM) if handle.read(len(_BOM)) == _BOM else 0
+    handle.seek(at)
+    head = b" "
+    while head and not head.strip():  # a file may begin with any number of blank lines
+        head = handle.read(4096)
+    if head.lstrip().startswith(b"["):
+        handle.seek(at)
+        yield from _chunked(_array_rows(file, handle), start, done=done)
+        return
+    at = max(at, start[1])
+    handle.seek(at)
+    yield from _line_chunks(file, handle, (start[0], at, start[2]), done)
 
 
-def _line_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
-    for number, line in enumerate(handle, start=1):
-        if not line.strip():
+def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int) -> Iterator[Chunk]:
+    number, at, lines = start
+    while content := handle.read(_BLOCK):
+        if not content.endswith(b"\n"):
+            content += handle.readline(_LONGEST_LINE)
+        at += len(content)
+        broken = not content.endswith(b"\n") and len(content) >= _LONGEST_LINE
+        content = content.removesuffix(b"\n")
+        first, lines = lines + 1, lines + content.count(b"\n") + 1
+        if not broken:
+            yield LineChunk(file, first, content, (number, at, lines), done + at)
             continue
-        try:
-            row = json.loads(line)
-        except UnicodeDecodeError as error:
-            yield f"{file}:{number}", RowError(f"not UTF-8 at byte {error.start + 1} of the line")
-        except json.JSONDecodeError as error:
-            yield f"{file}:{number}", RowError(f"not JSON at column {error.colno}: {error.msg}")
-        except ValueError as error:  # a number with too many digits
-            yield f"{file}:{number}", RowError(f"not readable: {_reason(error)}")
-        except RecursionError:
-            yield f"{file}:{number}", RowError("nested too deeply")
-        else:
-            yield f"{file}:{number}", _as_row(row)
+        whole, _, _ = content.rpartition(b"\n")
+        while (rest := handle.readline(_BLOCK)) and not rest.endswith(b"\n"):
+            at += len(rest)
+        at += len(rest)
+        after = (number, at, lines)
+        error = RowError(f"the line is longer than {_LONGEST_LINE:,} bytes")
+        rows = [*LineChunk(file, first, whole, after, 0).rows(), (f"{file}:{lines}", error)]
+        yield RowChunk(rows, after, done + at)
 
 
-def _array_rows(file: Path, handle: IO[bytes]) -> Iterator[SourceRow]:
+def _parsed(line: bytes) -> Mapping[str, Any] | RowError:
+    """The row on a line of JSON."""
+    try:
+        return _as_row(json.loads(line))
+    except UnicodeDecodeError as error:
+        return RowError(f"not UTF-8 at byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return RowError(f"not JSON at column {error.colno}: {error.msg}")
+    except ValueError as error:  # a number with too many digits
+        return RowError(f"not readable: {_reason(error)}")
+    except RecursionError:
+        return RowError("nested too deeply")
+
+
+def _array_rows(file: str, handle: IO[bytes]) -> Iterator[SourceRow]:
     """The elements of one JSON array, read in blocks; the place is the line an element begins at."""
     decoder = json.JSONDecoder()
     decode = codecs.getincrementaldecoder("utf-8")()
@@ -288,20 +400,22 @@ def _kind(value: Any) -> str:
 # --------------------------------------------------------------------- the datasets library
 
 
-def _library_rows(path: str, suffix: str) -> Iterator[SourceRow]:
-    def load() -> Iterable[Any]:
+def _library_rows(path: str, suffix: str, skip: int = 0) -> Iterator[SourceRow]:
+    def load() -> Any:
         import datasets
 
         options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
         return datasets.load_dataset(READERS[suffix], data_files=[path], split="train", streaming=True, **options)
 
-    return _numbered(path, load)
+    return _numbered(path, load, skip)
 
 
-def _numbered(name: str, load: Callable[[], Iterable[Any]]) -> Iterator[SourceRow]:
-    done = 0
+def _numbered(name: str, load: Callable[[], Any], skip: int = 0) -> Iterator[SourceRow]:
+    """Rows of what `load` gives, a data set of the library, without the first `skip`."""
+    done = skip
     try:
-        for done, row in enumerate(load(), start=1):
+        data = load()
+        for done, row in enumerate(data.skip(skip) if skip else data, start=skip + 1):
             yield f"{name} row {done}", row
     except (UserError, GeneratorExit):
         raise
@@ -323,11 +437,27 @@ def _url_source(spec: SourceSpec) -> Source:
         identity = {"url": spec.path, **{k: v for k, v in filesystem.info(inner).items() if k in _URL_IDENTITY}}
     except Exception as error:  # each file system has its own errors
         raise UserError(f"data set {spec.path}: cannot be reached: {_reason(error)} Fix: check `path`.") from error
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
     return Source(
-        name=spec.path.rsplit("/", 1)[-1],
-        digest=hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest(),
-        rows=lambda: _library_rows(spec.path, suffix),
+        name=spec.path.rsplit("/", 1)[-1], digest=digest, read=lambda start: _url_chunks(spec.path, suffix, start)
     )
+
+
+def _url_chunks(url: str, suffix: str, start: Place) -> Iterator[Chunk]:
+    if READERS[suffix] != "json":
+        yield from _chunked(_library_rows(url, suffix, start[2]), start, skipped=start[2])
+        return
+    import fsspec
+
+    try:
+        with fsspec.open(url, "rb") as handle:
+            yield from _json_chunks(url, handle, start, 0)
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:  # each file system has its own errors
+        raise UserError(
+            f"data set {url}: cannot be read: {_reason(error)} Fix: check `path` and the network."
+        ) from error
 
 
 _URL_IDENTITY = ("size", "ETag", "etag", "mtime", "LastModified", "updated", "md5Hash", "crc32c")
@@ -349,23 +479,33 @@ def _saved_source(directory: Path, spec: SourceSpec) -> Source:
     for file in sorted({Path(cached["filename"]) for cached in data.cache_files}):
         with _readable(file), file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return Source(name=directory.name, digest=digest.hexdigest(), rows=lambda: _numbered(spec.path, lambda: data))
+    return Source(name=directory.name, digest=digest.hexdigest(), read=_reader(spec.path, data))
+
+
+def _reader(name: str, data: Any) -> Callable[[Place], Iterator[Chunk]]:
+    """Chunks of a data set of the library."""
+    return lambda start: _chunked(_numbered(name, lambda: data, start[2]), start, skipped=start[2])
 
 
 def _hub_source(spec: SourceSpec) -> Source:
     import datasets
 
     try:
-        data = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
+        data = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split, revision=spec.revision)
     except Exception as error:  # see _numbered
+        offline = (
+            "unset HF_HUB_OFFLINE and HF_DATASETS_OFFLINE, or download it first"
+            if datasets.config.HF_HUB_OFFLINE
+            else "check `path`, `subset`, `split` and `revision`, and your network and access"
+        )
         raise UserError(
             f"data set {spec.path}: neither a file here nor a data set that the hub gives: {_reason(error)} "
-            f"Fix: check `path`, `subset` and `split`, and your network and access."
+            f"Fix: {offline}."
         ) from error
     return Source(
         name=spec.path,
         digest=hashlib.sha256(f"{spec.path} {data._fingerprint}".encode()).hexdigest(),
-        rows=lambda: _numbered(spec.path, lambda: data),
+        read=_reader(spec.path, data),
     )
 
 

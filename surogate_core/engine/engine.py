@@ -46,6 +46,8 @@ class EngineSettings:
     """0 does not clip."""
     seed: int
     """Seed of dropout; a mask depends on it, the step, the micro-step, the layer and the slot."""
+    weighted: bool = False
+    """Whether every micro-batch carries loss weights."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,9 @@ class Inputs:
     cu_seqlens: Tensor
     seeds_L: Tensor
     loss_scale: Tensor
-    """0-d fp32: 1 / label tokens of the whole optimizer step."""
+    """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
+    weights: Tensor | None
+    """[N] fp32 loss weights, where the run has any."""
 
     @classmethod
     def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
@@ -71,17 +75,22 @@ class Inputs:
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
             seeds_L=torch.zeros(layers, dtype=torch.int32, device=device),
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
+            weights=torch.zeros(n, dtype=torch.float32, device=device) if settings.weighted else None,
         )
 
     def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
         """Copy a micro-batch in, without waiting for the device."""
-        for target, value in (
+        pairs = [
             (self.input_ids, batch.input_ids),
             (self.labels, batch.labels),
             (self.positions, batch.positions),
             (self.cu_seqlens, batch.cu_seqlens),
             (self.seeds_L, seeds),
-        ):
+        ]
+        if self.weights is not None:
+            assert batch.weights is not None
+            pairs.append((self.weights, batch.weights))
+        for target, value in pairs:
             if target.device.type == "cuda":
                 value = value.pin_memory()
             target.copy_(value, non_blocking=True)
@@ -93,16 +102,17 @@ class StepResult:
     """An optimizer step's figures; reading them waits for the device if it is behind."""
 
     label_tokens: int
+    loss_weight: float
     tokens: int
     _figures: Tensor
     _ready: torch.cuda.Event | None
 
     def read(self) -> tuple[float, float]:
-        """(mean loss per label token, gradient norm before clipping)."""
+        """(mean loss per label token, each by its weight; gradient norm before clipping)."""
         if self._ready is not None:
             self._ready.synchronize()
         loss_sum, norm = self._figures.tolist()
-        return loss_sum / max(1, self.label_tokens), norm
+        return loss_sum / (self.loss_weight or 1), norm
 
 
 @dataclass(slots=True)
@@ -171,6 +181,7 @@ class Engine:
             tokens=settings.tokens,
             tables={name: Signature.of(t) for name, t in self._tables().items()},
             head_chunks=settings.head_chunks,
+            weighted=settings.weighted,
             recompute=settings.recompute,
             compiler=settings.compiler,
             progress=progress,
@@ -255,6 +266,8 @@ class Engine:
         for chunk in self.programs.chunks():
             program = self.programs.head(self.head, chunk.stop - chunk.start, training=training)
             arguments = [*tensors, x[chunk], labels[chunk]]
+            if self.inputs.weights is not None:
+                arguments.append(self.inputs.weights[chunk])
             if dx is None:
                 self.loss_sum.add_(program(arguments)[0])
                 continue
@@ -316,39 +329,40 @@ class Engine:
     def train_step(self, batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
         """One optimizer step over the micro-batches; `step` counts from 0.
 
-        The loss is averaged over the label tokens of all of them.
+        The loss is averaged over the label tokens of all of them, by their weights.
         """
         label_tokens = sum(b.label_tokens for b in batches)
+        loss_weight = sum(b.loss_weight for b in batches)
         for micro_step, batch in enumerate(batches):
-            self.inputs.load(batch, self.seeds(step, micro_step), 1 / max(1, label_tokens))
+            self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
             self._micro_step()
         self._lr.fill_(lr)
         self._update()
         tokens = sum(b.tokens for b in batches)
         if self.settings.device.type != "cuda":
-            return StepResult(label_tokens, tokens, self._figures.clone(), None)
+            return StepResult(label_tokens, loss_weight, tokens, self._figures.clone(), None)
         figures = torch.empty(2, dtype=torch.float32, pin_memory=True)
         figures.copy_(self._figures, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return StepResult(label_tokens, tokens, figures, ready)
+        return StepResult(label_tokens, loss_weight, tokens, figures, ready)
 
     @torch.no_grad()
     def accumulate(self, batches: Sequence[MicroBatch], *, step: int = 0) -> float:
         """The micro-steps of a step without its update: gradients stay in the groups; the mean loss."""
-        label_tokens = sum(b.label_tokens for b in batches)
+        loss_weight = sum(b.loss_weight for b in batches)
         self.loss_sum.zero_()
         for micro_step, batch in enumerate(batches):
-            self.inputs.load(batch, self.seeds(step, micro_step), 1 / max(1, label_tokens))
+            self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
             self._micro_step()
-        loss = self.loss_sum.item() / max(1, label_tokens)
+        loss = self.loss_sum.item() / (loss_weight or 1)
         self.loss_sum.zero_()
         return loss
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss per label token, label tokens) without dropout; touches no gradient."""
-        label_tokens = 0
+        """(mean loss per label token, each by its weight; label tokens) without dropout; touches no gradient."""
+        label_tokens, loss_weight = 0, 0.0
         total = torch.zeros((), dtype=torch.float64, device=self.settings.device)
         for batch in batches:
             self.inputs.load(batch, self.seeds(0, 0), 0.0)
@@ -356,8 +370,9 @@ class Engine:
             self._run(self.evaluation, training=False)
             total += self.loss_sum
             label_tokens += batch.label_tokens
+            loss_weight += batch.loss_weight
         self.loss_sum.zero_()
-        return (total.item() / max(1, label_tokens)), label_tokens
+        return total.item() / (loss_weight or 1), label_tokens
 
     @torch.no_grad()
     def logits(self, batch: MicroBatch) -> Tensor:

@@ -90,6 +90,7 @@ def predict(
         tokens=settings.tokens,
         tables=signatures,
         head_chunks=settings.head_chunks,
+        weighted=settings.weighted,
         recompute=settings.recompute,
         compiler=settings.compiler,
     )

@@ -43,6 +43,8 @@ class ProgramBuilder:
     tables: dict[str, Signature]
     """Signatures of the tensors that every block reads, by name, in the order they are passed."""
     head_chunks: int
+    weighted: bool
+    """Whether the head is given loss weights."""
     recompute: Recompute
     compiler: Compiler
     progress: Callable[[str, int, int], None] = lambda task, done, total: None
@@ -131,7 +133,7 @@ class ProgramBuilder:
         return [slice(start, min(start + size, self.tokens)) for start in range(0, self.tokens, size)]
 
     def head(self, piece: Piece, tokens: int, *, training: bool) -> _Call:
-        """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, d_loss)]).
+        """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, weights_N)(, d_loss)]).
 
         Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation.
         """
@@ -140,12 +142,15 @@ class ProgramBuilder:
             task = "differentiating the head and loss" if training else "tracing the head for evaluation"
             eps = float(self.model.head.eps.value(self.model.config))
 
-            def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor) -> Tensor:
+            def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor, *weights_N: Tensor) -> Tensor:
                 h_ND = ops.rms_norm(x_ND, norm_D, eps)
-                return self.objective.token_loss(h_ND @ weight_VD.t(), labels_N).sum()
+                loss_N = self.objective.token_loss(h_ND @ weight_VD.t(), labels_N)
+                return (loss_N * weights_N[0] if weights_N else loss_N).sum()
 
-            labels = Signature((tokens,), torch.int64, self.device)
-            inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True), labels]
+            inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
+            inputs.append(Signature((tokens,), torch.int64, self.device))
+            if self.weighted:
+                inputs.append(Signature((tokens,), torch.float32, self.device))
             make = with_gradients if training else without_gradients
             with self._making(task):
                 self._heads[key] = make(run, inputs, compiler=self.compiler)

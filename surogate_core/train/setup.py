@@ -170,8 +170,8 @@ def resolve_recompute(config: RunConfig) -> Recompute:
     )
 
 
-def engine_settings(config: RunConfig, *, device: torch.device, borders: int) -> EngineSettings:
-    """The engine's settings for micro-batches with this many document borders."""
+def engine_settings(config: RunConfig, *, device: torch.device, borders: int, weighted: bool = False) -> EngineSettings:
+    """The engine's settings for micro-batches with this many document borders, and with loss weights or without."""
     return EngineSettings(
         device=device,
         dtype=resolve_dtype(config, device),
@@ -186,6 +186,7 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int) ->
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         seed=config.train_seed,
+        weighted=weighted,
     )
 
 
@@ -200,7 +201,9 @@ def build_engine(
     """Load or draw the weights, differentiate and compile; `sample` has the shapes of every micro-batch."""
     device = resolve_device(config)
     lora = resolve_lora(config, resolved.model)
-    settings = engine_settings(config, device=device, borders=sample.cu_seqlens.numel())
+    settings = engine_settings(
+        config, device=device, borders=sample.cu_seqlens.numel(), weighted=sample.weights is not None
+    )
     return Engine(
         resolved.model,
         settings=settings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.cache import Cache
+from surogate_core.data.encoding import EncodedChunk
 from surogate_core.data.packing import PackSettings, PackStats, Piece, best_fit_decreasing, cut, pack
 from surogate_core.data.sampler import EvalBatches, collate
 from surogate_core.data.shards import Documents, DocumentShard, DocumentWriter, PackedRows, pack_documents
 from surogate_core.data.tokenize import Encoded
 
 PADDING = 7
+NO_ROWS: Any = {"after": (0, 0, 0), "done": 0, "rows": 0, "bad_row_count": 0, "bad_rows": [], "ends_special": 0}
 
 
 def make_rows(root: Path, lengths: list[int], settings_: PackSettings) -> tuple[PackedRows, list[Encoded]]:
@@ -31,8 +34,7 @@ def make_rows(root: Path, lengths: list[int], settings_: PackSettings) -> tuple[
     shard = root / "shard"
     shard.mkdir()
     with DocumentWriter(shard) as writer:
-        for document in documents:
-            writer.append(document)
+        writer.append(EncodedChunk.of(documents, **NO_ROWS))
         digest = writer.content_digest()
     joined = Documents([DocumentShard(shard)], digest)
     return pack_documents(Cache(root, "rows"), joined, None, "all", settings_, padding_id=PADDING), documents
@@ -154,10 +156,8 @@ def test_a_long_document_is_cut_as_asked(strategy: str, parts: list[tuple[int, i
 
 def test_parts_without_a_label_are_dropped_and_counted() -> None:
     class OnlyTheEnd(Known):
-        def labels(self, document: int) -> np.ndarray:
-            labels = np.full(self.lengths[document], IGNORE_LABEL, np.int32)
-            labels[-1] = 1
-            return labels
+        def trained(self, document: int) -> np.ndarray:
+            return np.arange(self.lengths[document]) == self.lengths[document] - 1
 
     stats = PackStats()
     config = PackSettings(sequence_len=4, truncation_strategy="split")
@@ -173,3 +173,24 @@ def test_a_row_of_padding_only_has_no_tokens_and_no_labels(tmp_path: Path) -> No
     assert (batch.labels[:8] == IGNORE_LABEL).all()
     assert batch.cu_seqlens.tolist() == [0, 8, 11, 14, 16, 16, 16]
     assert (batch.tokens, batch.max_seqlen) == (6, 8)
+
+
+def test_loss_weights_reach_the_micro_batch_shifted_like_the_labels(tmp_path: Path) -> None:
+    plain = Encoded.from_mask([10, 11, 12], [False, True, True])
+    weighted = Encoded.from_mask([20, 21, 22, 23], [False, True, True, True], [1, 0.5, 0, 2])
+    shard = tmp_path / "shard"
+    shard.mkdir()
+    with DocumentWriter(shard) as writer:
+        writer.append(EncodedChunk.of([plain], **NO_ROWS))
+        writer.append(EncodedChunk.of([weighted, Encoded.from_mask([30, 31], [0, 1], [0, 2])], **NO_ROWS))
+        values, digest = writer.weight_values, writer.content_digest()
+    assert values == [0, 1, 0.5, 2]
+    documents = Documents([DocumentShard(shard, values)], digest)
+    rows = pack_documents(Cache(tmp_path, "rows"), documents, None, "all", PackSettings(sequence_len=10), padding_id=0)
+    batch = collate(rows, [0])
+    order = {length: first for first, length in zip((0, 4, 7), (4, 3, 2), strict=True)}
+    assert batch.weights is not None
+    got = {n: batch.weights[at : at + n].tolist() for n, at in order.items()}
+    assert got == {4: [0.5, 0, 2, 0], 3: [1, 1, 0], 2: [2, 0]}
+    assert batch.labels.tolist() == [21, -100, 23, -100, 11, 12, -100, 31, -100, -100]
+    assert (batch.label_tokens, batch.loss_weight) == (5, 6.5)

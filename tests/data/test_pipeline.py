@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from surogate_core.data.entries import parse_entries
-from surogate_core.data.pipeline import PreparedData, prepare, split_documents
+from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.report import BadRow
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import ConfigError, UserError
@@ -144,16 +144,6 @@ def test_the_held_out_split_is_by_document_and_seed(run: Prepare) -> None:
     assert data.train.max_documents == data.eval.max_documents
 
 
-@pytest.mark.parametrize(
-    ("count", "ratio", "out"), [(10, 0.1, 1), (10, 0.0, 0), (3, 0.1, 1), (1, 0.5, 0), (2, 0.99, 1)]
-)
-def test_a_split_keeps_something_on_both_sides(count: int, ratio: float, out: int) -> None:
-    kept, held = split_documents(count, ratio, 1)
-    assert len(held) == out
-    assert sorted([*kept, *held]) == list(range(count))
-    assert np.all(np.diff(kept) > 0)
-
-
 def test_validation_data_sets_are_kept_apart(run: Prepare, write_rows: Any, document_rows: Any) -> None:
     held = write_rows(document_rows[:7], "held.jsonl")
     data = run(document_rows, validation_datasets=[{"path": str(held), "type": "words"}], validation_split_ratio=0.5)
@@ -269,3 +259,43 @@ def test_many_dropped_documents_are_warned_of(run: Prepare) -> None:
 def test_documents_without_a_trained_end_are_warned_of(run: Prepare) -> None:
     assert any("learn to stop" in w for w in run([{"text": "w3 w4 w5"}]).report.warnings)
     assert not run([{"text": "w3 w4 <e>"}], entry={"prompt_words": 2}).report.warnings
+
+
+def test_weights_mix_data_sets(write_rows: Any, make_config: Any, tokenizer: Any, formats: Any) -> None:
+    sizes = {"a": 40, "b": 20}
+    words = {"a": 3, "b": 4}
+    paths = [write_rows([{"text": f"w{words[n]} w5"}] * sizes[n], f"{n}.jsonl") for n in sizes]
+
+    def mixed(*weights: float, **keys: Any) -> PreparedData:
+        sets = [{"path": str(p), "type": "words", "weight": w} for p, w in zip(paths, weights, strict=True)]
+        config = dataclasses.replace(make_config("unused", **keys), datasets=sets)
+        return prepare(config, tokenizer, formats)
+
+    def counts(data: PreparedData) -> tuple[int, ...]:
+        ids = np.concatenate([data.train.row(i).input_ids for i in range(len(data.train))])
+        return tuple(int((ids == word).sum()) for word in words.values())
+
+    assert counts(mixed(1, 1)) == (40, 20)
+    assert counts(mixed(0.5, 2.25)) == (20, 45)
+    assert mixed(0.5, 2.25).digest == mixed(0.5, 2.25).digest
+    assert len({d.digest for d in (mixed(1, 1), mixed(0.5, 2.25), mixed(0.5, 2.25, train_seed=7))}) == 3
+    held = [mixed(*weights, validation_split_ratio=0.25).eval for weights in ((1, 1), (1, 3))]
+    assert held[0] is not None
+    assert held[1] is not None
+    assert held[0].stats.documents == 15
+    assert held[0].digest == held[1].digest
+
+
+def test_a_held_out_data_set_has_no_weight(formats: Any) -> None:
+    entry = {"path": "x.jsonl", "type": "words", "weight": 2}
+    with pytest.raises(ConfigError, match=r"validation_datasets\[0\]\.weight"):
+        parse_entries([entry], formats, key="validation_datasets")
+    with pytest.raises(ConfigError, match="weight"):
+        parse_entries([{**entry, "weight": 0}], formats, key="datasets")
+
+
+def test_max_length_cuts_shorter_than_a_row(run: Prepare) -> None:
+    rows = [{"text": " ".join(f"w{3 + i}" for i in range(12))}]
+    data = run(rows * 3, max_length=8, truncation_strategy="right")
+    assert data.train.row(0).lengths == (8, 8)
+    assert run(rows * 3, max_length=8, truncation_strategy="split").train.row(0).lengths == (8, 8)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surogate_core.data import sources
 from surogate_core.data.paths import resolve_package_path
 from surogate_core.data.sources import SourceSpec, open_source
 from surogate_core.data.tokenize import RowError
@@ -212,3 +215,86 @@ def test_any_bytes_are_rows_or_one_clear_line(content: bytes, name: str) -> None
         assert str(path) in message
         assert "\n" not in message
         assert all(isinstance(row, dict | RowError) for row in rows)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_reading_goes_on_from_any_border_of_chunks(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_BLOCK", 500)
+    monkeypatch.setattr(sources, "_CHUNK_ROWS", 7)
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for number in range(2):
+        path = directory / f"{number}-{name}"
+        rows = [{"text": f"row {i} of {number}", "n": i} for i in range(60)]
+        match path.suffix:
+            case ".jsonl":
+                path.write_bytes(b"\xef\xbb\xbf" * number + "\r\n\n".join(map(json.dumps, rows)).encode())
+            case ".json":
+                path.write_text(json.dumps(rows, indent=1))
+            case _:
+                write_table(path, rows)
+    source = open_source(SourceSpec(path=str(directory)))
+    chunks = list(source.chunks())
+    assert len(chunks) > 4
+    whole = [row for chunk in chunks for row in chunk.rows()]
+    assert [row["text"] for _, row in whole] == [f"row {i} of {n}" for n in range(2) for i in range(60)]
+    assert whole == list(source.rows())
+    for number, chunk in enumerate(chunks):
+        rest = [row for later in chunks[number + 1 :] for row in later.rows()]
+        assert [row for later in source.chunks(chunk.after) for row in later.rows()] == rest
+    assert all(a.done <= b.done for a, b in pairwise(chunks))
+
+
+def test_a_line_that_would_fill_the_memory_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_BLOCK", 64)
+    monkeypatch.setattr(sources, "_LONGEST_LINE", 200)
+    path = tmp_path / "rows.jsonl"
+    lines = ['{"n": 1}', '{"n": "' + "x" * 5000 + '"}', '{"n": 3}', "", '{"n": 5}']
+    path.write_text("\n".join(lines))
+    rows = list(open_source(SourceSpec(path=str(path))).rows())
+    assert [where.rpartition(":")[2] for where, _ in rows] == ["1", "2", "3", "5"]
+    assert isinstance(rows[1][1], RowError)
+    assert "longer than" in str(rows[1][1])
+    assert [row["n"] for _, row in rows if not isinstance(row, RowError)] == [1, 3, 5]
+
+
+def test_lines_of_a_url_are_named_by_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": 1}\nbroken\n{"n": 3}\n')
+    rows = list(open_source(SourceSpec(path=f"file://{path}")).rows())
+    assert rows[0][1] == {"n": 1}
+    assert isinstance(rows[1][1], RowError)
+    assert rows[1][0].endswith("rows.jsonl:2")
+
+
+def test_the_revision_of_a_hub_data_set_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def load(path: str, **options: Any) -> Any:
+        asked.update(options, path=path)
+        return datasets.Dataset.from_list([{"n": 1}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = open_source(SourceSpec(path="owner/name", subset="s", split="test", revision="v1"))
+    assert asked == {"path": "owner/name", "name": "s", "split": "test", "revision": "v1"}
+    assert [row for _, row in source.rows()] == [{"n": 1}]
+
+
+def test_offline_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    def load(path: str, **options: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match="unset HF_HUB_OFFLINE"):
+        open_source(SourceSpec(path="owner/name"))
+
+
+def test_links_that_go_round_do_not_hang(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    write_rows([{"n": 1}], "data/train.jsonl")
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "self.jsonl").symlink_to(tmp_path / "data" / "self.jsonl")
+    assert [row for _, row in open_source(SourceSpec(path=str(tmp_path / "data"))).rows()] == [{"n": 1}]
+    with pytest.raises(UserError):
+        open_source(SourceSpec(path=str(tmp_path / "data" / "self.jsonl")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from tiny_engine import (
 )
 from torch import Tensor
 
-from surogate_core.data.batch import MicroBatch
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
@@ -92,6 +93,45 @@ def test_ragged_micro_batches_give_the_gradient_of_one_batch(adapters: bool, rec
     of_means = [gradients(small, [b]) for b in batches if b.label_tokens]
     mean_of_means = {n: torch.stack([g[n] for g in of_means]).mean(0) for n in expected}
     assert worst(mean_of_means, expected)[0] > 1e-2
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_loss_weights_weigh_each_token_of_the_whole_step(chunks: int) -> None:
+    """The gradient is the weighted mean of those of the single tokens; the loss likewise."""
+    (batch,) = [b for b in ragged() if b.label_tokens == 16]
+    places = (batch.labels != IGNORE_LABEL).nonzero().flatten().tolist()
+    engine = make_engine()
+
+    def alone(place: int) -> MicroBatch:
+        labels = torch.full_like(batch.labels, IGNORE_LABEL)
+        labels[place] = batch.labels[place]
+        return dataclasses.replace(batch, labels=labels, label_tokens=1)
+
+    weights = torch.zeros(len(batch.labels))
+    weights[places] = torch.tensor([0.25, 1.0, 2.0, 0.5] * 4)
+    single = {place: gradients(engine, [alone(place)]) for place in places}
+    losses = {place: engine.evaluate([alone(place)])[0] for place in places}
+    total = weights.sum().item()
+    expected = {n: sum(weights[p].item() * single[p][n] for p in places) / total for n in single[places[0]]}
+    loss = sum(weights[p].item() * losses[p] for p in places) / total
+
+    halves = [weights.clone(), weights.clone()]
+    halves[0][places[8:]] = 0
+    halves[1][places[:8]] = 0
+    steps = [
+        dataclasses.replace(
+            batch,
+            labels=torch.where(half > 0, batch.labels, IGNORE_LABEL),
+            label_tokens=int((half > 0).sum()),
+            weights=half,
+        )
+        for half in halves
+    ]
+    weighted = make_engine(weighted=True, head_chunks=chunks)
+    error, name = worst(gradients(weighted, steps), expected)
+    assert error <= 1e-5, name
+    assert weighted.evaluate(steps)[0] == pytest.approx(loss, rel=1e-6)
+    assert weighted.train_step(steps, step=0, lr=0.0).read()[0] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("chunks", [3, 7, 32])

@@ -1,0 +1,237 @@
+"""Chunks of rows → chunks of documents, in this process or in several.
+
+The result does not depend on how many processes there are: chunks are handed out and taken back
+in order. Processes are started fresh (spawned), so they inherit neither CUDA nor threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
+from surogate_core.data.tokenize import RowError
+from surogate_core.errors import MachineError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from surogate_core.bundles import DatasetFormat
+    from surogate_core.data.sources import Chunk, Place
+    from surogate_core.data.tokenize import EncodeContext, Encoded
+
+WORTH_PROCESSES = 8 << 20
+"""Bytes of a data set from which the start of processes, a few seconds, is worth it."""
+MOST_PROCESSES = 16
+"""Of `dataloader_num_workers: auto`."""
+_FEW = 8
+"""Chunks that are not worth a process, whatever the size of the data set was thought to be."""
+_AHEAD = 3
+"""Chunks that are under way for each process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedChunk:
+    """The documents of a chunk. Shape suffixes: T tokens of all of them, D documents."""
+
+    after: Place
+    done: int
+    rows: int
+    bad_row_count: int
+    bad_rows: list[BadRow]
+    """The first of them."""
+    tokens_T: NDArray[np.int32]
+    weights_T: NDArray[np.uint8]
+    """Index into `weight_values` of what each token counts in the loss."""
+    weight_values: list[float]
+    """Begins with 0 and 1."""
+    lengths_D: NDArray[np.int64]
+    label_counts_D: NDArray[np.int32]
+    digests: list[bytes]
+    """SHA-256 of each document."""
+    ends_special: int
+    """Documents whose last trained token is a special one."""
+
+    @classmethod
+    def of(cls, documents: list[Encoded], **facts: Any) -> EncodedChunk:
+        """The documents end to end, and the other fields."""
+        codes, values = _weight_codes(documents)
+        return cls(
+            tokens_T=_joined([d.input_ids for d in documents], np.int32),
+            weights_T=_joined(codes, np.uint8),
+            weight_values=values,
+            lengths_D=np.array([len(d.input_ids) for d in documents], np.int64),
+            label_counts_D=np.array([d.label_tokens for d in documents], np.int32),
+            digests=[_document_digest(d) for d in documents],
+            **facts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEncoder:
+    """What makes documents of the rows of one data set; can be pickled where the format can."""
+
+    format: DatasetFormat
+    options: Any
+    context: EncodeContext
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        tokenizer = self.context.tokenizer
+        return frozenset(tokenizer.all_special_ids) | frozenset(
+            i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """Encode the rows; unusable ones are counted."""
+        encode = self.format.encode
+        assert encode is not None, "a type that chooses has been replaced by its choice"
+        documents: list[Encoded] = []
+        bad: list[BadRow] = []
+        rows = bad_count = ends_special = 0
+        for where, row in chunk.rows():
+            rows += 1
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                document = encode(row, self.options, self.context)
+                if document.label_tokens == 0:
+                    raise RowError("no token of it would be trained")
+            except RowError as error:
+                bad_count += 1
+                if len(bad) < BAD_ROWS_KEPT:
+                    bad.append(BadRow.of(where, error))
+                continue
+            documents.append(document)
+            last = len(document.labels) - 1 - int(np.argmax(document.labels[::-1] != IGNORE_LABEL))
+            ends_special += int(document.labels[last]) in self._special_ids
+        return EncodedChunk.of(
+            documents,
+            after=chunk.after,
+            done=chunk.done,
+            rows=rows,
+            bad_row_count=bad_count,
+            bad_rows=bad,
+            ends_special=ends_special,
+        )
+
+
+def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _weight_codes(documents: list[Encoded]) -> tuple[list[NDArray[np.uint8]], list[float]]:
+    """The documents' loss weights as indices into a list of the values that occur."""
+    values = [0.0, 1.0]
+    codes = []
+    for document in documents:
+        trained = (document.labels != IGNORE_LABEL).astype(np.uint8)
+        if document.weights is not None:
+            for value in np.unique(document.weights).tolist():
+                if value not in values:
+                    if len(values) == 256:
+                        raise ValueError("more than 254 different loss weights among few rows.")
+                    values.append(value)
+                trained[document.weights == np.float32(value)] = values.index(value)
+        codes.append(trained)
+    return codes, values
+
+
+def _document_digest(document: Encoded) -> bytes:
+    """SHA-256 of what is trained on; independent of how weights are stored."""
+    content = hashlib.sha256(len(document.input_ids).to_bytes(8, "little"))
+    content.update(document.input_ids.tobytes())
+    content.update(document.labels.tobytes())
+    if document.weights is not None:
+        content.update(document.weights.tobytes())
+    return content.digest()
+
+
+# ------------------------------------------------------------------------------- processes
+
+
+def process_count(wanted: int | str, size: int) -> int:
+    """Processes to encode a data set of `size` bytes with; 0 is this one. A size of 0 is not known: it may be large."""
+    if isinstance(wanted, int):
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_PROCESSES) if cores > 1 and (size == 0 or size >= WORTH_PROCESSES) else 0
+
+
+def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) -> Generator[EncodedChunk, None, None]:
+    """The encoded chunks, in order. Raises what the format raises, and `MachineError` when a process is killed."""
+    chunks = iter(chunks)
+    first = list(islice(chunks, _FEW)) if processes else []
+    payload = _pickled(encoder) if len(first) == _FEW else None
+    chunks = chain(first, chunks)
+    if payload is None:
+        yield from map(encoder, chunks)
+        return
+    # Rows are encoded one at a time: threads of the tokenizer would only fight over the cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    pool = ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(payload,)
+    )
+    under_way: deque[Future[EncodedChunk]] = deque()
+    try:
+        for chunk in chunks:
+            under_way.append(pool.submit(_encode, chunk))
+            if len(under_way) >= _AHEAD * processes:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool as error:
+        raise MachineError(
+            "A process that tokenises was killed, most likely for want of memory; what was done is kept. "
+            "Fix: run it again with a smaller `dataloader_num_workers` (0 is this process alone)."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pickled(encoder: RowEncoder) -> bytes | None:
+    """The encoder for other processes; None when its format or options exist in this one only."""
+    try:
+        payload = pickle.dumps(encoder)
+        pickle.loads(payload)
+    except (pickle.PicklingError, AttributeError, TypeError, ImportError):
+        return None
+    return payload
+
+
+_encoder: Callable[[Chunk], EncodedChunk] | None = None
+
+
+def _start(payload: bytes) -> None:
+    """Make this process ready: it leaves Ctrl-C to the one that started it, and does not outlive that."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.join,), daemon=True).start()
+    _encoder = pickle.loads(payload)
+
+
+def _end_with(wait: Callable[[], None]) -> None:
+    wait()
+    os._exit(1)
+
+
+def _encode(chunk: Chunk) -> EncodedChunk:
+    assert _encoder is not None
+    return _encoder(chunk)

@@ -1,0 +1,48 @@
+"""Which documents an epoch takes: those not held out, each data set as often as its weight says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def split_documents(count: int, ratio: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(kept, held out) indices of `count` documents, both ascending; at least one on each side if `ratio` > 0."""
+    if ratio == 0 or count < 2:
+        return np.arange(count, dtype=np.int64), np.empty(0, np.int64)
+    out = min(max(1, round(count * ratio)), count - 1)
+    order = _permutation(count, seed)
+    return np.sort(order[out:]), np.sort(order[:out])
+
+
+def mix(
+    documents: NDArray[np.int64], sizes: Sequence[int], weights: Sequence[float], seed: int
+) -> list[NDArray[np.int64]]:
+    """The passes of an epoch: ascending indices of documents, none twice in a pass.
+
+    `documents` are the ascending indices to choose from; data set i has the next `sizes[i]` indices
+    and is taken `weights[i]` times: whole in as many passes, and its fraction, drawn by `seed` and
+    rounded to at least one document, in one more.
+    """
+    borders = np.searchsorted(documents, np.cumsum([0, *sizes]))
+    passes: list[list[NDArray[np.int64]]] = [[] for _ in range(int(np.ceil(max(weights))))]
+    for index, weight in enumerate(weights):
+        mine = documents[borders[index] : borders[index + 1]]
+        whole = int(weight)
+        for number in range(whole):
+            passes[number].append(mine)
+        part = max(round((weight - whole) * len(mine)), 1 if whole == 0 else 0)
+        if part and len(mine):
+            passes[whole].append(np.sort(mine[_permutation(len(mine), seed, index)[:part]]))
+    return [np.concatenate(parts) for parts in passes if parts]
+
+
+def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
+    # RandomState's streams are frozen by NumPy's policy (NEP 19): a resumed run must draw the same.
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(list(seed))))
+    return random.permutation(count).astype(np.int64, copy=False)
