@@ -35,6 +35,8 @@ class ModelSelection:
     """Name of the model family; auto reads `model_type` from the model's config.json."""
     path: str | None = None
     """Local directory or Hugging Face id with config.json, weights and tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id, also `model=OWNER/NAME@REVISION`; null is the default branch."""
     preset: str | None = None
     """A shape that the family knows, used when `path` is null; implies `from_scratch`."""
     config: dict[str, Any] = field(default_factory=dict)

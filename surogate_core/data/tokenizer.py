@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data.hub import absent, fetch, one_revision
 from surogate_core.data.paths import is_hub_id, resolve_package_path
 from surogate_core.errors import UserError
 
@@ -14,32 +15,56 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+"""What a tokenizer and its chat templates are made of, as glob patterns; the first three tell that there is one."""
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a tokenizer."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES[:3])
+
+
+def load_tokenizer(path: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, a ``pkg://`` directory or a hub id; code in it is never run.
 
-    Raises `UserError` when it is missing, incomplete or broken.
+    `revision` is the branch, tag or commit of a hub id; ``owner/name@revision`` names it too.
+    Raises `UserError` when it is missing, incomplete or broken, `MachineError` when the hub cannot be reached.
     """
     local = Path(resolve_package_path(path)).expanduser()
     if local.is_dir():
-        if not any((local / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        if not has_tokenizer(local):
             raise UserError(
                 f"tokenizer {path}: the directory has no tokenizer.json, tokenizer.model or tokenizer_config.json. "
                 f"Fix: set `tokenizer` to the directory or hub id of the model's tokenizer."
             )
     elif local.exists():
         raise UserError(f"tokenizer {path}: this is a file. Fix: name the directory it lies in.")
-    elif not is_hub_id(path):
-        raise UserError(f"tokenizer {path}: no such directory. Fix: correct `tokenizer`.")
+    else:
+        repo, revision = one_revision(path, revision, key="tokenizer")
+        if not is_hub_id(repo):
+            raise UserError(f"tokenizer {path}: no such directory. Fix: correct `tokenizer`.")
+        local = fetch(repo, ("config.json", *TOKENIZER_FILES), revision=revision, key="tokenizer")
+        if not has_tokenizer(local):
+            raise absent(repo, local, TOKENIZER_FILES[:1], key="tokenizer")
 
     from transformers import AutoTokenizer
 
-    name = str(local) if local.is_dir() else path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise OSError, ValueError, KeyError and bare Exception
         raise UserError(
-            f"tokenizer {path}: cannot be loaded: {_first_line(error)} "
-            f"Fix: check that its files are complete, and a hub id for its spelling and your access."
+            f"tokenizer {path}: cannot be loaded: {_first_line(error)} Fix: check that its files are complete."
         ) from error
     # Without its vocabulary file transformers hands out a tokenizer that knows its special tokens only.
     if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):

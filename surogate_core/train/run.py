@@ -31,9 +31,11 @@ from surogate_core.train.loop import Loop
 from surogate_core.train.setup import (
     ResolvedModel,
     build_engine,
+    check_commit,
     check_weights,
     is_out_of_memory,
     out_of_memory,
+    pinned,
     resolve_device,
     resolve_lora,
     resolve_model,
@@ -110,8 +112,9 @@ class _Run:
         for place in self._export_places():
             check_place(place)
         resolved = resolve_model(config, registry)
-        device = resolve_device(config)
+        config = self.config = pinned(config, resolved)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
+        device = resolve_device(config)
         if unused:
             log.info("tensors of the model directory that the model does not use", names=unused)
         recipe = registry.get("recipe", config.recipe.name)
@@ -182,7 +185,7 @@ class _Run:
             essential["lora_rank"] = config.lora_rank
             essential["lora_alpha"] = config.lora_alpha
             essential["lora_target_modules"] = sorted(config.lora_target_modules)
-        made_with: dict[str, Any] = {}
+        made_with: dict[str, Any] = {"base_commit": resolved.commit}
         if (given := resolved.adapter) is not None:
             essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"
             path = str(Path(given.stack[-1].source).resolve())
@@ -216,6 +219,7 @@ class _Run:
         self._progress("verifying the checkpoint", 1, 1)
         if checkpoint is None:
             return None
+        check_commit(checkpoint.state, identity["base_commit"], path=checkpoint.path)
         notes += check_compatible(checkpoint.state, identity, path=checkpoint.path)
         had = checkpoint.state.get("torch")
         if had != torch.__version__:
@@ -235,6 +239,7 @@ class _Run:
             "plugins_in_use": sorted(identity["plugins"]),
             "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
             "data": data.digest,
+            "base_commit": identity["base_commit"],
             "essential": identity["essential"],
         }
         text = json.dumps(facts, indent=1) + "\n"

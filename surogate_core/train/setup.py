@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from surogate_core.bundles import ModelFamily, OptimizerSettings
 from surogate_core.config.schema import RunConfig
+from surogate_core.data.hub import commit_of, split_revision
 from surogate_core.dsl import Model
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.rope import scaled_config
@@ -45,6 +47,8 @@ class ResolvedModel:
     """What a checkpoint remembers the base by, besides the model's configuration."""
     adapter: InitialAdapter | None = None
     """The adapter that the run begins with."""
+    commit: str | None = None
+    """The commit on the hub that config, weights and tokenizer are read at; None without a repository."""
 
 
 def resolve_device(config: RunConfig) -> torch.device:
@@ -72,10 +76,15 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
     """The family, its model and where the weights come from; nothing large is read."""
     chosen = config.model
     families: Mapping[str, ModelFamily] = registry.all("model")
+    commit = None
     if chosen.path is not None:
-        weights = None if config.from_scratch else ModelDir.open(chosen.path)
-        values = dict(weights.config) if weights else _read_config(chosen.path)
-        title = chosen.path
+        place = locate(chosen.path, revision=chosen.revision, weights=not config.from_scratch)
+        commit = commit_of(place)
+        weights = None if config.from_scratch else ModelDir.open(place)
+        values = dict(weights.config) if weights else _read_config(place)
+        title = chosen.path if commit is None else f"{split_revision(chosen.path)[0]}@{commit[:12]}"
+    elif chosen.revision is not None:
+        raise UserError("model.revision: a preset has none; it is of a hub id. Fix: set model=OWNER/NAME, or leave it.")
     else:
         if chosen.name not in families or chosen.preset is None:
             raise UserError(
@@ -104,12 +113,39 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
             )
         adapter = InitialAdapter.open(config.adapter_path, config.adapter_init_mode)
     return ResolvedModel(
-        title=title, family=family, model=model, weights=weights, fingerprint=fingerprint, adapter=adapter
+        title=title,
+        family=family,
+        model=model,
+        weights=weights,
+        fingerprint=fingerprint,
+        adapter=adapter,
+        commit=commit,
     )
 
 
-def _read_config(path: str) -> dict[str, Any]:
-    file = locate(path) / "config.json"
+def pinned(config: RunConfig, resolved: ResolvedModel) -> RunConfig:
+    """The config with a hub id's revision replaced by the commit that it means now."""
+    path = config.model.path
+    if resolved.commit is None or path is None or Path(path).expanduser().is_dir():
+        return config
+    return replace(config, model=replace(config.model, path=split_revision(path)[0], revision=resolved.commit))
+
+
+def check_commit(saved: Mapping[str, Any], commit: str | None, *, path: Path) -> None:
+    """Refuse to resume a checkpoint (its state, its `path`) of another commit of the base.
+
+    A branch may move while a run is interrupted, and weights of equal shapes have equal fingerprints.
+    """
+    was = saved.get("base_commit")
+    if was is not None and commit is not None and was != commit:
+        raise UserError(
+            f"{path}: the base was at commit {was} when the checkpoint was saved, and is at {commit} now. "
+            f"Fix: set model.revision={was} to go on, or resume_from_checkpoint=false to start anew."
+        )
+
+
+def _read_config(place: Path) -> dict[str, Any]:
+    file = place / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from surogate_core.data.templates import apply_template
 from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.errors import UserError
 
@@ -33,7 +34,10 @@ def tokenizer_of_run(
             f"tokenizer: a model from random weights has none of its own. "
             f"Fix: set `tokenizer` to a directory or hub id; the embedded one is {EMBEDDED}/tokenizer."
         )
-    tokenizer = load_tokenizer(where)
+    # The model's own comes from the model's commit; another one may name a revision by itself.
+    own = where == config.model.path
+    tokenizer = load_tokenizer(where, revision=config.model.revision if own else None)
+    apply_template(tokenizer, config.template)
     if vocab_size is None:
         return tokenizer, []
     check_vocabulary(tokenizer, vocab_size)

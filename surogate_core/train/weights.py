@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import MachineError, UserError
+from surogate_core.data.hub import absent, commit_of, fetch, one_revision
+from surogate_core.data.tokenizer import TOKENIZER_FILES
+from surogate_core.errors import UserError
 from surogate_core.train.tensorfile import FLOATS, TensorFile, TensorInfo
 
 if TYPE_CHECKING:
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What a model directory is made of; pickles and code are never fetched."""
+_SMALL_FILES = ("config.json", "generation_config.json", INDEX)
 
 _COPY_AGAIN = "Fix: download or copy the model again, whole."
 
@@ -43,7 +44,7 @@ class ModelDir:
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None) -> ModelDir:
-        """Open a local directory or a hub id, which is fetched into the normal Hugging Face cache.
+        """Open a local directory, or a hub id (``owner/name``, ``owner/name@revision``) by way of the normal cache.
 
         Reads ``config.json``, the index and every shard's header. Raises one `UserError` for a missing
         directory, file or shard, JSON that cannot be parsed, and a truncated or damaged shard; all
@@ -56,9 +57,7 @@ class ModelDir:
             return cls(path, config, files, dict.fromkeys(files[SINGLE], SINGLE))
         if not (path / INDEX).exists():
             raise _no_weights(path)
-        where = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-            raise UserError(f"{path / INDEX}: weight_map is not a mapping of tensor names to file names.")
+        where = _weight_map(path / INDEX)
         files = _open_files(path, sorted(set(where.values())), needed_by=path / INDEX)
         absent = [f"{name}: not in {file}" for name, file in where.items() if name not in files[file]]
         if absent:
@@ -66,6 +65,11 @@ class ModelDir:
                 f"{path / INDEX}: the shards are not those of this index:\n{_listed(absent)}\n{_COPY_AGAIN}"
             )
         return cls(path, config, files, where)
+
+    @property
+    def commit(self) -> str | None:
+        """The commit on the hub that it is; None for a directory of the user's."""
+        return commit_of(self.path)
 
     def names(self) -> tuple[str, ...]:
         """The names of all tensors, in the order of the index or file."""
@@ -135,45 +139,40 @@ class ModelDir:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def locate(source: str | Path, *, revision: str | None = None) -> Path:
+def locate(source: str | Path, *, revision: str | None = None, weights: bool = True, key: str = "model") -> Path:
     """The local directory of a model: `source` itself, or the snapshot of a hub id in the normal cache.
 
-    ``HF_HUB_OFFLINE`` is honoured. Raises `UserError` when there is no such directory or repository,
-    and `MachineError` when the hub cannot be reached.
+    Of a repository only the configuration, the tokenizer and, with `weights`, the safetensors files that
+    make up the model are fetched. ``HF_HUB_OFFLINE`` is honoured. `key` is what named the source.
+    Raises `UserError` when there is no such directory or repository, and `MachineError` when the hub
+    cannot be reached.
     """
     path = Path(source).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"{key} {source}: is a directory here, and the revision {revision} is one of a repository on the hub. "
+                f"Fix: leave the revision out."
+            )
         return path
-    text = str(source)
     if path.exists():
-        raise UserError(f"{text}: a model is a directory with config.json and safetensors files, not a file.")
-    if text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise UserError(f"{text}: there is no such directory.{_nearest_directory(path)} Fix: correct `model`.")
-
-    from huggingface_hub import errors, snapshot_download
-
-    near = _nearest_directory(path)
+        raise UserError(f"{key} {source}: a model is a directory with config.json and safetensors files, not a file.")
+    repo, revision = one_revision(str(source), revision, key=key)
+    if repo.startswith((".", "/", "~")) or repo.count("/") > 1:
+        raise UserError(f"{key} {source}: there is no such directory.{_nearest_directory(path)} Fix: correct it.")
     try:
-        return Path(snapshot_download(text, revision=revision, allow_patterns=_HUB_FILES))
-    except errors.HFValidationError as error:
-        raise UserError(f"{text}: neither a directory here nor a valid Hugging Face id.") from error
-    except errors.GatedRepoError as error:
-        raise UserError(
-            f"{text}: access to this repository must be requested. "
-            f"Fix: accept its terms at https://huggingface.co/{text}, then run `hf auth login`."
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise UserError(
-            f"{text}: neither a directory here nor a repository on the Hugging Face hub.{near} "
-            "A private one needs `hf auth login`."
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise MachineError(
-            f"{text}: not a directory here, not in the Hugging Face cache, and the hub cannot be reached.{near} "
-            "Fix: give a local directory, or go online (HF_HUB_OFFLINE unset) once."
-        ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise MachineError(f"{text}: the Hugging Face hub failed: {error}") from error
+        snapshot = fetch(repo, (*_SMALL_FILES, *TOKENIZER_FILES), revision=revision, key=key)
+    except UserError as error:
+        raise UserError(f"{error}{_nearest_directory(path)}") from error
+    if not (snapshot / "config.json").exists():
+        raise absent(repo, snapshot, ["config.json"], key=key)
+    if weights:
+        names = sorted(set(_weight_map(snapshot / INDEX).values())) if (snapshot / INDEX).exists() else [SINGLE]
+        if not all((snapshot / name).exists() for name in names):
+            snapshot = fetch(repo, names, revision=commit_of(snapshot) or revision, key=key)
+        if missing := [name for name in names if not (snapshot / name).exists()]:
+            raise absent(repo, snapshot, missing, key=key)
+    return snapshot
 
 
 def _nearest_directory(path: Path) -> str:
@@ -197,6 +196,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object.")
     return value
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name → file name of an index."""
+    where = _read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise UserError(f"{path}: weight_map is not a mapping of tensor names to file names. {_COPY_AGAIN}")
+    return where
 
 
 def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[str, TensorFile]:
