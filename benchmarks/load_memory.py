@@ -43,7 +43,8 @@ def write_model(directory: Path, layers: int) -> None:
     from surogate_model_qwen3.model import build
 
     from surogate_core.engine.parameters import distinct, pieces
-    from surogate_core.train.export import Card, export_full
+    from surogate_core.train.card import Card
+    from surogate_core.train.export import export_full
 
     config = {**SHAPE, "num_hidden_layers": layers}
 

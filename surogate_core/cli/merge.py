@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,6 +18,8 @@ usage: surogate merge --base-model DIR_OR_HUB_ID --checkpoint-dir DIR --output D
   --checkpoint-dir     a PEFT adapter, a run's output directory, or one checkpoint of a LoRA run
   --output             where to write; a Hugging Face directory that transformers and vLLM load
 
+A hub id may name a revision: OWNER/NAME@BRANCH_TAG_OR_COMMIT. Without one it is read at the commit that the
+adapter was trained on, where that is known, else at the head of the default branch.
 Weights keep the base's dtypes. An adapter from stacked LoRA brings the adapters below it along.
 """
 
@@ -35,15 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
     output = Path(values["--output"]).expanduser()
     trained = Path(values["--checkpoint-dir"]).expanduser()
-    try:
-        used, weights, warnings = merge(values["--base-model"], trained, output, progress=_progress)
-    except BaseException:
-        _end_line()
-        raise
-    _end_line()
-    for warning in warnings:
+    with _shown() as progress:
+        done = merge(values["--base-model"], trained, output, progress=progress)
+    for warning in done.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"{used} is folded into {weights} weights of {values['--base-model']}: {output}")
+    print(f"{done.used} is folded into {done.weights} weights of {values['--base-model']}: {output}")
     return 0
 
 
@@ -69,14 +69,34 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rmerging: {done} of {total} tensors")
-        sys.stderr.flush()
-    elif done == total:
-        sys.stderr.write(f"merging: {total} tensors\n")
+@contextmanager
+def _shown() -> Iterator[Callable[[int, int], None]]:
+    """Shows bytes done and in all: a bar on a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(TextColumn("merging"), *columns, console=console, transient=True) as bar:
+        task = bar.add_task("merging", total=None, visible=False)
+        # Not before the first tensor: what is fetched from the hub until then has bars of its own.
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
-def _end_line() -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+class _Lines:
+    """A line at the end, and one every `SECONDS` until then."""
+
+    SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self.said >= self.SECONDS:
+            self.said = now
+            sys.stderr.write(f"merging: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {done / max(1, total):.0%}\n")
+            sys.stderr.flush()

@@ -12,11 +12,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import UserError
+from surogate_core.train.card import OVERRIDES
 from surogate_core.train.tensorfile import FLOATS, TensorFile, file_digest
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ class LoraAdapter:
     prefix: str = ""
     base_fingerprint: str | None = None
     """Of the base that it was trained on, where that is known."""
+    base_model: str | None = None
+    """Hub id or directory of that base."""
+    base_commit: str | None = None
+    """Commit of a hub id."""
+    base_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the base's ``config.json`` that it was trained with other values of."""
 
     @classmethod
     def open(cls, path: Path, *, key: str = "adapter_path") -> LoraAdapter:
@@ -84,7 +91,18 @@ class LoraAdapter:
         if problems := _wrong_tensors(file, PREFIX, rank):
             raise _bad(path, key, problems)
         scale = alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank
-        return cls(source=str(path), rank=rank, alpha=float(alpha), scale=scale, tensors=file, prefix=PREFIX)
+        base, revision = values.get("base_model_name_or_path"), values.get("revision")
+        return cls(
+            source=str(path),
+            rank=rank,
+            alpha=float(alpha),
+            scale=scale,
+            tensors=file,
+            prefix=PREFIX,
+            base_model=base if isinstance(base, str) else None,
+            base_commit=revision if isinstance(revision, str) else None,
+            base_overrides=_read_config(path / OVERRIDES) if (path / OVERRIDES).exists() else {},
+        )
 
     @property
     def modules(self) -> tuple[str, ...]:

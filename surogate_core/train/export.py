@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +14,7 @@ from surogate_core import __version__
 from surogate_core.errors import UserError
 from surogate_core.train import atomic
 from surogate_core.train.adapters import CONFIG, STACKED_ON, WEIGHTS
+from surogate_core.train.card import OVERRIDES, Card, card_facts, overrides_note, write_card
 from surogate_core.train.tensorfile import TensorWriter, nbytes, write_tensors
 
 if TYPE_CHECKING:
@@ -31,19 +31,6 @@ class Tokenizer(Protocol):
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files into a directory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """What the model card says of the run."""
-
-    title: str
-    base_model: str | None = None
-    """Hub id or directory of the model that training began from; None: random weights."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Config keys worth knowing, in order."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    """Final figures, e.g. ``{"held-out loss": 1.23}``, in order; None is left out."""
 
 
 def export_full(
@@ -77,7 +64,7 @@ def export_full(
         _write_json(new / "generation_config.json", generation_config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new))
-        _write_card(new, card, library="transformers")
+        write_card(new, card, library="transformers", notes=[])
     return directory
 
 
@@ -112,6 +99,7 @@ def export_adapter(
         "peft_type": "LORA",
         "task_type": task_type,
         "base_model_name_or_path": base_model,
+        "revision": card.base_commit,
         "r": rank,
         # An integer where it is one: vLLM and older PEFT expect it.
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
@@ -132,7 +120,13 @@ def export_adapter(
             tokenizer.save_pretrained(str(new))
         if stacked_on is not None:
             _copy_stack(stacked_on, new / STACKED_ON)
-        _write_card(new, card, library="peft")
+        notes = ["This is a LoRA adapter in PEFT's format; load it on its base model."]
+        if stacked_on is not None:
+            notes.append(f"The base must have the adapter in `{STACKED_ON}/` merged first: `surogate merge` does both.")
+        if card.base_overrides:
+            _write_json(new / OVERRIDES, card.base_overrides)
+            notes.append(overrides_note(card.base_overrides))
+        write_card(new, card, library="peft", notes=notes)
     return directory
 
 
@@ -141,8 +135,20 @@ def _copy_stack(source: Path, target: Path) -> None:
     target.mkdir()
     for name in (CONFIG, WEIGHTS):
         shutil.copyfile(source / name, target / name)
+    if (source / OVERRIDES).exists():
+        shutil.copyfile(source / OVERRIDES, target / OVERRIDES)
     if (source / STACKED_ON).is_dir():
         _copy_stack(source / STACKED_ON, target / STACKED_ON)
+
+
+def exported_facts(directory: Path) -> dict[str, Any]:
+    """``settings``, ``figures`` and ``configuration`` of the card of an export; empty for another directory."""
+    try:
+        values = json.loads((directory / MARKER).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    names = ("settings", "figures", "configuration")
+    return {name: values[name] for name in names if isinstance(values, dict) and isinstance(values.get(name), dict)}
 
 
 def check_place(directory: Path) -> None:
@@ -164,8 +170,9 @@ def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Pat
     check_place(directory)
     fix = "free space, or choose a place on another disk"
     with atomic.replaced_directory(directory, what=f"{kind} export", fix=fix) as new:
-        figures = {k: v for k, v in card.figures.items() if not isinstance(v, float) or math.isfinite(v)}
-        _write_json(new / MARKER, {"surogate": __version__, "kind": kind, "title": card.title, "figures": figures})
+        facts = card_facts(card)
+        facts["figures"] = {k: v for k, v in card.figures.items() if not isinstance(v, float) or math.isfinite(v)}
+        _write_json(new / MARKER, {"surogate": __version__, "kind": kind, "title": card.title, **facts})
         yield new
 
 
@@ -210,29 +217,3 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     atomic.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def _write_card(directory: Path, card: Card, *, library: str) -> None:
-    """README.md, with the front matter that the hub reads."""
-    front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [surogate]"]
-    lines = [f"# {card.title}", "", f"Trained with Surogate {__version__}."]
-    if card.base_model is not None:
-        lines.append(f"Base model: `{card.base_model}`.")
-        # The hub refuses front matter whose base model is not a repository.
-        if not Path(card.base_model).exists() and card.base_model.count("/") == 1:
-            front.append(f"base_model: {json.dumps(card.base_model)}")
-    if library == "peft":
-        lines += ["", "This is a LoRA adapter in PEFT's format; load it on its base model."]
-        if (directory / STACKED_ON).is_dir():
-            lines.append(f"The base must have the adapter in `{STACKED_ON}/` merged first: `surogate merge` does both.")
-    for heading, values in (("Figures", card.figures), ("Settings", card.settings)):
-        rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items() if value is not None]
-        if rows:
-            lines += ["", f"## {heading}", "", "| | |", "| --- | --- |", *rows]
-    text = "\n".join(["---", *front, "---", "", *lines, ""])
-    atomic.write_file(directory / "README.md", text.encode())
-
-
-def _cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

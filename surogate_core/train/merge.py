@@ -8,28 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data.hub import split_revision
+from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
 from surogate_core.errors import MachineError, UserError
 from surogate_core.train import adapters, atomic
 from surogate_core.train.adapters import LoraAdapter
+from surogate_core.train.card import Card, config_overrides
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
-from surogate_core.train.export import Card, check_place, export_full
+from surogate_core.train.export import check_place, export_full, exported_facts
 from surogate_core.train.weights import ModelDir, locate
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What a tokenizer and its chat template are made of; the first three tell that there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +30,16 @@ class TokenizerFiles:
 
     def save_pretrained(self, save_directory: str) -> None:
         """Copy the files into a directory."""
-        for name in _TOKENIZER_FILES:
-            if (self.directory / name).exists():
-                shutil.copyfile(self.directory / name, Path(save_directory) / name)
+        for pattern in TOKENIZER_FILES:
+            for file in sorted(self.directory.glob(pattern)):
+                target = Path(save_directory) / file.relative_to(self.directory)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
 
     @classmethod
     def first(cls, *directories: Path) -> TokenizerFiles | None:
         """Those of the first directory that has a tokenizer."""
-        for directory in directories:
-            if any((directory / name).exists() for name in _TOKENIZER_FILES[:3]):
-                return cls(directory)
-        return None
+        return next((cls(directory) for directory in directories if has_tokenizer(directory)), None)
 
 
 def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[LoraAdapter], Path]:
@@ -102,24 +91,43 @@ def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
         scale=alpha / rank,
         tensors=checkpoint.tensors("trainable"),
         base_fingerprint=str(essential.get("model", "")).removeprefix("weights ") or None,
+        base_model=checkpoint.state.get("base_model"),
+        base_commit=checkpoint.state.get("base_commit"),
     )
     return [*below, own]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What `merge` did."""
+
+    used: Path
+    """The directory that the adapter was read from."""
+    weights: int
+    """Weights that were changed."""
+    warnings: tuple[str, ...]
+
+
 def merge(
     base: str, trained: Path, output: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[Path, int, list[str]]:
+) -> Merged:
     """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
 
-    Returns (the directory that the adapter was read from, weights it is on, warnings). Tensors are
-    read, folded and written one by one, in the base's dtypes; a former export at `output` stays whole
-    until the new one is. Raises `UserError` or `MachineError`, before anything is written if it can.
+    Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output`
+    stays whole until the new one is. A hub id without a revision is read at the commit that the adapter
+    was trained on, where that is known. `progress` is told the bytes done and in all. Raises
+    `UserError` or `MachineError`, before anything is written if it can.
     """
     check_place(output)
-    if not Path(base).expanduser().is_dir() and (base.startswith((".", "/", "~")) or base.count("/") > 1):
+    repo, revision = split_revision(base)
+    local = Path(base).expanduser().is_dir()
+    if not local and (repo.startswith((".", "/", "~")) or repo.count("/") > 1):
         raise UserError(f"--base-model {base}: there is no such directory. Fix: correct --base-model.")
-    model = ModelDir.open(locate(base))
     stack, used = open_trained(trained)
+    top = stack[-1]
+    if not local and revision is None and top.base_model == repo:
+        revision = top.base_commit
+    model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
     for path in (model.path, used):
         if path.resolve().is_relative_to(output.resolve()):
             raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
@@ -127,32 +135,66 @@ def merge(
     shapes = {name: model.info(name).shape for name in model.names()}
     tied = bool(model.config.get("tie_word_embeddings"))
     adapters.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
-    needed = sum(info.end - info.begin for info in map(model.info, model.names()))
-    if needed > (free := atomic.free_bytes(output.absolute().parent)):
-        need, has = atomic.human_bytes(needed), atomic.human_bytes(free)
+    total = sum(info.end - info.begin for info in map(model.info, model.names()))
+    if total > (free := atomic.free_bytes(output.absolute().parent)):
+        need, has = atomic.human_bytes(total), atomic.human_bytes(free)
         raise MachineError(f"--output {output}: {need} needed, {has} free. Fix: choose a place on another disk.")
-    warnings = []
-    if (was := stack[-1].base_fingerprint) is not None and not model.fingerprint().startswith(was):
-        warnings.append(f"{used} was trained on a base of other files or another configuration than {base}.")
-    figures = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
+    config, changed = _trained_config(model, top, used)
+    facts = exported_facts(used)
+    folded_in = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
     export_full(
         output,
-        _read(model, stack, progress),
-        config=model.config,
+        _read(model, stack, total, progress),
+        config=config,
         tokenizer=TokenizerFiles.first(used, model.path),
-        card=Card(title=output.resolve().name, base_model=base, settings=figures),
+        card=Card(
+            title=output.resolve().name,
+            base_model=repo,
+            base_commit=model.commit,
+            base_overrides=changed,
+            settings={**folded_in, **facts.get("settings", {})},
+            figures=facts.get("figures", {}),
+            configuration=facts.get("configuration", {}),
+        ),
         generation_config=model.generation_config(),
     )
-    return used, len({module for adapter in stack for module in adapter.modules}), warnings
+    modules = {module for adapter in stack for module in adapter.modules}
+    return Merged(used=used, weights=len(modules), warnings=_warnings(base, model, top, used))
+
+
+def _warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple[str, ...]:
+    """What may make the merged model another one than was trained."""
+    if top.base_commit is not None and model.commit is not None and top.base_commit != model.commit:
+        name = split_revision(base)[0]
+        return (f"{used} was trained on commit {top.base_commit} of {name}, and is folded into {model.commit}.",)
+    was = top.base_fingerprint
+    if was is not None and not model.fingerprint().startswith(was):
+        return (f"{used} was trained on a base of other files or another configuration than {base}.",)
+    return ()
+
+
+def _trained_config(model: ModelDir, top: LoraAdapter, used: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``config.json`` that the adapter was trained with, and what of it is not the base's."""
+    changed = dict(top.base_overrides)
+    if (used / "manifest.json").exists():
+        # A checkpoint keeps the whole configuration, in which another base would differ in anything.
+        essential = CheckpointDir.load(used).state.get("essential", {})
+        keys = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
+        trained = {key: essential[f"model.config.{key}"] for key in keys if f"model.config.{key}" in essential}
+        changed = config_overrides(model.config, trained)
+    return {**model.config, **changed}, changed
 
 
 def _read(
-    model: ModelDir, stack: Sequence[LoraAdapter], progress: Callable[[int, int], None]
+    model: ModelDir, stack: Sequence[LoraAdapter], total: int, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    total = len(model.names())
-    for done, name in enumerate(model.names(), start=1):
-        yield name, adapters.fold(name, model.get(name), stack)
+    done = 0
+    for name in model.names():
         progress(done, total)
+        yield name, adapters.fold(name, model.get(name), stack)
+        info = model.info(name)
+        done += info.end - info.begin
+    progress(total, total)
 
 
 def _check_config(model: ModelDir) -> None:

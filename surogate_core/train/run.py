@@ -24,9 +24,10 @@ from surogate_core.errors import PluginError, SurogateError, UserError
 from surogate_core.train import atomic
 from surogate_core.train.adapters import LoraAdapter, folded
 from surogate_core.train.bus import EventBus
+from surogate_core.train.card import Card, changed_keys
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
-from surogate_core.train.export import Card, check_place, export_adapter, export_full
+from surogate_core.train.export import check_place, export_adapter, export_full
 from surogate_core.train.loop import Loop
 from surogate_core.train.setup import (
     ResolvedModel,
@@ -118,7 +119,7 @@ class _Run:
         if unused:
             log.info("tensors of the model directory that the model does not use", names=unused)
         recipe = registry.get("recipe", config.recipe.name)
-        notes = [n for n in (recipe.unavailable(device),) if n]
+        notes = [n for n in (recipe.unavailable(device), *resolved.notes) if n]
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
@@ -185,7 +186,7 @@ class _Run:
             essential["lora_rank"] = config.lora_rank
             essential["lora_alpha"] = config.lora_alpha
             essential["lora_target_modules"] = sorted(config.lora_target_modules)
-        made_with: dict[str, Any] = {"base_commit": resolved.commit}
+        made_with: dict[str, Any] = {"base_model": config.model.path, "base_commit": resolved.commit}
         if (given := resolved.adapter) is not None:
             essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"
             path = str(Path(given.stack[-1].source).resolve())
@@ -332,10 +333,14 @@ class _Run:
         card = Card(
             title=config.run_name or self.output.resolve().name,
             base_model=base if resolved.weights else None,
+            base_commit=resolved.commit,
+            base_overrides=resolved.base_overrides,
+            configuration=changed_keys(config),
             settings={**chosen, **{k: settings[k] for k in keys}},
             figures={
                 "steps": state.step,
                 "tokens": state.total_tokens,
+                "trained parameters": parameters.counts()[1],
                 "held-out loss before": state.first_eval_loss,
                 "held-out loss after": state.last_eval_loss,
             },

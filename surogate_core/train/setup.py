@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from surogate_core.engine.parameters import RandomSource, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.adapters import InitialAdapter, check_merging, fold
+from surogate_core.train.card import config_overrides
 from surogate_core.train.weights import ModelDir, locate
 
 if TYPE_CHECKING:
@@ -49,6 +50,22 @@ class ResolvedModel:
     """The adapter that the run begins with."""
     commit: str | None = None
     """The commit on the hub that config, weights and tokenizer are read at; None without a repository."""
+    base_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the trained base's ``config.json`` that the run changes."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the owner of the run should know."""
+        if self.adapter is None:
+            return ()
+        theirs = self.adapter.stack[-1]
+        if theirs.base_overrides == self.base_overrides:
+            return ()
+        return (
+            f"adapter_path {theirs.source} was trained with its base's configuration changed by "
+            f"{json.dumps(theirs.base_overrides)}, this run changes it by {json.dumps(self.base_overrides)}: "
+            f"set rope_scaling and max_model_len to the adapter's unless that is meant.",
+        )
 
 
 def resolve_device(config: RunConfig) -> torch.device:
@@ -120,6 +137,7 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
         fingerprint=fingerprint,
         adapter=adapter,
         commit=commit,
+        base_overrides=config_overrides(weights.config, values) if weights else {},
     )
 
 
