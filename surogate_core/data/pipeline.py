@@ -99,7 +99,15 @@ def prepare(
     rows_cache = Cache(encoder.root, "rows")
 
     def packed(documents: Documents, chosen: Sequence[NDArray[np.int64]] | None, chosen_key: Any) -> PackedRows:
-        return pack_documents(rows_cache, documents, chosen, chosen_key, settings, padding_id=padding_id(tokenizer))
+        return pack_documents(
+            rows_cache,
+            documents,
+            chosen,
+            chosen_key,
+            settings,
+            padding_id=padding_id(tokenizer),
+            progress=lambda done, total: progress(Progress(task="pack", done=done, total=total, unit="documents")),
+        )
 
     documents = _concatenated(train_sets)
     ratio = 0.0 if eval_sets else config.validation_split_ratio
@@ -131,6 +139,7 @@ def prepare(
         train=train.stats,
         train_fill=train.fill,
         eval=held_out.stats if held_out is not None else None,
+        mixture=_mixture(train_sets, documents, passes),
         warnings=tuple(_warnings(config, loaded, train, held_out)),
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
@@ -319,6 +328,21 @@ def _saved_state(directory: Path) -> dict[str, Any] | None:
 
 def _concatenated(sets: list[_Loaded]) -> Documents:
     return Documents([item.shard for item in sets], digest_of([item.digest for item in sets]))
+
+
+def _mixture(
+    sets: list[_Loaded], documents: Documents, passes: Sequence[NDArray[np.int64]] | None
+) -> tuple[float, ...]:
+    """Each data set's share of the tokens that an epoch is made of."""
+    if passes is None:
+        tokens = np.array([item.report.tokens for item in sets], np.float64)
+    else:
+        borders = np.cumsum([0, *(len(item.shard) for item in sets)])
+        tokens = np.zeros(len(sets))
+        for part in passes:
+            ends = np.concatenate([[0], np.cumsum(documents.length(part))])
+            tokens += np.diff(ends[np.searchsorted(part, borders)])
+    return tuple((tokens / tokens.sum()).tolist())
 
 
 # ------------------------------------------------------------------------------- judgement

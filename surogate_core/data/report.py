@@ -70,6 +70,8 @@ class DataReport:
     """Share of the training rows' positions that hold tokens."""
     eval: PackStats | None
     warnings: tuple[str, ...]
+    mixture: tuple[float, ...] = ()
+    """Share of each entry of `datasets` in the tokens that an epoch is made of, before long documents are cut."""
 
     @property
     def rows_read(self) -> int:
@@ -108,6 +110,9 @@ class DataReport:
         ]
         if changes:
             parts.append(", ".join(changes))
+        if len(self.mixture) > 1:
+            shares = zip(self.datasets, self.mixture, strict=False)
+            parts.append("mixed of " + ", ".join(f"{share:.1%} {d.key} ({d.path})" for d, share in shares))
         chosen = [f" {d.key} ({d.path}) is read as {d.chosen}." for d in self.datasets if d.chosen]
         return "; ".join(parts) + "." + "".join(chosen)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -266,11 +266,12 @@ def pack_documents(
     settings: PackSettings,
     *,
     padding_id: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PackedRows:
     """Rows of the chosen documents (None: all), from the cache when they were packed before.
 
     Each array of `chosen` is packed by itself, so that a document which is in several does not
-    meet itself in a row. `chosen_key` is a JSON-able value that stands for `chosen` in the key.
+    meet itself in a row. `progress` is told the documents that are packed, and of how many. `chosen_key` is a JSON-able value that stands for `chosen` in the key.
     """
     key = digest_of(
         {
@@ -284,6 +285,7 @@ def pack_documents(
     def build(directory: Path) -> Mapping[str, Any]:
         stats = PackStats()
         passes = [np.arange(len(documents), dtype=np.int64)] if chosen is None else chosen
+        total = sum(map(len, passes))
         pieces_written = 0
         with (directory / "pieces").open("wb") as pieces, (directory / "row_offsets").open("wb") as row_offsets:
             row_offsets.write(np.zeros(1, np.int64).tobytes())
@@ -293,6 +295,7 @@ def pack_documents(
                 pieces.write(flat.tobytes())
                 row_offsets.write(ends.tobytes())
                 pieces_written += len(flat)
+                progress(stats.documents, total)
         return {"stats": asdict(stats), "digest": key}
 
     entry = cache.get_or_build(key, build)

@@ -165,7 +165,10 @@ def test_several_data_sets_are_joined(
 def test_progress_ends(write_rows: Any, make_config: Any, tokenizer: Any, formats: Any, document_rows: Any) -> None:
     events: list[Progress] = []
     prepare(make_config(write_rows(document_rows)), tokenizer, formats, progress=events.append)
-    assert events[-1] == Progress(task="tokenise rows.jsonl", done=40, total=40, unit="rows")
+    assert events[-2:] == [
+        Progress(task="tokenise rows.jsonl", done=40, total=40, unit="rows"),
+        Progress(task="pack", done=40, total=40, unit="documents"),
+    ]
 
 
 # ------------------------------------------------------------------------------- bad input
@@ -277,6 +280,10 @@ def test_weights_mix_data_sets(write_rows: Any, make_config: Any, tokenizer: Any
 
     assert counts(mixed(1, 1)) == (40, 20)
     assert counts(mixed(0.5, 2.25)) == (20, 45)
+    report = mixed(0.5, 2.25).report
+    assert report.mixture == pytest.approx((20 / 65, 45 / 65))
+    assert "30.8% datasets[0]" in report.summary()
+    assert mixed(1, 1).report.mixture == pytest.approx((40 / 60, 20 / 60))
     assert mixed(0.5, 2.25).digest == mixed(0.5, 2.25).digest
     assert len({d.digest for d in (mixed(1, 1), mixed(0.5, 2.25), mixed(0.5, 2.25, train_seed=7))}) == 3
     held = [mixed(*weights, validation_split_ratio=0.25).eval for weights in ((1, 1), (1, 3))]

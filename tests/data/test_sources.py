@@ -298,3 +298,13 @@ def test_links_that_go_round_do_not_hang(tmp_path: Path, write_rows: Callable[..
     assert [row for _, row in open_source(SourceSpec(path=str(tmp_path / "data"))).rows()] == [{"n": 1}]
     with pytest.raises(UserError):
         open_source(SourceSpec(path=str(tmp_path / "data" / "self.jsonl")))
+
+
+def test_a_broken_line_far_down_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"n":1}\n' * 999_999)
+        file.write(b'{"n":\n{"n":2}\n')
+    bad = [(where, row) for where, row in open_source(SourceSpec(path=str(path))).rows() if isinstance(row, RowError)]
+    assert [where for where, _ in bad] == [f"{path}:1000000"]
+    assert "not JSON" in str(bad[0][1])
