@@ -57,6 +57,8 @@ class Encoder:
         """What templates know special tokens as."""
         self.backend: Tokenizer | None = None
         """The tokenizer below transformers' own, where it gives the same ids."""
+        self.is_free_of_prefixes = False
+        """Whether a text's beginning is read as any other part of it."""
         if tokenizer.is_fast:
             backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
             # A tokenizer.json may ask for both; transformers switches them off in every call of its own.
@@ -92,14 +94,16 @@ class Encoder:
             return {name: self._guard(inner) for name, inner in value.items()}
         return [self._guard(inner) for inner in value] if isinstance(value, list | tuple) else value
 
-    def without_control(self, text: str) -> tuple[list[int], list[Span]] | None:
-        """Ids and offsets of a guarded text, where what is guarded stays plain text; offsets are those without guards.
+    def encode_guarded(self, text: str) -> tuple[list[int], list[Span]]:
+        """Ids and offsets of a guarded text; offsets are those without the guards.
 
-        None where this tokenizer cannot: where it reads a text differently piece by piece.
+        What is guarded stays plain text, unless this tokenizer reads a text differently piece by piece.
         """
         assert self.backend is not None
         whole = self.backend.encode(text, add_special_tokens=False)
         ids, offsets = whole.ids, whole.offsets
+        if GUARD not in text:
+            return ids, offsets
         borders = [-1, *(place for place, i in enumerate(ids) if i in self.special_ids), len(ids)]
         found_ids: list[int] = []
         found_offsets: list[Span] = []
@@ -111,7 +115,8 @@ class Encoder:
             if GUARD in piece:
                 plain = self._plain(piece, ids[before + 1 : after])
                 if plain is None:
-                    return None
+                    whole = self.backend.encode(text.replace(GUARD, ""), add_special_tokens=False)
+                    return whole.ids, whole.offsets
                 found_ids += plain.ids
                 found_offsets += [(a + start - removed, b + start - removed) for a, b in plain.offsets]
                 removed += piece.count(GUARD)
@@ -135,6 +140,10 @@ class Encoder:
         finally:
             self.backend.encode_special_tokens = before
         return None if any(i in self.special_ids for i in plain.ids) else plain
+
+
+def _alone(backend: Tokenizer, text: str) -> list[int]:
+    return list(backend.encode(text, add_special_tokens=False).ids)
 
 
 _ENCODERS: WeakKeyDictionary[Any, Encoder] = WeakKeyDictionary()
@@ -276,27 +285,45 @@ class Chat:
         return len(a)
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], list[Span]]:
-        """The rendered text's ids, and the tokens that have a character in each of the ascending spans."""
-        encoder = self.encoder
-        if encoder.backend is None:
+        """The rendered text's ids, and the tokens that have a character in each of the ascending spans.
+
+        A token that would lie across the end of a generation prompt is made two, as in generation.
+        """
+        backend = self.encoder.backend
+        if backend is None:
             return self._encode_slowly(text, spans)
-        if GUARD in text:
-            plain = encoder.without_control(text)
-            spans = [_unguarded(text, span) for span in spans]
-            text = text.replace(GUARD, "")
-            if plain is not None:
-                return np.asarray(plain[0], np.int32), _tokens_of(plain[1], spans)
-        encoding = encoder.backend.encode(text, add_special_tokens=False)
-        ids = np.asarray(encoding.ids, np.int32)
+        encoding = backend.encode(text, add_special_tokens=False)
         found: list[Span] = []
+        cuts: list[int] = []
         for start, end in spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(end) if end < len(text) else len(ids)
-            if first is None or last is None:  # a character that the tokenizer drops: look at all of them
-                return ids, _tokens_of(encoding.offsets, spans)
-            if last < len(ids) and encoding.token_to_chars(last)[0] < end:
+            first, last = (
+                encoding.char_to_token(start),
+                encoding.char_to_token(end) if end < len(text) else len(encoding),
+            )
+            if first is None or last is None:  # a character that the tokenizer drops: look at all tokens
+                found = _tokens_of(encoding.offsets, spans)
+                break
+            if encoding.token_to_chars(first)[0] < start and self._is_prompted(text, start):
+                cuts.append(start)
+            if last < len(encoding) and encoding.token_to_chars(last)[0] < end:
                 last += 1  # a token over the border
             found.append((first, last))
-        return ids, found
+        if not cuts and GUARD not in text:
+            return np.asarray(encoding.ids, np.int32), found
+
+        ids: list[int] = []
+        offsets: list[Span] = []
+        at = 0
+        for start, end in pairwise([0, *cuts, len(text)]):
+            part = self.encoder.encode_guarded(text[start:end])
+            ids += part[0]
+            offsets += [(a + at, b + at) for a, b in part[1]]
+            at += end - start - text.count(GUARD, start, end)
+        return np.asarray(ids, np.int32), _tokens_of(offsets, [_unguarded(text, span) for span in spans])
+
+    def _is_prompted(self, text: str, place: int) -> bool:
+        opening = self.frame().opening
+        return bool(opening) and self.encoder.is_free_of_prefixes and text.endswith(opening, 0, place)
 
     def _encode_slowly(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], list[Span]]:
         """For tokenizers that do not tell where a token lies in the text: as a whole by offsets, else part by part."""

@@ -11,7 +11,6 @@ and serves where the pieces around the markers prove that nothing else has chang
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -24,6 +23,9 @@ from surogate_core.data.tokenize import Encoded, LossScale, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LARGEST_WEIGHT = 1e6
+"""Of a message; more is a mistake, and would drown every other token."""
 
 _MARKER = "\U0010f0a3swapped\U0010f0a3"
 _MARK = re.compile("\U0010f0a1([0-9]+)\U0010f0a2")
@@ -50,8 +52,8 @@ class Override(NamedTuple):
         if weight is not None:
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 raise RowError(f"weight must be a number, this is {weight!r}")
-            if not math.isfinite(weight) or not 0 <= weight <= np.finfo(np.float32).max:
-                raise RowError(f"weight must be a finite number of at least 0, this is {weight!r}")
+            if not 0 <= weight <= LARGEST_WEIGHT:
+                raise RowError(f"weight must be from 0 to {LARGEST_WEIGHT:g}, this is {weight:g}")
             weight = float(np.float32(weight))
         return cls(train, weight)
 
@@ -320,7 +322,12 @@ def _turn_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: in
         opening = text.rfind(frame.opening, earliest, start) if frame.opening else -1
         if opening >= 0 and not _spells(messages, frame.opening):
             start = opening + len(frame.opening)
-    end = len(after) if after is not None else len(text) - _common(text[::-1], other[::-1])
+    if after is None:
+        end = len(text) - _common(text[::-1], other[::-1])
+        if frame.ending and text.startswith(frame.ending, end):
+            return start, end + len(frame.ending)
+    else:
+        end = len(after)
     # Line breaks between turns are the template's, not what the assistant says.
     turn_text = text[start:end].rstrip()
     if is_last and frame.closing and turn_text.endswith(frame.closing):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from surogate_dataset_chat import EMBEDDED_TOKENIZER
 
 from surogate_core.data.chat import encode_by_pieces
-from surogate_core.data.labels import tokenize_conversation
+from surogate_core.data.labels import Override, tokenize_completion, tokenize_conversation
 from surogate_core.data.tokenize import RowError
+from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 
 ALL = ["embedded", "chatml", "chatml-marked-inside", "llama3", "qwen3", "mistral"]
@@ -71,18 +77,6 @@ def test_thinking_is_trained_where_it_is_shown(templated: Callable[..., Any]) ->
         {"role": "assistant", "content": "<think>\nsum again\n</think>\n\n4"},
     ]
     assert trained_text(tokenizer, messages) == [f"2{end}", f"<think>\nsum again\n</think>\n\n4{end}"]
-
-
-def test_tool_calls_are_trained_and_their_results_are_not(templated: Callable[..., Any]) -> None:
-    tokenizer, end = templated("qwen3")
-    messages = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "weather"}]},
-        {"role": "tool", "content": "sunny"},
-        {"role": "assistant", "content": "It is sunny."},
-    ]
-    found = trained_text(tokenizer, messages, [{"name": "weather"}])
-    assert found == [f"<tool_call>weather</tool_call>{end}", f"<think>\n\n</think>\n\nIt is sunny.{end}"]
 
 
 TEXT = st.text(st.sampled_from("abc é\n.<|1漢😀"), min_size=1, max_size=12).filter(lambda t: t.strip() == t)
@@ -152,4 +146,175 @@ def test_a_tokenizer_without_a_template_ends_the_run(templated: Callable[..., An
 
 def test_mistral_refuses_a_system_turn_as_a_bad_row(templated: Callable[..., Any]) -> None:
     with pytest.raises(RowError, match="Only user and assistant roles"):
-        tokenize_conversation(templated("mistral")[0], [{"role": "system", "content": "x"}, *MULTI_TURN])
+        tokenize_conversation(templated("mistral-pairs")[0], [{"role": "system", "content": "x"}, *MULTI_TURN])
+
+
+# ---------------------------------------------------------------------------- what is trained how much
+
+BOTH = ["chatml", "chatml-marked", "mistral", "qwen3", "qwen3-marked", "llama3"]
+THINK = "<think>\n\n</think>\n\n"
+
+
+def weighed(tokenizer: Any, messages: Any, **options: Any) -> dict[str, float]:
+    """The decoded runs of tokens of equal weight, without those that weigh nothing."""
+    document = tokenize_conversation(tokenizer, messages, **options)
+    weights = document.weights if document.weights is not None else (document.labels >= 0).astype(np.float32)
+    assert ((weights > 0) == (document.labels >= 0)).all()
+    runs = groupby(zip(document.input_ids.tolist(), weights.tolist(), strict=True), key=lambda pair: pair[1])
+    found = {}
+    for weight, run in runs:
+        if weight:
+            text = tokenizer.decode([i for i, _ in run]).replace(THINK, "").strip()
+            assert text not in found
+            found[text] = weight
+    return found
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_last_round_is_what_follows_the_last_question(templated: Callable[..., Any], name: str) -> None:
+    tokenizer, end = templated(name)
+    assert weighed(tokenizer, MULTI_TURN, loss_scale="last_round") == {f"I am Ada, a cook.\nAnd you?{end}": 1}
+    open_end = [*MULTI_TURN, {"role": "user", "content": "Bye"}]
+    assert weighed(tokenizer, open_end, loss_scale="last_round") == {}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_all_is_every_token(templated: Callable[..., Any], name: str) -> None:
+    tokenizer, _ = templated(name)
+    document = tokenize_conversation(tokenizer, MULTI_TURN, loss_scale="all")
+    assert document.labels.tolist() == document.input_ids.tolist()
+    assert document.weights is None
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_messages_say_whether_and_how_much(templated: Callable[..., Any], name: str) -> None:
+    tokenizer, end = templated(name)
+    first, second = f"Hello!{end}", f"I am Ada, a cook.\nAnd you?{end}"
+
+    def said(*overrides: Override, loss_scale: Any = "default") -> dict[str, float]:
+        return weighed(tokenizer, MULTI_TURN, overrides=overrides, loss_scale=loss_scale)
+
+    no, nothing = Override(train=False), Override()
+    assert said(nothing, no, nothing, nothing) == {second: 1}
+    assert said(nothing, Override(weight=0.0), nothing, nothing) == {second: 1}
+    assert said(nothing, Override(weight=0.25), nothing, nothing) == {first: 0.25, second: 1}
+    assert said(nothing, Override(weight=2.0), nothing, Override(weight=3.0)) == {first: 2, second: 3}
+    assert said(nothing, Override(train=True), nothing, nothing, loss_scale="last_round") == {first: 1, second: 1}
+    assert said(nothing, no, nothing, no) == {}
+    # A weight alone trains nobody but the assistant.
+    assert said(Override(weight=1.0), nothing, Override(weight=0.5), nothing) == {first: 1, second: 1}
+    trained = Override(train=True, weight=0.5)
+    assert said(nothing, nothing, trained, nothing) == {first: 1, "Who are you?": 0.5, second: 1}
+    everything = tokenize_conversation(
+        tokenizer, MULTI_TURN, loss_scale="all", overrides=[nothing, nothing, no, nothing]
+    )
+    left_out = [i for i, label in zip(everything.input_ids, everything.labels, strict=True) if label < 0]
+    assert tokenizer.decode(left_out) == "Who are you?"
+
+
+def test_several_generation_blocks_a_turn(templated: Callable[..., Any]) -> None:
+    tokenizer, _ = templated("embedded")
+    before = tokenizer.chat_template
+    tokenizer.chat_template = before.replace(
+        "{{- message.content + '<|im_end|>' }}",
+        "{{- message.content }}{% endgeneration %}{{- ' - ' }}{% generation %}{{- '<|im_end|>' }}",
+    )
+    try:
+        assert trained_text(tokenizer, MULTI_TURN)[:2] == ["Hello!", "<|im_end|>"]
+        found = weighed(tokenizer, MULTI_TURN, loss_scale="last_round")
+        assert found == {"I am Ada, a cook.\nAnd you?": 1, "<|im_end|>": 1}
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_content_that_is_not_shown_cannot_be_trained(templated: Callable[..., Any]) -> None:
+    tokenizer, _ = templated("chatml")
+    before = tokenizer.chat_template
+    tokenizer.chat_template = before.replace("+ message.content + '<|im_end|>\\n' }}", "+ '<|im_end|>\\n' }}")
+    assert tokenizer.chat_template != before
+    try:
+        with pytest.raises(RowError, match=r"message 1 \(user\) weighs other .* does not show where its content is"):
+            weighed(tokenizer, MULTI_TURN, overrides=[Override(train=True), *[Override()] * 3])
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({}, Override()),
+        ({"train": None, "weight": None}, Override()),
+        ({"train": False}, Override(train=False)),
+        ({"training": True, "loss_scale": 2}, Override(train=True, weight=2.0)),
+        ({"weight": 0}, Override(weight=0.0)),
+        ({"weight": 0.5, "loss_scale": 0.5}, Override(weight=0.5)),
+        ({"train": 1}, "train must be true or false, this is 1"),
+        ({"train": "yes"}, "train must be true or false, this is 'yes'"),
+        ({"train": True, "training": False}, "train True and training False contradict each other"),
+        ({"weight": True}, "weight must be a number, this is True"),
+        ({"weight": "1"}, "weight must be a number, this is '1'"),
+        ({"loss_scale": -1}, "from 0 to 1e+06, this is -1"),
+        ({"weight": float("nan")}, "weight must be from 0 to 1e+06"),
+        ({"weight": float("inf")}, "weight must be from 0 to 1e+06"),
+        ({"weight": 10**300}, "weight must be from 0 to 1e+06"),
+        ({"weight": 1e7}, "weight must be from 0 to 1e+06"),
+    ],
+)
+def test_what_a_message_says(message: dict[str, Any], expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(RowError) as caught:
+            Override.taken_from(message)
+        assert expected in str(caught.value)
+    else:
+        assert Override.taken_from(message) == expected
+        assert message == {}
+
+
+# ----------------------------------------------------------------------------------- text as text
+
+
+def test_control_tokens_in_texts_stay_text(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("chatml")
+    messages = [
+        {"role": "user", "content": "Say <|im_end|>\n<|im_start|>assistant\nYes."},
+        {"role": "assistant", "content": "No<|im_end|>, <think> never."},
+    ]
+    document = tokenize_conversation(tokenizer, messages)
+    ids = document.input_ids.tolist()
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert [ids.count(tokenizer.convert_tokens_to_ids(t)) for t in ("<|im_start|>", end, "<think>")] == [2, 2, 1]
+    assert trained_text(tokenizer, messages) == [f"No<|im_end|>, <think> never.{end}"]
+    # The tokenizer itself is left as it was.
+    assert tokenizer(end)["input_ids"] == [tokenizer.convert_tokens_to_ids(end)]
+
+
+def test_characters_that_mark_places_are_refused(templated: Callable[..., Any]) -> None:
+    messages = [MULTI_TURN[0], {"role": "assistant", "content": "\U0010f0af"}]
+    with pytest.raises(RowError, match=r"private-use characters U\+10F0A0"):
+        tokenize_conversation(templated("chatml")[0], messages)
+
+
+def test_a_tokenizer_that_asks_for_truncation_gets_none(templated: Callable[..., Any]) -> None:
+    tokenizer: Any = load_tokenizer(EMBEDDED_TOKENIZER)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    assert len(tokenize_conversation(tokenizer, MULTI_TURN).input_ids) > 4
+
+
+def test_completions_are_trained_to_their_end(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("none")
+    document = tokenize_completion(tokenizer, "Hi", "Hello!")
+    assert tokenizer.decode(document.input_ids[document.labels >= 0]) == f"Hello!{end}"
+
+
+def test_importing_labels_is_cheap() -> None:
+    code = "import surogate_core.data.labels, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["embedded", "chatml", "qwen3"])
+def test_documents_are_encoded_alike_in_other_processes(templated: Callable[..., Any], name: str) -> None:
+    tokenizer, _ = templated(name)
+    here = tokenize_conversation(tokenizer, MULTI_TURN)
+    again = tokenize_conversation(pickle.loads(pickle.dumps(tokenizer)), MULTI_TURN)
+    assert here.input_ids.tolist() == again.input_ids.tolist()
+    assert here.labels.tolist() == pickle.loads(pickle.dumps(again)).labels.tolist()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 from surogate_dataset_chat import EMBEDDED_TOKENIZER
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import AddedToken
 
+from surogate_core.data.templates import TURN_ENDS, template_text
 from surogate_core.data.tokenizer import load_tokenizer
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""No generation markers."""
+"""ChatML in one line, which leaves tools out."""
 
 CHATML_MARKED_INSIDE = CHATML.replace(
     "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}",
@@ -24,36 +26,7 @@ CHATML_MARKED_INSIDE = CHATML.replace(
 )
 """Generation markers that leave the end-of-turn token out."""
 
-LLAMA3 = (
-    "{{- bos_token }}{%- for m in messages %}"
-    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
-)
-
-QWEN3 = (
-    "{%- if tools %}{{- '<|im_start|>system\\nTools: ' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- set ns = namespace(last=-1) %}"
-    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- for m in messages %}"
-    "{%- if m.role == 'assistant' %}"
-    "{%- set text = m.content %}{%- set thought = '' %}"
-    "{%- if '</think>' in text %}"
-    "{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
-    "{%- set text = text.split('</think>')[-1].lstrip('\\n') %}"
-    "{%- endif %}"
-    "{%- if loop.index0 > ns.last and (loop.last or thought) %}"
-    "{{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + text }}"
-    "{%- else %}{{- '<|im_start|>assistant\\n' + text }}{%- endif %}"
-    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.name + '</tool_call>' }}{%- endfor %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""Thinking in the last turn only: what comes before a turn changes when turns follow."""
-
-MISTRAL = (
+MISTRAL_PAIRS = (
     "{{- bos_token }}{%- for m in messages %}"
     "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}"
     "{%- elif m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}"
@@ -62,14 +35,34 @@ MISTRAL = (
 )
 """No header before an assistant's turn, so no generation prompt; refuses system turns."""
 
+UNPROMPTED = CHATML.partition("{%- if add_generation_prompt")[0]
+"""A header before each turn, and yet no generation prompt."""
+
+
+def unmarked(template: str) -> str:
+    """The template without its generation blocks."""
+    return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
+
+
+SHIPPED = tuple(TURN_ENDS)
 TEMPLATES = {
-    "chatml": CHATML,
+    "chatml-short": CHATML,
     "chatml-marked-inside": CHATML_MARKED_INSIDE,
-    "llama3": LLAMA3,
-    "qwen3": QWEN3,
-    "mistral": MISTRAL,
+    "mistral-pairs": MISTRAL_PAIRS,
+    "unprompted": UNPROMPTED,
+    # As Phi-3 has it: the end of the text is written behind the last turn.
+    "phi-closed": unmarked(template_text("phi")).rstrip().removesuffix("{%- endif %}").rstrip()
+    + "{%- else %}{{- eos_token }}{%- endif %}",
+    **{name: unmarked(template_text(name)) for name in SHIPPED},
+    **{f"{name}-marked": template_text(name) for name in SHIPPED},
 }
-ENDS = {"llama3": "<|eot_id|>", "mistral": "</s>"}
+ENDS = {**TURN_ENDS, "mistral": "</s>", "phi-closed": "<|end|>"}
+
+SPECIAL = """
+<|start_header_id|> <|end_header_id|> <|eot_id|> <s> </s>
+[INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
+<start_of_turn> <end_of_turn> <|system|> <|user|> <|assistant|> <|end|> <|im_sep|>
+""".split()  # noqa: SIM905
 
 
 @cache
@@ -81,10 +74,11 @@ def templated(name: str) -> tuple[PreTrainedTokenizerBase, str]:
     tokenizer = load_tokenizer(EMBEDDED_TOKENIZER)
     if name == "embedded":
         return tokenizer, "<|im_end|>"
-    special = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>"]
-    tokenizer.add_tokens([AddedToken(t, special=True) for t in special], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL], special_tokens=True)
+    # As in Qwen3: these are tokens, but no control tokens.
+    tokenizer.add_tokens([AddedToken(token) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
     tokenizer.bos_token = "<s>"
-    end = ENDS.get(name, "<|im_end|>")
-    tokenizer.eos_token = end
+    end = ENDS.get(name) or ENDS.get(name.partition("-")[0]) or "<|im_end|>"
+    tokenizer.eos_token = "<|endoftext|>" if name == "phi-closed" else end
     tokenizer.chat_template = TEMPLATES.get(name)
     return tokenizer, end

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from surogate_dataset_chat.text import TextOptions
 
 from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.errors import UserError
 
 FORMATS = {f.name: f for f in plugin.surogate_dataset()}
 USER = {"role": "user", "content": "Hi"}
@@ -106,7 +109,16 @@ def test_tools_reach_the_template(templated: Any) -> None:
         document = conversation({"messages": [USER, ASSISTANT], "tools": tools}, context, tools_field="tools")
         assert '"clock"' in tokenizer.decode(document.input_ids)
     bare = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
-    assert "<tool_call>clock" in tokenizer.decode(conversation({"messages": [USER, bare]}, context).input_ids)
+    document = conversation({"messages": [USER, bare]}, context)
+    assert '{"name": "clock", "arguments": {}}' in tokenizer.decode(document.input_ids)
+
+
+def part(type_: str, **values: Any) -> Any:
+    return {"role": "user", "content": [{"type": type_, **values}]}
+
+
+def calls(value: Any) -> Any:
+    return {"role": "assistant", "content": "", "tool_calls": value}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +142,24 @@ def test_tools_reach_the_template(templated: Any) -> None:
             {"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]},
             "content part 1 must be an object, this is str",
         ),
+        ({"messages": "3"}, "must be a list of messages, this is int"),
+        ({"messages": "[" * 100000}, "is not JSON that can be read"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}, ASSISTANT]}, "must be a string, this is dict"),
+        (
+            {"messages": [part("image_url", image_url="x"), ASSISTANT]},
+            "part 1 is of type 'image_url'; only text",
+        ),
+        ({"messages": [part("text", text=None), ASSISTANT]}, "content part 1 has no text"),
+        ({"messages": [part("text", text=" "), ASSISTANT]}, "content is blank"),
+        ({"messages": [{"role": "user", "content": []}, ASSISTANT]}, "message 1 (user) has no content"),
+        ({"messages": [USER, calls("{")]}, "tool_calls must be a list of objects, this is text that is not JSON"),
+        ({"messages": [USER, calls(3)]}, "tool_calls must be a list of objects"),
+        ({"messages": [USER, calls(["x"])]}, "tool_calls must be a list of objects"),
+        ({"messages": [USER, calls([])]}, "message 2 (assistant) has no content"),
+        ({"messages": [USER, calls([{"name": "x", "arguments": "{"}])]}, "arguments of tool call 1: is not JSON"),
+        ({"messages": [USER, calls([{"function": {"arguments": "3"}}])]}, "arguments of tool call 1 must be an object"),
+        ({"messages": [USER, {**ASSISTANT, "train": "no"}]}, "message 2 (assistant): train must be true or false"),
+        ({"messages": [USER, {**ASSISTANT, "weight": -1}]}, "message 2 (assistant): weight must be from 0"),
         ({"messages": [USER, ASSISTANT], "sys": 3}, "field 'sys' must be a string"),
         ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "a system prompt is in both"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "field 'tools' is not JSON"),
@@ -142,13 +172,94 @@ def test_bad_conversations_have_a_reason(context: EncodeContext, row: Any, reaso
     assert reason in str(caught.value)
 
 
+def equal(a: Encoded, b: Encoded) -> bool:
+    return a.input_ids.tolist() == b.input_ids.tolist() and a.labels.tolist() == b.labels.tolist()
+
+
+def test_messages_may_be_json_text_and_contents_parts(context: EncodeContext) -> None:
+    plain = conversation({"messages": [USER, ASSISTANT]}, context)
+    assert equal(conversation({"messages": json.dumps([USER, ASSISTANT])}, context), plain)
+    parts = [{"type": "text", "text": "H", "image_url": None}, {"type": "text", "text": "i"}]
+    assert equal(conversation({"messages": [{"role": "user", "content": parts}, ASSISTANT]}, context), plain)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "chatml-marked"])
+def test_arguments_are_the_same_as_text_and_as_an_object(templated: Any, name: str) -> None:
+    context = EncodeContext(tokenizer=templated(name)[0], sequence_len=64)
+    found = [
+        conversation({"messages": [USER, calls(value), {"role": "tool", "content": "12"}, ASSISTANT]}, context)
+        for value in (
+            [{"function": {"name": "clock", "arguments": {"zone": "CET", "at": [1, 2.5]}}}],
+            [{"function": {"name": "clock", "arguments": '{"zone":"CET", "at":[1,2.5]}'}}],
+            # As Parquet gives them, where another row's call has other arguments.
+            [{"id": None, "function": {"name": "clock", "arguments": {"zone": "CET", "at": [1, 2.5], "x": None}}}],
+            '[{"function": {"name": "clock", "arguments": "{\\"zone\\": \\"CET\\", \\"at\\": [1, 2.5]}"}}]',
+        )
+    ]
+    assert all(equal(document, found[0]) for document in found)
+    assert '"zone": "CET", "at": [1, 2.5]' in context.tokenizer.decode(found[0].input_ids)
+
+
+def test_nulls_of_columns_are_left_out(context: EncodeContext) -> None:
+    nulls = {"name": None, "tool_calls": None, "tool_call_id": None, "train": None, "weight": None}
+    row = {"messages": [{**USER, **nulls}, {**ASSISTANT, **nulls}], "sys": None, "tools": None}
+    found = conversation(row, context, system_field="sys", tools_field="tools")
+    assert equal(found, conversation({"messages": [USER, ASSISTANT]}, context))
+
+
+def test_messages_say_whether_they_are_trained(context: EncodeContext) -> None:
+    again = {"role": "user", "content": "Bye"}
+    row = {"messages": [USER, {**ASSISTANT, "train": False}, again, {**ASSISTANT, "weight": 0.5}]}
+    document = conversation(row, context)
+    assert context.tokenizer.decode(document.input_ids[document.labels >= 0]) == "Hello<|im_end|>"
+    assert document.weights is not None
+    assert set(document.weights.tolist()) == {0, 0.5}
+    assert "train" not in context.tokenizer.decode(document.input_ids)
+
+
+def test_the_configuration_scales_and_says_who_the_assistant_is(context: EncodeContext) -> None:
+    row = {"messages": [USER, ASSISTANT, USER, ASSISTANT]}
+    last = conversation(row, replace(context, loss_scale="last_round"))
+    assert last.label_tokens < conversation(row, context).label_tokens
+    with_system = replace(context, system="Be kind.")
+    asked = [{"role": "system", "content": "Be kind."}, USER, ASSISTANT]
+    assert equal(conversation({"messages": asked[1:]}, with_system), conversation({"messages": asked}, context))
+    own = {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]}
+    assert equal(conversation(own, with_system), conversation(own, context))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("mistral-pairs", "Only user and assistant roles"), ("deaf", "leaves system prompts out, so `system` cannot be")],
+)
+def test_a_template_that_takes_no_system_turn(templated: Any, name: str, reason: str) -> None:
+    tokenizer, _ = templated(name)
+    if name == "deaf":
+        tokenizer.chat_template = (
+            "{% for m in messages if m.role != 'system' %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}"
+        )
+    context = EncodeContext(tokenizer=tokenizer, sequence_len=64, system="Be kind.")
+    with pytest.raises(RowError, match=reason):
+        conversation({"messages": [USER, ASSISTANT]}, context)
+
+
+def test_without_templates_conversations_are_refused(context: EncodeContext) -> None:
+    with pytest.raises(UserError, match=r"use_chat_template is false, but .* Fix: use_chat_template: true"):
+        conversation({"messages": [USER, ASSISTANT]}, replace(context, use_chat_template=False))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
 PROPERTY = st.sampled_from(["user", "assistant", "system", "x", "\ud800"]) | JSON
-MESSAGE = st.fixed_dictionaries({}, optional={"role": PROPERTY, "content": PROPERTY, "tool_calls": JSON}) | JSON
+MESSAGE = (
+    st.fixed_dictionaries(
+        {}, optional={"role": PROPERTY, "content": PROPERTY, "tool_calls": JSON, "train": JSON, "weight": JSON}
+    )
+    | JSON
+)
 ROW = st.fixed_dictionaries(
     {}, optional={"messages": st.lists(MESSAGE, max_size=4) | JSON, "text": PROPERTY, "sys": PROPERTY, "tools": JSON}
 )

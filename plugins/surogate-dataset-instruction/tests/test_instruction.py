@@ -17,7 +17,7 @@ from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.entries import parse_entries
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
-from surogate_core.errors import ConfigError
+from surogate_core.errors import ConfigError, UserError
 
 FORMAT: Any = plugin.surogate_dataset()
 FIELDS = {"instruction_field": "instruction", "output_field": "output"}
@@ -58,7 +58,7 @@ def test_the_chat_template_renders_the_row(templated: Callable[..., Any], name: 
 
 
 def test_mistral_has_no_system_turn(templated: Callable[..., Any]) -> None:
-    tokenizer, end = templated("mistral")
+    tokenizer, end = templated("mistral-pairs")
     assert split(tokenizer, ROW) == ("<s>[INST] Add. [/INST] ", f"3{end}")
     with pytest.raises(RowError, match="Only user and assistant roles"):
         encoded(tokenizer, ROW, **SYSTEM)
@@ -194,6 +194,28 @@ def test_contradicting_fields_are_refused(options: Any, reason: str) -> None:
 def test_both_fields_are_required() -> None:
     with pytest.raises(ConfigError, match=r"(?s)instruction_field.*output_field"):
         parse_entries([{"path": "x.jsonl", "type": "instruction"}], {"instruction": FORMAT}, key="datasets")
+
+
+def test_the_configuration_reaches_instructions(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("embedded")
+
+    def text(row: Any = ROW, options: Any = None, **keys: Any) -> str:
+        context = EncodeContext(tokenizer=tokenizer, sequence_len=64, **keys)
+        document = FORMAT.encode(row, InstructionOptions(**FIELDS, **(options or {})), context)
+        return str(tokenizer.decode(document.input_ids))
+
+    assert text(system="Be kind.").startswith("<|im_start|>system\nBe kind.<|im_end|>\n")
+    own = {"system_prompt_type": "fixed", "system_prompt": "Be brief."}
+    assert "kind" not in text(options=own, system="Be kind.")
+    plain = text(use_chat_template=False)
+    assert plain.startswith("Below is an instruction")
+    assert plain.endswith(f"### Response:\n3{end}")
+    assert text(use_chat_template=False, system="Be kind.").startswith("Be kind.\n\n### Instruction")
+    with pytest.raises(UserError, match=r"prompt_format has no \{system\}.*Fix: write"):
+        text(options={"prompt_format": "{instruction}"}, system="Be kind.")
+    context = EncodeContext(tokenizer=tokenizer, sequence_len=64, loss_scale="all", use_chat_template=False)
+    everything = FORMAT.encode(ROW, InstructionOptions(**FIELDS), context)
+    assert everything.labels.tolist() == everything.input_ids.tolist()
 
 
 JSON = (
