@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import UserError
+from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,8 +73,8 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     from surogate_core.data.preview import suspicious_examples
     from surogate_core.train.tokenizer_of_run import tokenizer_of_run
 
-    vocab_size, pretrained = _vocabulary(config, registry)
-    tokenizer, notes = tokenizer_of_run(config, vocab_size=vocab_size, pretrained=pretrained)
+    pretrained = config.model.path is not None and not config.from_scratch
+    tokenizer, notes = tokenizer_of_run(config, vocab_size=_vocabulary(config, registry), pretrained=pretrained)
     began = time.perf_counter()
     with _shown_progress() as progress:
         data = prepare(config, tokenizer, registry.all("dataset"), progress=progress)
@@ -94,33 +93,31 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     return 0
 
 
-def _vocabulary(config: RunConfig, registry: Registry) -> tuple[int | None, bool]:
-    """(rows of the model's embedding if its configuration says, whether it begins from trained weights).
-
-    Only what lies in a configuration is read: a model that is nothing but that and a tokenizer will do.
-    """
+def _vocabulary(config: RunConfig, registry: Registry) -> int | None:
+    """The rows of the model's embedding, if a configuration says; only that is read of a model."""
     chosen = config.model
     values: dict[str, Any] = {}
-    if chosen.path is None:
-        family = registry.all("model").get(chosen.name)
-        values |= dict(family.presets.get(chosen.preset or "", {})) if family is not None else {}
-    else:
-        values |= _model_config(chosen.path)
+    if chosen.path is not None:
+        values |= _model_config(config, chosen.path)
+    elif (family := registry.all("model").get(chosen.name)) is not None:
+        values |= dict(family.presets.get(chosen.preset or "", {}))
     values |= chosen.config
     size = values.get("vocab_size")
-    return (size if isinstance(size, int) else None), chosen.path is not None and not config.from_scratch
+    return size if isinstance(size, int) else None
 
 
-def _model_config(path: str) -> dict[str, Any]:
-    """The ``config.json`` of a directory or hub id; empty when it has none, since a tokenizer alone will do here."""
-    from surogate_core.data.paths import is_hub_id, resolve_package_path
+def _model_config(config: RunConfig, path: str) -> dict[str, Any]:
+    """The ``config.json`` of a directory or hub id; empty where there is none, since a tokenizer alone will do here."""
+    from surogate_core.train.weights import locate
 
-    local = Path(resolve_package_path(path)).expanduser()
-    file: Path | None = local / "config.json"
-    if not local.is_dir():
-        # What the hub says of a wrong id is told when its tokenizer is loaded.
-        file = _from_hub(path) if is_hub_id(path) else None
-    if file is None or not file.is_file():
+    try:
+        file = locate(path, revision=config.model.revision, weights=False) / "config.json"
+    except SurogateError:
+        # The tokenizer is from elsewhere, so the data can be prepared without the model.
+        if config.tokenizer is not None:
+            return {}
+        raise
+    if not file.is_file():
         return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -129,15 +126,6 @@ def _model_config(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{file}: must hold a JSON object. Fix: copy the model's config.json again.")
     return values
-
-
-def _from_hub(repository: str) -> Path | None:
-    from huggingface_hub import errors, hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repository, "config.json"))
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
-        return None
 
 
 # -------------------------------------------------------------------------------- arguments

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from surogate_core.data.batch import IGNORE_LABEL
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
@@ -48,10 +46,16 @@ class PackedDocument:
     """Documents of the row."""
     input_ids: NDArray[np.int32]
     """[T] int32."""
-    trained: NDArray[np.bool_]
-    """[T] bool; the first token is predicted by nothing, so it never is."""
     weights: NDArray[np.float32]
-    """[T] float32: loss weights, 0 where nothing is trained."""
+    """[T] float32: what each token counts in the loss, 0 where nothing is trained.
+
+    The first token is predicted by nothing, so it never is.
+    """
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """[T] bool: whether a token carries loss."""
+        return self.weights > 0
 
     @property
     def trained_tokens(self) -> int:
@@ -80,20 +84,17 @@ def packed_documents(rows: PackedRows) -> Iterator[PackedDocument]:
     """The documents in the order of the rows."""
     for index in range(len(rows)):
         row = rows.row(index)
-        given = getattr(row, "weights", None)
         end = 0
         for number, length in enumerate(row.lengths, start=1):
             start, end = end, end + length
-            trained = row.labels[start:end] != IGNORE_LABEL
-            trained[:1] = False
-            weights = trained.astype(np.float32) if given is None else np.where(trained, given[start:end], 0)
+            weights = row.weights[start:end].copy()
+            weights[:1] = 0
             yield PackedDocument(
                 row=index,
                 number=number,
                 documents=len(row.lengths),
                 input_ids=row.input_ids[start:end],
-                trained=trained,
-                weights=weights.astype(np.float32),
+                weights=weights,
             )
 
 
@@ -118,18 +119,13 @@ def _segments(document: PackedDocument, tokenizer: PreTrainedTokenizerBase, firs
     found: list[Segment] = []
     start = first
     while start < last:
-        trained, weight = bool(document.trained[start]), float(document.weights[start])
+        weight = float(document.weights[start])
         kind: Literal["token", "special"] = "special" if ids[start] in special else "token"
         end = start + 1
-        while (
-            end < last
-            and (ids[end] in special) == (kind == "special")
-            and document.trained[end] == trained
-            and document.weights[end] == weight
-        ):
+        while end < last and (ids[end] in special) == (kind == "special") and document.weights[end] == weight:
             end += 1
         parts = tuple(_parts(tokenizer, ids, start, end))
-        found.append(Segment(kind=kind, trained=trained, weight=weight, parts=parts))
+        found.append(Segment(kind=kind, trained=weight > 0, weight=weight, parts=parts))
         start = end
     return found
 
