@@ -166,6 +166,16 @@ def theirs(data: Path, tokenizer: Path, cache: Path, processes: int) -> dict[str
     }
 
 
+def memory_of(process: int) -> dict[str, int]:
+    """RSS and PSS of a process in bytes; nothing when it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = {line.split(":")[0].lower(): line.split()[1] for line in lines[1:]}
+    return {name: int(fields[name]) * 1024 for name in ("rss", "pss") if name in fields}
+
+
 def measured(side: str, data: Path, tokenizer: Path, root: Path, processes: int) -> dict[str, Any]:
     """One side in a process of its own, with the peak memory of all its processes in GiB."""
     import psutil
@@ -179,18 +189,13 @@ def measured(side: str, data: Path, tokenizer: Path, root: Path, processes: int)
         def watch() -> None:
             root_process = psutil.Process(process.pid)
             while process.poll() is None:
-                now = {"rss": 0, "pss": 0}
+                now = dict.fromkeys(peak, 0)
                 for member in (root_process, *root_process.children(recursive=True)):
-                    try:
-                        memory = member.memory_full_info()
-                    except psutil.Error:
-                        continue
-                    # What is mapped from files is the page cache's and given back at need, but RSS and PSS count it.
-                    now["rss"] += memory.rss
-                    now["pss"] += memory.pss
+                    for name, value in memory_of(member.pid).items():
+                        now[name] += value
                 for name, value in now.items():
                     peak[name] = max(peak[name], value)
-                time.sleep(0.1)
+                time.sleep(0.2)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
