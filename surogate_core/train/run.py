@@ -18,6 +18,7 @@ from surogate_core import __version__
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
+from surogate_core.data.preview import suspicious_examples
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
@@ -40,6 +41,7 @@ from surogate_core.train.setup import (
     resolve_device,
     resolve_lora,
     resolve_model,
+    unused_note,
 )
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.tokenizer_of_run import EMBEDDED, tokenizer_of_run
@@ -119,7 +121,8 @@ class _Run:
         if unused:
             log.info("tensors of the model directory that the model does not use", names=unused)
         recipe = registry.get("recipe", config.recipe.name)
-        notes = [n for n in (recipe.unavailable(device), *resolved.notes) if n]
+        left_out = unused_note(unused, tied=resolved.model.tied)
+        notes = [n for n in (recipe.unavailable(device), left_out, *resolved.notes) if n]
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
@@ -129,6 +132,7 @@ class _Run:
         notes += of_tokenizer
         data = prepare(config, tokenizer, registry.all("dataset"), progress=self._show)
         notes += [data.report.summary(), *data.report.warnings]
+        notes += suspicious_examples(data, tokenizer, task=config.task)
         loader = StepLoader(
             data.train,
             rows_per_micro_batch=config.per_device_train_batch_size,
