@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -319,6 +319,18 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
                 alpha=config.lora_alpha,
             )
     return unused
+
+
+def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
+    """What to say of tensors that the model does not use; None where that is as it should be.
+
+    A bias that the block has no room for would make the model another one than was trained.
+    """
+    strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")]
+    if not strange:
+        return None
+    listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+    return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
 
 
 def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) -> Callable[[TensorSpec], Tensor]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -13,6 +15,7 @@ from huggingface_hub import errors
 from safetensors.torch import save_file
 
 from surogate_core.errors import MachineError, UserError
+from surogate_core.train.setup import unused_note
 from surogate_core.train.tensorfile import TensorFile, TensorWriter
 from surogate_core.train.weights import INDEX, SINGLE, ModelDir
 
@@ -303,3 +306,60 @@ def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.zeros(1001)
     loaded.copy_into("t", target)
     assert torch.equal(target, tensor)
+
+
+# ------------------------------------------------------------------------------ in a run
+
+
+def changed(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(model / SINGLE)
+    change(tensors)
+    save_file(tensors, model / SINGLE)
+
+
+HEAD = "model.layers.0.self_attn.q_proj.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda m: changed(m, lambda t: t.update(x=t.pop(HEAD))), f"{HEAD} is missing"),
+    "shape": (lambda m: changed(m, lambda t: t.update({HEAD: t[HEAD][:-1].clone()})), f"{HEAD} has shape [31, 32] in"),
+    "dtype": (lambda m: changed(m, lambda t: t.update({HEAD: t[HEAD].to(torch.int8)})), f"{HEAD} is I8 in"),
+    "truncated": (lambda m: os.truncate(m / SINGLE, 9000), "not a whole safetensors file"),
+    "shard": (lambda m: (m / SINGLE).rename(m / "model-1.safetensors"), "neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_nothing_is_allocated_before_the_files_are_checked(
+    case: str,
+    tmp_path: Path,
+    model_copy: Path,
+    base_on: Callable[[Path], list[str]],
+    run_here: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("surogate_core.train.run.build_engine", lambda *args, **keys: pytest.fail("allocated"))
+    monkeypatch.setattr(TensorFile, "_read", lambda *args: pytest.fail("data was read"))
+    damage, expected = DAMAGE[case]
+    damage(model_copy)
+    with pytest.raises(UserError) as caught:
+        run_here(tmp_path / "out", *base_on(model_copy))
+    assert expected in str(caught.value)
+    assert "Fix: " in str(caught.value)
+    assert str(model_copy) in str(caught.value)
+
+
+def test_tensors_without_use_are_told(
+    tmp_path: Path,
+    model_copy: Path,
+    base_on: Callable[[Path], list[str]],
+    run_here: Callable[..., int],
+    records: Callable[..., list[dict[str, Any]]],
+) -> None:
+    bias = HEAD.replace("weight", "bias")
+    changed(model_copy, lambda t: t.update({bias: torch.zeros(32)}))
+    run_here(tmp_path / "out", *base_on(model_copy), "max_steps=1", "eval_steps=0")
+    (note,) = [n for n in records(tmp_path / "out", "run_start")[0]["notes"] if "has no use for" in n]
+    assert bias in note
+    assert unused_note(["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], tied=True) is None
+    assert "a, b, c and 1 more" in str(unused_note(list("abcd"), tied=False))
