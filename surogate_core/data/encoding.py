@@ -40,7 +40,7 @@ WORTH_PROCESSES = 8 << 20
 MOST_PROCESSES = 16
 """Of `dataloader_num_workers: auto`."""
 _FEW = 8
-"""Chunks that are not worth a process, whatever the size of the data set was thought to be."""
+"""Chunks that are not worth a process; of more, this one encodes the first while the others start."""
 _AHEAD = 3
 """Chunks that are under way for each process."""
 
@@ -178,9 +178,8 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
     chunks = iter(chunks)
     first = list(islice(chunks, _FEW)) if processes else []
     payload = _pickled(encoder) if len(first) == _FEW else None
-    chunks = chain(first, chunks)
     if payload is None:
-        yield from map(encoder, chunks)
+        yield from map(encoder, chain(first, chunks))
         return
     # Rows are encoded one at a time: threads of the tokenizer would only fight over the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -189,6 +188,8 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
     )
     under_way: deque[Future[EncodedChunk]] = deque()
     try:
+        under_way.extend(pool.submit(_encode, chunk) for chunk in islice(chunks, _AHEAD * processes - 1))
+        yield from map(encoder, first)  # while the processes start
         for chunk in chunks:
             under_way.append(pool.submit(_encode, chunk))
             if len(under_way) >= _AHEAD * processes:
