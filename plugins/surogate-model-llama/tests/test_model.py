@@ -26,6 +26,25 @@ PUBLISHED = {
 """Parameters of meta-llama/Llama-3.*, a tied matrix counted once."""
 
 
+KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rope_theta",
+    "tie_word_embeddings",
+)
+SHAPES = {
+    "3.2-1b": (2048, 16, 32, 8, 8192, 128256, 5e5, True),
+    "3.2-3b": (3072, 28, 24, 8, 8192, 128256, 5e5, True),
+    "3.1-8b": (4096, 32, 32, 8, 14336, 128256, 5e5, False),
+    "3.1-70b": (8192, 80, 64, 8, 28672, 128256, 5e5, False),
+}
+"""Of the config.json files of meta-llama/Llama-3.*."""
+
+
 def tiny_config(**changes: Any) -> dict[str, Any]:
     return {**PRESETS["tiny"], **changes}
 
@@ -47,6 +66,12 @@ def test_a_preset_has_the_tensors_of_transformers(name: str) -> None:
 
 def test_every_preset_has_a_published_size_or_is_tiny() -> None:
     assert {*PUBLISHED, "tiny"} == {*PRESETS}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_preset_has_the_published_shape(name: str) -> None:
+    """What the number of parameters does not tell: how the features are split into heads, and the positions' base."""
+    assert tuple(PRESETS[name][key] for key in KEYS) == SHAPES[name]
 
 
 def test_presets_are_json() -> None:

@@ -29,6 +29,28 @@ PUBLISHED = {
 """Parameters of Qwen/Qwen2.5-*, a tied matrix counted once."""
 
 
+KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rope_theta",
+    "tie_word_embeddings",
+)
+SHAPES = {
+    "0.5b": (896, 24, 14, 2, 4864, 151936, 1e6, True),
+    "1.5b": (1536, 28, 12, 2, 8960, 151936, 1e6, True),
+    "3b": (2048, 36, 16, 2, 11008, 151936, 1e6, True),
+    "7b": (3584, 28, 28, 4, 18944, 152064, 1e6, False),
+    "14b": (5120, 48, 40, 8, 13824, 152064, 1e6, False),
+    "32b": (5120, 64, 40, 8, 27648, 152064, 1e6, False),
+    "72b": (8192, 80, 64, 8, 29568, 152064, 1e6, False),
+}
+"""Of the config.json files of Qwen/Qwen2.5-*."""
+
+
 def tiny_config(**changes: Any) -> dict[str, Any]:
     return {**PRESETS["tiny"], **changes}
 
@@ -50,6 +72,12 @@ def test_a_preset_has_the_tensors_of_transformers(name: str) -> None:
 
 def test_every_preset_has_a_published_size_or_is_tiny() -> None:
     assert {*PUBLISHED, "tiny"} == {*PRESETS}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_preset_has_the_published_shape(name: str) -> None:
+    """What the number of parameters does not tell: how the features are split into heads, and the positions' base."""
+    assert tuple(PRESETS[name][key] for key in KEYS) == SHAPES[name]
 
 
 def test_presets_are_json() -> None:

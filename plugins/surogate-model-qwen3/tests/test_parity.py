@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from parity import TINY, Pair
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from surogate_model_qwen3.model import build
 from tiny_engine import (
     TARGETS,
     gradients,
@@ -120,6 +122,49 @@ def test_loss_and_every_gradient(tied: bool, bias: bool, recompute: bool, record
     assert error <= TOLERANCE, name
     assert all(g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing"
     assert engine.evaluate([batch()])[0] == pytest.approx(loss.item(), rel=TOLERANCE)
+
+
+LONG = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""RoPE scaling whose original length the documents exceed."""
+
+
+def long_pair(scaling: dict[str, Any]) -> Pair:
+    rope = {"rope_theta": 5000.0, **scaling}
+    positions = 64 if scaling.get("rope_type") == "dynamic" else 128
+    config = Qwen3Config(
+        **{
+            **TINY,
+            "head_dim": 16,
+            "architectures": ["Qwen3ForCausalLM"],
+            "rope_parameters": rope,
+            "max_position_embeddings": positions,
+        }
+    )
+    return Pair.of(Qwen3ForCausalLM, config, build, lengths=(90, 21))
+
+
+@pytest.mark.parametrize("scaling", LONG.values(), ids=LONG)
+def test_rope_past_its_original_length(scaling: dict[str, Any], record_testsuite_property: Record) -> None:
+    logits = long_pair(scaling).logits_error()
+    gradient, name = long_pair(scaling).gradient_error(recompute=True)
+    record_testsuite_property(f"{scaling['rope_type']}", f"logits {logits:.2e}, gradient {gradient:.2e} {name}")
+    assert max(logits, gradient) <= TOLERANCE
+    scaled, plain = long_pair(scaling), long_pair({"rope_type": "default"})
+    mixed = Pair(
+        reference=plain.reference, build=lambda _: build(scaled.reference.config.to_dict()), documents=plain.documents
+    )
+    assert mixed.logits_error() > 100 * TOLERANCE, "the scaling must matter"
 
 
 def peft_model(model: Qwen3ForCausalLM) -> Any:
