@@ -55,7 +55,7 @@ def report_of(
 ) -> dict[str, Any]:
     """The report as JSON-able values; `show` prints the same."""
     report = data.report
-    sets = [{**dataclasses.asdict(d), "trained_share": d.trained_share} for d in report.datasets]
+    sets = [{**dataclasses.asdict(d), "trained_share": d.label_tokens / max(1, d.tokens)} for d in report.datasets]
     return {
         "task": config.task,
         "sequence_len": config.sequence_len,

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_cache import add_repository
+from huggingface_hub import constants
 
 from surogate_core.cli.main import main
 from surogate_core.data.paths import resolve_package_path
@@ -147,6 +149,24 @@ def test_a_model_without_weights_will_do(tmp_path: Path, rows: Path, capsys: pyt
     (model / "config.json").write_text("[")
     assert main(arguments) == 2
     assert "config.json: cannot be read" in capsys.readouterr().err
+
+
+def test_of_a_hub_id_no_weights_are_needed(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "model"
+    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), model)
+    (model / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 100}')
+    add_repository(tmp_path / "hub", "acme/tiny", {"1" * 40: model}, {"main": "1" * 40})
+    data = [f"datasets=[{{path: '{rows}', type: conversation}}]", f"data_cache_dir={tmp_path / 'cache'}"]
+    assert main(["tokenize", "model=acme/tiny", *data]) == 2
+    assert "the model's vocabulary has 100 entries" in capsys.readouterr().err
+    assert main(["tokenize", "model=acme/absent", *data]) == 3
+    assert "not in the local cache" in capsys.readouterr().err
+    # The tokenizer is at hand, so the data can be prepared before the model is.
+    assert main(["tokenize", "model=acme/absent", TOKENIZER, *data]) == 0
 
 
 def test_an_example_when_everything_is_trained(
