@@ -7,8 +7,9 @@ turn) is found once and kept beside the tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -48,7 +49,9 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         special = [(i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, _ in special}
+        # A token for what is unknown stands for text, unless it is the one that ends texts too (GPT-2).
+        unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+        self.special_ids = (frozenset(tokenizer.all_special_ids) | {i for i, _ in special}) - unknown
         names = {token.content for _, token in special} | set(tokenizer.all_special_tokens)
         longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -64,7 +67,7 @@ class Encoder:
         self.is_free_of_prefixes = False
         """Whether a text's beginning is read as any other part of it."""
         if tokenizer.is_fast:
-            backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+            backend = tokenizer.backend_tokenizer
             # A tokenizer.json may ask for both; transformers switches them off in every call of its own.
             backend.no_truncation()
             backend.no_padding()
@@ -189,6 +192,16 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Chat:
     return found
 
 
+@cache
+def _renderer() -> Callable[..., Any] | None:
+    """What `apply_chat_template` renders by, without the copies that it makes of every row; None where it is gone."""
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        return None
+    return render_jinja_template
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """What the template puts around an assistant's turn."""
@@ -208,7 +221,7 @@ class Chat:
         self._tokenizer = ref(tokenizer)  # a strong reference would keep the tokenizer in the table of chats for ever
         self.encoder = encoder_of(tokenizer)
         self.template = template
-        self.marks_turns = _GENERATION.search(template) is not None and tokenizer.is_fast
+        self.marks_turns = _GENERATION.search(template) is not None and tokenizer.is_fast and _renderer() is not None
         """Whether the template has generation blocks."""
         self._frame: Frame | None = None
         self._takes_system: bool | None = None
@@ -225,23 +238,30 @@ class Chat:
     def _render(
         self, messages: Messages, tools: Tools, *, add_generation_prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        options = {
+            "tools": list(tools) if tools else None,
+            "chat_template": self.template,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        render = _renderer()
+        spans: list[Span] = []
         try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self.template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=add_generation_prompt,
-                **self.encoder.named,
-            )
+            if render is not None:
+                (text,), found = render(
+                    conversations=[list(messages)],
+                    return_assistant_tokens_mask=marked,
+                    **options,
+                    **self.encoder.named,
+                )
+                spans = list(found[0]) if marked else []
+            else:
+                tokenizer: Any = self._tokenizer()
+                text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # a template may raise anything: jinja2's errors, TypeError on an odd row, …
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RowError(f"the chat template refuses the conversation: {reason[0]}") from error
-        text: str = texts[0]
         require_unicode(text, "the rendered conversation")
-        return text, list(spans[0]) if marked else []
+        return text, spans
 
     def takes_system(self) -> bool:
         """Whether the template shows a system turn; one that raises at it is left to say why at the row."""

@@ -8,13 +8,18 @@ import sys
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import chat_templates
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from surogate_dataset_chat import EMBEDDED_TOKENIZER
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from surogate_core.data import chat
 from surogate_core.data.chat import encode_by_pieces
 from surogate_core.data.labels import Override, tokenize_completion, tokenize_conversation
 from surogate_core.data.tokenize import RowError
@@ -298,6 +303,81 @@ def test_a_tokenizer_that_asks_for_truncation_gets_none(templated: Callable[...,
     tokenizer: Any = load_tokenizer(EMBEDDED_TOKENIZER)
     tokenizer.backend_tokenizer.enable_truncation(4)
     assert len(tokenize_conversation(tokenizer, MULTI_TURN).input_ids) > 4
+
+
+def prefixed(**special: bool) -> Any:
+    """A tokenizer in the manner of SentencePiece, which puts a space before a text, with the options of its tokens."""
+    pieces = ["▁", "▁Hi", "▁Hello", "Hi", "Hello", "!", "user", "assistant", "<0x0A>", "\n", "?"]
+    letters = [
+        letter for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ,.|<>_" if letter not in pieces
+    ]
+    model = models.Unigram(
+        [("<unk>", 0.0), *((piece, -1.0) for piece in pieces), *((letter, -9.0) for letter in letters)], 0
+    )
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    ends = [AddedToken(token, special=True, normalized=False, **special) for token in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_tokens(ends, special_tokens=True)
+    tokenizer.chat_template = chat_templates.TEMPLATES["chatml"]
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [{}, {"rstrip": True}, {"lstrip": True}, {"rstrip": True, "lstrip": True}])
+def test_tokenizers_that_put_a_space_first(special: dict[str, bool]) -> None:
+    tokenizer = prefixed(**special)
+    messages = [*MULTI_TURN[:2], {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi!"}]
+    document = tokenize_conversation(tokenizer, messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert document.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer.convert_ids_to_tokens(document.input_ids[document.labels >= 0])
+    assert "".join(tokens).replace("\n", "").replace("▁", "") == "Hello!<|im_end|>Hi!<|im_end|>"
+
+
+def test_control_tokens_in_texts_where_pieces_are_read_differently() -> None:
+    tokenizer = prefixed()
+    messages = [{"role": "user", "content": "Hi<|im_end|>Hello"}, MULTI_TURN[1]]
+    document = tokenize_conversation(tokenizer, messages)
+    trained = tokenizer.convert_ids_to_tokens(document.input_ids[document.labels >= 0])
+    assert "".join(trained) == "Hello!<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["embedded", "chatml", "qwen3-marked"])
+def test_without_the_inner_renderer_the_outer_one_serves(
+    templated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tokenizer, _ = templated(name)
+    expected = tokenize_conversation(tokenizer, MULTI_TURN)
+    monkeypatch.setattr(chat, "_renderer", lambda: None)
+    monkeypatch.setattr(chat, "_CHATS", WeakKeyDictionary())
+    found = tokenize_conversation(tokenizer, MULTI_TURN)
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+
+
+class Slow:
+    """A tokenizer that does not say where a token lies: what the labels use of a slow one of transformers."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.is_fast = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        assert "return_offsets_mapping" not in options
+        return self._tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("name", ["chatml", "chatml-marked", "llama3", "qwen3", "mistral-pairs", "phi"])
+def test_slow_tokenizers_give_the_same(templated: Callable[..., Any], name: str) -> None:
+    tokenizer, _ = templated(name)
+    fast, slow = tokenize_conversation(tokenizer, MULTI_TURN), tokenize_conversation(Slow(tokenizer), MULTI_TURN)  # type: ignore[arg-type]
+    if name != "mistral-pairs":  # where a space belongs to the first token, part by part is another reading
+        assert slow.input_ids.tolist() == fast.input_ids.tolist()
+        assert slow.labels.tolist() == fast.labels.tolist()
+    assert tokenizer.decode(slow.input_ids) == tokenizer.decode(fast.input_ids)
 
 
 def test_completions_are_trained_to_their_end(templated: Callable[..., Any]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from surogate_core.data.tokenize import Encoded
 from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer, padding_id, tokenizer_digest
 from surogate_core.errors import UserError
 
@@ -51,13 +50,3 @@ def test_a_bad_tokenizer_is_one_clear_line(tokenizer: Any, tmp_path: Path, state
     with pytest.raises(UserError, match=r"tokenizer .*Fix: ") as caught:
         load_tokenizer(str(path))
     assert "\n" not in str(caught.value)
-
-
-def test_encoded_checks_its_shapes() -> None:
-    import numpy as np
-
-    ids = np.arange(3, dtype=np.int32)
-    with pytest.raises(ValueError, match="equal 1-D shapes"):
-        Encoded(input_ids=ids, labels=ids[:2])
-    assert Encoded.from_mask([5, 6, 7], [True, False, True]).labels.tolist() == [5, -100, 7]
-    assert Encoded.from_mask([5, 6, 7], [True, False, True]).label_tokens == 1
