@@ -194,33 +194,29 @@ def _shown_progress() -> Iterator[Callable[[Progress], None]]:
 @contextmanager
 def _bars() -> Iterator[Callable[[Progress], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}", markup=False),
-        TextColumn("{task.fields[rate]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    began: dict[str, tuple[TaskID, float]] = {}
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    figures = TextColumn("{task.fields[figures]}", markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), figures)
+    clock = _Clock()
+    shown: dict[str, TaskID] = {}
+    with Bars(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bars:
         # A process that is killed cannot bring a hidden cursor back.
         bars.console.show_cursor(True)
 
         def take(event: Progress) -> None:
-            now = time.monotonic()
-            if event.task not in began:
-                began[event.task] = bars.add_task(event.task, total=None, unit=event.unit, rate=""), now
-            task, start = began[event.task]
+            seconds = clock.seconds(event)
+            if event.task not in shown:
+                shown[event.task] = bars.add_task(event.task, total=None, figures="")
             bars.update(
-                task,
+                shown[event.task],
                 completed=event.done,
                 total=event.total or None,
-                rate=_rate(event, now - start),
+                figures=_figures(event, seconds),
+                visible=not _finished(event),
             )
 
         yield take
@@ -228,24 +224,46 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
 
 class _Lines:
     def __init__(self) -> None:
-        # Of each task: when it began, and when it last had a line.
-        self._times: dict[str, list[float]] = {}
+        self._clock = _Clock()
+        self._last: dict[str, float] = {}
+        """Seconds of each task at its last line."""
 
     def take(self, event: Progress) -> None:
-        now = time.monotonic()
-        times = self._times.setdefault(event.task, [now, now])
-        finished = 0 < event.total <= event.done and times[1] > times[0]
-        if now - times[1] < PROGRESS_SECONDS and not finished:
+        seconds = self._clock.seconds(event)
+        last = self._last.pop(event.task, None) if _finished(event) else self._last.get(event.task)
+        # A task that has had a line has one at its end too.
+        if seconds - (last or 0.0) < PROGRESS_SECONDS and not (_finished(event) and last is not None):
             return
-        times[1] = now
-        of = f" of {event.total:,}" if event.total else ""
-        seconds = now - times[0]
+        if not _finished(event):
+            self._last[event.task] = seconds
         left = ""
         if 0 < event.done < event.total:
             left = f", {seconds * (event.total - event.done) / event.done:.0f} s to go"
-        rate = _rate(event, seconds)
-        print(f"{event.task}: {event.done:,}{of} {event.unit}, {rate}{left}", file=sys.stderr, flush=True)
+        print(f"{event.task}: {_figures(event, seconds)}{left}", file=sys.stderr, flush=True)
 
 
-def _rate(event: Progress, seconds: float) -> str:
-    return f"{event.done / seconds:,.0f} {event.unit}/s" if seconds > 0 and event.done else ""
+class _Clock:
+    """How long each task takes. It begins where the one before ended: its first event comes when some of it is done."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._began: dict[str, float] = {}
+
+    def seconds(self, event: Progress) -> float:
+        """Since the event's task began."""
+        now = time.monotonic()
+        began = self._began.setdefault(event.task, self._last)
+        self._last = now
+        if _finished(event):  # another may come by the same name
+            del self._began[event.task]
+        return now - began
+
+
+def _finished(event: Progress) -> bool:
+    return 0 < event.total <= event.done
+
+
+def _figures(event: Progress, seconds: float) -> str:
+    of = f" of {event.total:,}" if event.total else ""
+    rate = f", {event.done / seconds:,.0f}/s" if seconds > 0 and event.done else ""
+    return f"{event.done:,}{of} {event.unit}{rate}"

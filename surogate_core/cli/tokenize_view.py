@@ -98,13 +98,15 @@ def _document_lengths(rows: PackedRows) -> tuple[NDArray[np.int64], bool]:
 
 def show(console: Console, report: Mapping[str, Any]) -> None:
     """Print the report as tables and sentences."""
+    for d in report["datasets"]:
+        chosen = f", read as {d['chosen']}" if d["chosen"] else ""
+        console.print(Text.assemble((d["key"], "bold"), f": {d['path']}{chosen}"), soft_wrap=True)
     sets = Table("data set", title="Read", title_justify="left", title_style="bold")
     for name in ("rows", "bad", "documents", "tokens", "trained", "tokenised"):
         sets.add_column(name, justify="right", no_wrap=True)
     for d in report["datasets"]:
-        chosen = f"\n{d['chosen']}" if d["chosen"] else ""
         sets.add_row(
-            Text(f"{d['key']}: {d['path']}{chosen}", overflow="fold"),
+            d["key"],
             *(f"{d[name]:,}" for name in ("rows", "bad_rows", "documents", "tokens")),
             f"{d['trained_share']:.1%}",
             "before" if d["cached"] else "now",

@@ -349,10 +349,10 @@ def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str], monkeypa
     now = [0.0]
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
     lines: Any = command._Lines()
-    for seconds, done in ((0, 0), (2, 100), (10, 1000), (30, 4000)):
+    for seconds, done in ((2, 100), (10, 1000), (30, 4000)):
         now[0] = float(seconds)
         lines.take(Progress(task="tokenise", done=done, total=4000, unit="rows"))
     assert capsys.readouterr().err.splitlines() == [
-        "tokenise: 1,000 of 4,000 rows, 100 rows/s, 30 s to go",
-        "tokenise: 4,000 of 4,000 rows, 133 rows/s",
+        "tokenise: 1,000 of 4,000 rows, 100/s, 30 s to go",
+        "tokenise: 4,000 of 4,000 rows, 133/s",
     ]
