@@ -31,6 +31,8 @@ TEXT = {"text": "Rome."}
     ("row", "type_name", "fields"),
     [
         (OPENAI, "conversation", {"messages_field": "messages"}),
+        ({"messages": json.dumps(OPENAI["messages"])}, "conversation", {"messages_field": "messages"}),
+        ({"messages": "[1", "text": "x"}, "text", {"text_field": "text"}),
         ({**OPENAI, "text": "x", "prompt": "x"}, "conversation", {"messages_field": "messages"}),
         (
             {**OPENAI, "system": "x", "tools": "[]"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ def _sharegpt(rows: Sequence[Row]) -> Iterator[FormatChoice]:
 def _conversation(rows: Sequence[Row], name: str, role: str, more: Mapping[str, Any], reason: str) -> FormatChoice:
     fields: dict[str, Any] = {"messages_field": name, **more}
     # A prompt in a field of its own as well as in the messages would be refused; then the messages' counts.
-    starts = any(_are_messages(row.get(name), role) and row[name][0][role] == "system" for row in rows)
+    starts = any(_are_messages(row.get(name), role) and _listed(row[name])[0][role] == "system" for row in rows)
     system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
     if system and not starts:
         fields["system_field"] = system
@@ -127,11 +128,22 @@ def _is_answer(value: Any) -> bool:
 
 
 def _are_messages(value: Any, role: str) -> bool:
+    value = _listed(value)
     return (
         isinstance(value, list)
         and bool(value)
         and all(isinstance(message, Mapping) and isinstance(message.get(role), str) for message in value)
     )
+
+
+def _listed(value: Any) -> Any:
+    """A list that is written as JSON text, as CSV holds it; another value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 FORMAT = DatasetFormat(name="auto", options=NoOptions, choose=choose, version=1)
