@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from surogate_core.errors import UserError
+from surogate_core.train.atomic import human_bytes
 
 USAGE = """\
 usage: surogate merge --base-model DIR_OR_HUB_ID --checkpoint-dir DIR --output DIR
@@ -98,5 +99,5 @@ class _Lines:
         now = time.monotonic()
         if done == total or now - self.said >= self.SECONDS:
             self.said = now
-            sys.stderr.write(f"merging: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {done / max(1, total):.0%}\n")
+            sys.stderr.write(f"merging: {human_bytes(done)} of {human_bytes(total)}, {done / max(1, total):.0%}\n")
             sys.stderr.flush()

@@ -126,6 +126,8 @@ def _cached_revisions(repo: str) -> list[str]:
     """Branches, tags and bare commits that the cache has."""
     root = _repo_cache(repo)
     refs = root / "refs"
-    named = {p.read_text().strip(): str(p.relative_to(refs)) for p in sorted(refs.rglob("*")) if p.is_file()}
-    commits = sorted(p.name for p in (root / "snapshots").glob("*"))
-    return [f"{named[commit]} ({commit})" if commit in named else commit for commit in commits]
+    named: dict[str, list[str]] = {p.name: [] for p in (root / "snapshots").glob("*")}
+    for reference in sorted(p for p in refs.rglob("*") if p.is_file()):
+        if (commit := reference.read_text().strip()) in named:
+            named[commit].append(str(reference.relative_to(refs)))
+    return [f"{' = '.join(names)} ({commit})" if names else commit for commit, names in sorted(named.items())]

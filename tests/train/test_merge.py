@@ -68,11 +68,11 @@ def test_elsewhere_there_is_a_line_now_and_then(
     with command._shown() as progress:
         for done in range(11):
             progress(done * 10**9, 10 * 10**9)
-    assert capsys.readouterr().err == "merging: 10.00 of 10.00 GB, 100%\n"
+    assert capsys.readouterr().err == "merging: 9.31 GiB of 9.31 GiB, 100%\n"
     monkeypatch.setattr(command._Lines, "SECONDS", 0.0)
     with command._shown() as progress:
         progress(10**9, 4 * 10**9)
-    assert capsys.readouterr().err == "merging: 1.00 of 4.00 GB, 25%\n"
+    assert capsys.readouterr().err == "merging: 954 MiB of 3.73 GiB, 25%\n"
 
 
 def test_the_progress_is_in_bytes_and_ends_at_all(
