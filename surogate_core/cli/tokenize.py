@@ -84,7 +84,7 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     if words.json:
         if words.debug:
             report["debug"] = tokenize_view.debug_as_json(data, tokenizer, words.debug)
-        print(json.dumps(report, indent=1, ensure_ascii=False))
+        print(json.dumps(report, indent=1))
         return 0
     console = tokenize_view.console()
     if words.debug:

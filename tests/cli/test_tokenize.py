@@ -95,6 +95,22 @@ def test_json_is_the_report_and_nothing_else(tokenize: Tokenize, capsys: pytest.
     assert sum(again["debug"][0]["trained"]) == again["debug"][0]["trained_tokens"] > 0
 
 
+def test_a_name_that_is_not_utf8_is_printed(
+    tokenize: Tokenize, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "n\udcff.jsonl").write_bytes(rows.read_bytes())
+    assert tokenize("--json", path=odd) == 0
+    assert json.loads(capsys.readouterr().out)["bad_rows"][0]["where"].endswith("n\udcff.jsonl:13")
+    surogate = [sys.executable, "-m", "surogate_core.cli.main", "tokenize"]
+    data = [f"datasets=[{{path: '{odd}', type: conversation}}]", f"data_cache_dir={tmp_path / 'cache'}", TOKENIZER]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*surogate, *data, "--debug"], capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert b"n\\udcff.jsonl:13" in done.stdout
+
+
 def test_long_documents_are_counted_as_they_are_treated(tokenize: Tokenize, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenize("--json", "truncation_strategy=split") == 0
     report = json.loads(capsys.readouterr().out)
