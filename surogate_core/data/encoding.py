@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections import deque
@@ -19,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,14 +177,13 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
     """The encoded chunks, in order. Raises what the format raises, and `MachineError` when a process is killed."""
     chunks = iter(chunks)
     first = list(islice(chunks, _FEW)) if processes else []
-    payload = _pickled(encoder) if len(first) == _FEW else None
-    if payload is None:
+    if len(first) < _FEW or not _can_be_sent(encoder):
         yield from map(encoder, chain(first, chunks))
         return
     # Rows are encoded one at a time: threads of the tokenizer would only fight over the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     pool = ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(payload,)
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(encoder,)
     )
     under_way: deque[Future[EncodedChunk]] = deque()
     try:
@@ -205,27 +204,26 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _pickled(encoder: RowEncoder) -> bytes | None:
-    """The encoder for other processes; None when its format or options exist in this one only."""
+def _can_be_sent(encoder: RowEncoder) -> bool:
+    """Whether another process can be given the encoder: not where its format or options exist in this one only."""
     try:
-        payload = pickle.dumps(encoder)
-        pickle.loads(payload)
-    except (pickle.PicklingError, AttributeError, TypeError, ImportError):
-        return None
-    return payload
+        ForkingPickler.dumps(encoder)
+    except Exception:  # what cannot be pickled raises what it likes
+        return False
+    return True
 
 
 _encoder: Callable[[Chunk], EncodedChunk] | None = None
 
 
-def _start(payload: bytes) -> None:
+def _start(encoder: RowEncoder) -> None:
     """Make this process ready: it leaves Ctrl-C to the one that started it, and does not outlive that."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.join,), daemon=True).start()
-    _encoder = pickle.loads(payload)
+    _encoder = encoder
 
 
 def _end_with(wait: Callable[[], None]) -> None:

@@ -271,7 +271,8 @@ def pack_documents(
     """Rows of the chosen documents (None: all), from the cache when they were packed before.
 
     Each array of `chosen` is packed by itself, so that a document which is in several does not
-    meet itself in a row. `progress` is told the documents that are packed, and of how many. `chosen_key` is a JSON-able value that stands for `chosen` in the key.
+    meet itself in a row. `chosen_key` is a JSON-able value that stands for `chosen` in the key.
+    `progress` is told the documents that are packed, and of how many.
     """
     key = digest_of(
         {
