@@ -86,7 +86,7 @@ def with_default_system(
 
     Raises `RowError` when the chat template would leave it out.
     """
-    if context.system is None or (messages and messages[0]["role"] in SYSTEM_ROLES):
+    if not (context.system or "").strip() or (messages and messages[0]["role"] in SYSTEM_ROLES):
         return
     from surogate_core.data.chat import chat_of
 

@@ -16,12 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from surogate_dataset_chat import EMBEDDED_TOKENIZER
 
+from surogate_core.config.schema import RunConfig
 from surogate_core.data import labels
-from surogate_core.data.labels import tokenize_conversation
+from surogate_core.data.labels import Override, tokenize_conversation
 from surogate_core.data.templates import TURN_ENDS, apply_template
 from surogate_core.data.tokenize import Encoded, RowError
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
+from surogate_core.train.tokenizer_of_run import tokenizer_of_run
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}
@@ -257,6 +259,59 @@ def test_both_ways_agree(
     assert fast.labels.tolist() == slow.labels.tolist()
 
 
+def result_of(call: dict[str, Any]) -> list[dict[str, Any]]:
+    return [call, RESULT] if "tool_calls" in call else [call]
+
+
+CALLS = st.builds(
+    lambda content, name, value: {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"function": {"name": name, "arguments": {"x": value}}}],
+    },
+    st.just("") | TEXT,
+    TEXT,
+    TEXT,
+)
+ANSWERS = st.one_of(
+    TEXT.map(lambda text: {"role": "assistant", "content": text}),
+    st.tuples(TEXT, TEXT, st.sampled_from(["", "\n", "\n\n"])).map(
+        lambda parts: {"role": "assistant", "content": f"<think>{parts[2]}{parts[0]}\n</think>{parts[2]}{parts[1]}"}
+    ),
+    st.tuples(TEXT, TEXT).map(lambda p: {"role": "assistant", "reasoning_content": p[0], "content": p[1]}),
+    CALLS,
+)
+OVERRIDES = st.builds(Override, st.none() | st.booleans(), st.none() | st.sampled_from([0.0, 0.5, 1.0]))
+
+
+@given(turns=st.lists(st.tuples(TEXT, ANSWERS), min_size=1, max_size=3), data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3", "mistral", "phi-closed", "unprompted"])
+def test_both_ways_agree_on_calls_thoughts_and_weights(
+    templated: Callable[..., Any], name: str, turns: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    tokenizer, _ = templated(name)
+    messages: list[dict[str, Any]] = []
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, *result_of(answer)]
+    overrides = data.draw(st.none() | st.lists(OVERRIDES, min_size=len(messages), max_size=len(messages)))
+    scale = data.draw(st.sampled_from(["default", "last_round", "all"]))
+
+    def found() -> Any:
+        try:
+            document = tokenize_conversation(tokenizer, messages, loss_scale=scale, overrides=overrides)
+        except RowError as error:
+            return str(error)
+        weights = document.weights.tolist() if document.weights is not None else None
+        return document.input_ids.tolist(), document.labels.tolist(), weights
+
+    fast = found()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(labels, "_all_at_once", lambda *args: None)
+        slow = found()
+    assert fast == slow
+
+
 @given(turns=TURNS, system=st.none() | TEXT)
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name != "mistral"])
@@ -288,6 +343,12 @@ def test_a_shipped_one_replaces_it_and_ends_the_text(templated: Callable[..., An
     assert "<think>" in tokenizer.chat_template
     assert tokenizer.eos_token == "<|im_end|>"
     assert set(TURN_ENDS) == set(SHIPPED) <= set(ENDS)
+
+
+def test_a_run_has_the_template_that_is_asked_for() -> None:
+    config = RunConfig(tokenizer=EMBEDDED_TOKENIZER, template="chatml")
+    tokenizer, _ = tokenizer_of_run(config, vocab_size=None, pretrained=False)
+    assert tokenizer.chat_template == TEMPLATES["chatml-marked"]
 
 
 def test_a_file_replaces_it(tmp_path: Path) -> None:
