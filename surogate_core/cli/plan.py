@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core.engine.prediction import predict
     from surogate_core.train.setup import engine_settings, kernel_table, resolve_device, resolve_lora, resolve_model
 
-    resolved = resolve_model(config, registry)
+    resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
     settings = engine_settings(config, device=device, borders=config.per_device_train_batch_size * BORDERS_PER_ROW)
     prediction = predict(

@@ -8,8 +8,10 @@ and line; other formats are streamed by the `datasets` library.
 from __future__ import annotations
 
 import codecs
+import glob
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -159,6 +161,8 @@ def open_source(spec: SourceSpec) -> Source:
         saved = (local / "state.json").exists() or (local / "dataset_dict.json").exists()
         return _limited(_saved_source(local, spec) if saved else _files_source(_files_of(local, spec), spec), spec)
     if local.exists():
+        if not local.is_file():
+            raise UserError(f"data set {spec.path}: neither a file nor a directory. Fix: correct `path`.")
         return _limited(_files_source([local], spec), spec)
     if local.suffix.lower() in READERS or not is_hub_id(spec.path):
         nearest = _nearest_name(local)
@@ -401,17 +405,37 @@ def _kind(value: Any) -> str:
 
 
 def _library_rows(path: str, suffix: str, skip: int = 0) -> Iterator[SourceRow]:
+    if not is_url(path):
+        if "::" in path:
+            raise UserError(f"data set {path}: a name with '::' cannot be read. Fix: rename the file.")
+        if Path(path).suffix.lower() == ".parquet" and _has_no_rows(path):
+            return iter(())
+
     def load() -> Any:
         import datasets
 
         options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
-        return datasets.load_dataset(READERS[suffix], data_files=[path], split="train", streaming=True, **options)
+        # The library takes patterns: a file's own * would match others.
+        files = [path if is_url(path) else glob.escape(path)]
+        return datasets.load_dataset(READERS[suffix], data_files=files, split="train", streaming=True, **options)
 
     return _numbered(path, load, skip)
 
 
+def _has_no_rows(path: str) -> bool:
+    """Whether a Parquet file is whole and empty, which the library takes for broken."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return bool(parquet.read_metadata(path).num_rows == 0)
+    except (ArrowException, OSError):
+        return False
+
+
 def _numbered(name: str, load: Callable[[], Any], skip: int = 0) -> Iterator[SourceRow]:
     """Rows of what `load` gives, a data set of the library, without the first `skip`."""
+    # What the library logs of a broken file is in our message too.
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
     done = skip
     try:
         data = load()
@@ -515,4 +539,5 @@ def _reason(error: BaseException) -> str:
         cause = cause.__cause__
     lines = str(cause).strip().splitlines()
     text = (lines[0] if lines else type(cause).__name__).rstrip()
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if text.endswith(".") else f"{text}."

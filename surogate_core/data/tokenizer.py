@@ -105,6 +105,20 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template ends an assistant's turn with; None where it does not show."""
+    from surogate_core.data.chat import chat_of
+
+    if not tokenizer.chat_template:
+        return None
+    try:
+        chat = chat_of(tokenizer)
+    except ValueError:  # only named templates, none of them for every conversation
+        return None
+    ids = tokenizer(chat.frame().ending, add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in chat.encoder.special_ids else None
+
+
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that fills padding; it carries no loss and nothing attends to it."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surogate_core import __version__
+from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_core.train import atomic
 from surogate_core.train.adapters import CONFIG, STACKED_ON, WEIGHTS
@@ -19,6 +20,9 @@ from surogate_core.train.tensorfile import TensorWriter, nbytes, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.train.weights import ModelDir
 
 MARKER = "surogate_export.json"
 """Says that a directory is an export, which a later export may replace."""
@@ -31,6 +35,26 @@ class Tokenizer(Protocol):
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files into a directory."""
+
+
+def generation_of(
+    base: ModelDir | None, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The base's ``generation_config.json``, or the token ids of `config`, with the end of a turn among its ends.
+
+    A base model's own does not know the token that ends a turn in the chats it was trained on: it would talk on.
+    """
+    found = base.generation_config() if base else None
+    if found is None:
+        ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        found = {key: value for key, value in ids.items() if value is not None}
+    end = turn_end_id(tokenizer)
+    ends = found.get("eos_token_id")
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if end is not None and end not in ends:
+        ends = [*ends, end]
+        found["eos_token_id"] = ends if len(ends) > 1 else end
+    return found
 
 
 def export_full(
@@ -81,13 +105,14 @@ def export_adapter(
     tokenizer: Tokenizer | None = None,
     task_type: str = "CAUSAL_LM",
     stacked_on: Path | None = None,
+    generation_config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a PEFT adapter directory; a former export there is replaced when the new one is whole.
 
     `tensors`: (``<module>.lora_A.weight``, [rank, in]) and (``<module>.lora_B.weight``, [out, rank]),
     modules by their Hugging Face names; alpha / rank is not folded in. `base_model`: hub id or
     directory that PEFT is to load the adapter on. `stacked_on`: an adapter directory that the base had
-    folded in, which is copied along. Errors as in `export_full`.
+    folded in, which is copied along. `generation_config` is for `surogate merge`. Errors as in `export_full`.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -118,6 +143,8 @@ def export_adapter(
         _write_json(new / "adapter_config.json", config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new))
+        if generation_config is not None:
+            _write_json(new / "generation_config.json", generation_config)
         if stacked_on is not None:
             _copy_stack(stacked_on, new / STACKED_ON)
         notes = ["This is a LoRA adapter in PEFT's format; load it on its base model."]

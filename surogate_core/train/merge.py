@@ -16,7 +16,7 @@ from surogate_core.train.adapters import LoraAdapter
 from surogate_core.train.card import Card, config_overrides
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.export import check_place, export_full, exported_facts
-from surogate_core.train.weights import ModelDir, locate
+from surogate_core.train.weights import ModelDir, generation_config_in, locate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +156,8 @@ def merge(
             figures=facts.get("figures", {}),
             configuration=facts.get("configuration", {}),
         ),
-        generation_config=model.generation_config(),
+        # A run leaves one in its adapter that knows the token which ends a turn of its chats.
+        generation_config=generation_config_in(used) or model.generation_config(),
     )
     modules = {module for adapter in stack for module in adapter.modules}
     return Merged(used=used, weights=len(modules), warnings=_warnings(base, model, top, used))

@@ -28,7 +28,7 @@ from surogate_core.train.bus import EventBus
 from surogate_core.train.card import Card, changed_keys
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
-from surogate_core.train.export import check_place, export_adapter, export_full
+from surogate_core.train.export import check_place, export_adapter, export_full, generation_of
 from surogate_core.train.loop import Loop
 from surogate_core.train.setup import (
     ResolvedModel,
@@ -370,6 +370,7 @@ class _Run:
                 card=card,
                 tokenizer=tokenizer,
                 stacked_on=Path(below[-1].source) if below else None,
+                generation_config=generation_of(resolved.weights, resolved.model.config, tokenizer),
             )
         if not config.lora or config.merge_adapter:
             values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
@@ -386,7 +387,7 @@ class _Run:
                 config=values,
                 tokenizer=tokenizer,
                 card=card,
-                generation_config=resolved.weights.generation_config() if resolved.weights else None,
+                generation_config=generation_of(resolved.weights, values, tokenizer),
             )
         self._progress("exporting", 1, 1)
         return self._export_places()[0]

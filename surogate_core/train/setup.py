@@ -89,15 +89,19 @@ def kernel_table(config: RunConfig, registry: Registry, device: torch.device) ->
     return KernelTable.build(device, list(registry.all("kernels").values()), deterministic=config.deterministic)
 
 
-def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
-    """The family, its model and where the weights come from; nothing large is read."""
+def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool = True) -> ResolvedModel:
+    """The family, its model and where the weights come from; nothing large is read.
+
+    Unless `weights_needed`, only the configuration is looked for, and a hub id's weights are not fetched.
+    """
     chosen = config.model
     families: Mapping[str, ModelFamily] = registry.all("model")
     commit = None
     if chosen.path is not None:
-        place = locate(chosen.path, revision=chosen.revision, weights=not config.from_scratch)
+        weights_needed = weights_needed and not config.from_scratch
+        place = locate(chosen.path, revision=chosen.revision, weights=weights_needed)
         commit = commit_of(place)
-        weights = None if config.from_scratch else ModelDir.open(place)
+        weights = ModelDir.open(place) if weights_needed else None
         values = dict(weights.config) if weights else _read_config(place)
         title = chosen.path if commit is None else f"{split_revision(chosen.path)[0]}@{commit[:12]}"
     elif chosen.revision is not None:
@@ -113,7 +117,7 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
             raise UserError(f"model.preset: {chosen.name} has no {chosen.preset!r}, only {', '.join(presets)}.")
         weights, values = None, dict(presets[chosen.preset])
         title = f"{chosen.name} {chosen.preset}"
-    if weights and chosen.config:
+    if chosen.path is not None and not config.from_scratch and chosen.config:
         raise UserError("model.config: a trained model's shape cannot be changed. Fix: set from_scratch=true.")
     values.update(chosen.config)
     if config.rope_scaling is not None or config.max_model_len is not None:
@@ -123,7 +127,7 @@ def resolve_model(config: RunConfig, registry: Registry) -> ResolvedModel:
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
     adapter = None
     if config.adapter_path is not None:
-        if weights is None:
+        if chosen.path is None or config.from_scratch:
             raise UserError(
                 f"adapter_path: {title} begins from random weights, and an adapter belongs to trained ones. "
                 f"Fix: set model=DIR_OR_HUB_ID, or adapter_path=null."

@@ -126,8 +126,7 @@ class ModelDir:
 
     def generation_config(self) -> dict[str, Any] | None:
         """The mapping of ``generation_config.json``, if there is one."""
-        path = self.path / "generation_config.json"
-        return _read_json(path) if path.exists() else None
+        return generation_config_in(self.path)
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the configuration, every header and file size; not over the data, nor the path."""
@@ -181,6 +180,12 @@ def _nearest_directory(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
     return f" The nearest name is {parent / near[0]}." if near else ""
+
+
+def generation_config_in(directory: Path) -> dict[str, Any] | None:
+    """The mapping of a directory's ``generation_config.json``, if there is one."""
+    path = directory / "generation_config.json"
+    return _read_json(path) if path.exists() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -308,3 +309,43 @@ def test_a_broken_line_far_down_is_named_by_its_number(tmp_path: Path) -> None:
     bad = [(where, row) for where, row in open_source(SourceSpec(path=str(path))).rows() if isinstance(row, RowError)]
     assert [where for where, _ in bad] == [f"{path}:1000000"]
     assert "not JSON" in str(bad[0][1])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+def test_a_name_with_the_signs_of_patterns_is_a_name(tmp_path: Path, suffix: str) -> None:
+    for name in ("x*y", "xAy", "a[1]"):
+        rows = [{"text": f"of {name}", "n": 1}]
+        path = tmp_path / f"{name}{suffix}"
+        if suffix == ".jsonl":
+            path.write_text(json.dumps(rows[0]))
+        else:
+            write_table(path, rows)
+    for name in ("x*y", "a[1]"):
+        assert [row["text"] for row in read(tmp_path / f"{name}{suffix}")] == [f"of {name}"]
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match="neither a file nor a directory"):
+        read(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match="rename the file"):
+        read(write_table(tmp_path / "a::b.csv", ROWS))
+
+
+def test_a_parquet_file_without_rows_is_whole(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    assert read(tmp_path / "none.parquet") == []
+
+
+def test_a_reason_has_no_control_characters_and_the_library_is_silent(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_table(tmp_path / "rows.parquet", ROWS)
+    path.write_bytes(path.read_bytes()[:-30] + b"\x0f\x1b[31m" * 4 + path.read_bytes()[-8:])
+    with pytest.raises(UserError) as raised:
+        read(path)
+    assert str(raised.value).isprintable()
+    assert capfd.readouterr().err == ""
