@@ -17,6 +17,7 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -78,6 +79,8 @@ class Case:
                 place.symlink_to(directory / "absent")
             case "link to itself":
                 place.symlink_to(place)
+            case "pipe":
+                os.mkfifo(place)
             case "broken link inside":
                 (place / "a.jsonl").symlink_to(place / "absent.jsonl")
             case "directory named as a file":
@@ -334,7 +337,7 @@ def content(draw: st.DrawFn, type_: str, suffix: str) -> bytes:
 # ------------------------------------------------------------------------------------ cases
 
 SPECIALS = ("loop", "broken link", "link to itself", "broken link inside", "directory named as a file", "unreadable",
-            "absent", "no suffix")  # fmt: skip
+            "absent", "no suffix", "pipe")  # fmt: skip
 NAMED = {"instruction_field": "instruction", "output_field": "output"}
 FIELDS: Mapping[str, list[dict[str, str]]] = {
     "text": [*[{}] * 6, {"text_field": "txt"}],

@@ -175,13 +175,13 @@ def process_count(wanted: int | str, size: int) -> int:
 
 def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) -> Generator[EncodedChunk, None, None]:
     """The encoded chunks, in order. Raises what the format raises, and `MachineError` when a process is killed."""
+    # Rows are encoded one at a time: threads of the tokenizer would only fight over the cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     chunks = iter(chunks)
     first = list(islice(chunks, _FEW)) if processes else []
     if len(first) < _FEW or not _can_be_sent(encoder):
         yield from map(encoder, chain(first, chunks))
         return
-    # Rows are encoded one at a time: threads of the tokenizer would only fight over the cores.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     pool = ProcessPoolExecutor(
         processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(encoder,)
     )

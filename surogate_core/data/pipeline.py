@@ -348,12 +348,18 @@ def _mixture(
 # ------------------------------------------------------------------------------- judgement
 
 
+def _longest(config: RunConfig) -> str:
+    """The key that bounds a document's length, and its value."""
+    key = "sequence_len" if config.max_length is None else "max_length"
+    return f"{key}={getattr(config, key)}"
+
+
 def _require_rows(rows: PackedRows, config: RunConfig, key: str) -> None:
     if len(rows) == 0:
         raise UserError(
-            f"{key}: none of the {rows.stats.documents:,} documents fits into sequence_len={config.sequence_len} "
+            f"{key}: none of the {rows.stats.documents:,} documents fits into {_longest(config)} "
             f"with truncation_strategy={config.truncation_strategy}. "
-            f"Fix: raise `sequence_len`, or set truncation_strategy to right or split."
+            f"Fix: raise it, or set truncation_strategy to right or split."
         )
 
 
@@ -386,7 +392,7 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
         if rows is not None and rows.stats.deleted > MANY_DROPPED_SHARE * rows.stats.documents:
             warnings.append(
                 f"{rows.stats.deleted:,} of {rows.stats.documents:,} {key} documents are longer than "
-                f"sequence_len={config.sequence_len} and were dropped; raise it, or set truncation_strategy."
+                f"{_longest(config)} and were dropped; raise it, or set truncation_strategy."
             )
     if held_out is None and config.validation_split_ratio > 0:
         warnings.append("Nothing is held out: there are too few documents to split, so no evaluation is made.")

@@ -306,3 +306,6 @@ def test_max_length_cuts_shorter_than_a_row(run: Prepare) -> None:
     data = run(rows * 3, max_length=8, truncation_strategy="right")
     assert data.train.row(0).lengths == (8, 8)
     assert run(rows * 3, max_length=8, truncation_strategy="split").train.row(0).lengths == (8, 8)
+    assert run(rows * 3, max_length=12).train.row(0).lengths == (12,)
+    with pytest.raises(UserError, match="fits into max_length=8"):
+        run(rows * 3, max_length=8)
