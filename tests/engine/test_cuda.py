@@ -5,6 +5,7 @@ Needs torch alone: ``pytest -m gpu tests/engine tests/kernels``.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tiny_engine import (
 )
 from torch import Tensor
 
-from surogate_core.data.batch import MicroBatch
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
@@ -89,6 +90,24 @@ def test_bf16_graphs_against_the_cpu_in_fp32(adapters: bool, recompute: bool) ->
     assert error <= tolerance, f"{error:.1e}, bf16 on the CPU {of_bf16:.1e}"
     assert found[0][1] == pytest.approx(exact[0][1], rel=1e-2), "the first gradient's norm"
     assert exact[-1][0] < 0.97 * exact[0][0], "the weights must have moved"
+
+
+def test_loss_weights_in_graphs_against_the_cpu() -> None:
+    def weighted(step: int) -> list[MicroBatch]:
+        found = []
+        for batch in batches(step):
+            trained = (batch.labels != IGNORE_LABEL).float()
+            cycle = torch.tensor([0.25, 1.0, 3.0]).repeat(TOKENS)[:TOKENS]
+            found.append(dataclasses.replace(batch, weights=trained * cycle))
+        return found
+
+    settings: dict[str, Any] = {"adapters": True, "weighted": True, "dtype": torch.float32}
+    sides = [engine("cpu", **settings), engine("cuda", **settings)]
+    found = [[e.train_step(weighted(step % 2), step=step, lr=3e-3).read() for step in range(4)] for e in sides]
+    for cpu, cuda in zip(*found, strict=True):
+        assert cuda == pytest.approx(cpu, rel=1e-4)
+    plain = engine("cuda", adapters=True, dtype=torch.float32)
+    assert plain.train_step(batches(0), step=0, lr=3e-3).read()[1] != pytest.approx(found[1][0][1], rel=1e-2)
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
