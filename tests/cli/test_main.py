@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -54,17 +52,7 @@ def let_run(result: Callable[[Any], int]) -> None:
     sys.modules["surogate_core.train.run"].result = result  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------- speed and imports
-
-
-@pytest.mark.parametrize(("args", "limit"), [(["--help"], 0.5), (["--version"], 0.5), (["plugins", "list"], 1.0)])
-def test_answers_at_once(args: list[str], limit: float) -> None:
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        surogate(*args)
-        times.append(time.perf_counter() - begin)
-    assert statistics.median(times) < limit
+# ----------------------------------------------------------------------------------- imports
 
 
 @pytest.mark.parametrize(
