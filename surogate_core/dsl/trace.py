@@ -22,6 +22,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from surogate_core.dsl.inductor import compile_graph
+
 Compiler = Literal["fx", "inductor"]
 Compiled = Callable[..., Sequence[Any]]
 
@@ -225,8 +227,7 @@ def _compile(module: fx.GraphModule, compiler: Compiler) -> Compiled:
     if compiler == "fx":
         return module.forward
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    with torch.no_grad():
-        return torch._inductor.compile(module, fakes)
+    return compile_graph(module, fakes)
 
 
 def _compiled(module: fx.GraphModule, names: Sequence[str], compiler: Compiler) -> _Call:

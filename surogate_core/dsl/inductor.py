@@ -1,0 +1,59 @@
+"""Inductor without timing: equal graphs become kernels that sum in the same order.
+
+Inductor times several tilings of a reduction and keeps the fastest, in each process that finds
+nothing cached. The tiling decides the order of a sum, so two runs of one configuration could differ
+in their last bits. Here the tiling is chosen by a rule. Kernels without a reduction may be timed:
+their tiling changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+ELEMENTS = 1024
+"""Elements that a program reduces at a time, as near as the offered tilings come."""
+
+_settled: set[int] = set()
+
+
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph for inputs like these (fake tensors)."""
+    # What another process timed and left on disk would be taken without being asked.
+    with torch.no_grad(), torch._inductor.config.patch(autotune_local_cache=False):
+        compiled = torch._inductor.compile(module, list(inputs))
+    settle_kernels()
+    return compiled
+
+
+def settle_kernels() -> None:
+    """Leave each reduction that was compiled since the last call with one of its tilings."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.hints import HeuristicType
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    reductions = (HeuristicType.REDUCTION, HeuristicType.PERSISTENT_REDUCTION, HeuristicType.SPLIT_SCAN)
+    for loaded in PyCodeCache.modules:
+        for kernel in vars(loaded).values():
+            if not isinstance(kernel, CachingAutotuner) or kernel.heuristic_type not in reductions:
+                continue
+            if id(kernel) in _settled:
+                continue
+            _settled.add(id(kernel))
+            if not kernel.launchers and len(kernel.compile_results or ()) != 1:
+                kernel.precompile()
+            if len(kernel.launchers) > 1:
+                kernel.launchers = [min(kernel.launchers, key=lambda one: _rank(one.config, kernel.size_hints))]
+
+
+def _rank(config: Any, sizes: dict[str, int]) -> tuple[float, ...]:
+    """The order of tilings: the first is taken."""
+    blocks = config.kwargs
+    reduced = math.prod(blocks.get(f"{name.upper()}BLOCK", size) for name, size in sizes.items() if name[0] == "r")
+    kept = math.prod(value for name, value in blocks.items() if name in ("XBLOCK", "YBLOCK", "ZBLOCK"))
+    distance = abs(math.log2(max(1, reduced * kept)) - math.log2(ELEMENTS))
+    return distance, -kept, config.num_warps, config.num_stages
