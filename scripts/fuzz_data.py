@@ -75,10 +75,8 @@ class Case:
         match self.special:
             case "loop":
                 (place / "again").symlink_to(place, target_is_directory=True)
-            case "broken link":
-                place.symlink_to(directory / "absent")
-            case "link to itself":
-                place.symlink_to(place)
+            case "broken link" | "link to itself":
+                place.symlink_to(place if self.special == "link to itself" else directory / "absent")
             case "pipe":
                 os.mkfifo(place)
             case "broken link inside":
@@ -343,8 +341,7 @@ FIELDS: Mapping[str, list[dict[str, str]]] = {
     "text": [*[{}] * 6, {"text_field": "txt"}],
     "instruction": [*[NAMED] * 4, {**NAMED, "input_field": "input"}, {**NAMED, "instruction_field": "prompt"}],
     "conversation": [*[{}] * 6, {"system_field": "system"}, {"tools_field": "tools"}, {"messages_field": "turns"}],
-    "preference": [{}],
-    "auto": [{}],
+    **dict.fromkeys(("preference", "auto"), [{}]),
 }
 JSON_SUFFIXES = (".jsonl", ".jsonl", ".json", ".ndjson")
 GOOD = b'{"text": "some text"}\n'
