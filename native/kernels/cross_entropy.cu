@@ -10,7 +10,8 @@ namespace surogate {
 
 constexpr int threads = 512;
 constexpr int warps = threads / 32;
-constexpr float minus_infinity = -__builtin_huge_valf();
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 struct Running {
     float maximum, sum;
@@ -19,7 +20,7 @@ struct Running {
 __device__ __forceinline__ Running joined(Running a, Running b) {
     // fmaxf drops a NaN; the sum carries it.
     const float maximum = fmaxf(a.maximum, b.maximum);
-    const float base = maximum == minus_infinity ? 0.0f : maximum;
+    const float base = maximum == minus_infinity() ? 0.0f : maximum;
     return {maximum, a.sum * __expf(a.maximum - base) + b.sum * __expf(b.maximum - base)};
 }
 
@@ -29,7 +30,7 @@ template <int count> __device__ __forceinline__ void take(Running &running, cons
 #pragma unroll
     for (int i = 0; i < count; ++i) maximum = fmaxf(maximum, values[i]);
     // Subtracting -inf from -inf would make a NaN where nothing was seen yet.
-    const float base = maximum == minus_infinity ? 0.0f : maximum;
+    const float base = maximum == minus_infinity() ? 0.0f : maximum;
     float sum = running.sum * __expf(running.maximum - base);
 #pragma unroll
     for (int i = 0; i < count; ++i) sum += __expf(values[i] - base);
@@ -54,7 +55,7 @@ __device__ void loss(const T *logits_NV, long long stride, const long long *labe
     using Wide = Vector<T>;
     const long long row_number = blockIdx.x;
     const T *row = logits_NV + row_number * stride;
-    Running running{minus_infinity, 0.0f};
+    Running running{minus_infinity(), 0.0f};
     const int head = unaligned(row, columns);
     for (int i = threadIdx.x; i < head; i += threads) take_one(running, row[i]);
     const int vectors = (columns - head) / Wide::width;

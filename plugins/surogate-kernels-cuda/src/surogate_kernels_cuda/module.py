@@ -63,6 +63,16 @@ def architecture_of(device: torch.device) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+class _Stream:
+    """torch's stream by the CUDA stream protocol, which not every torch has."""
+
+    def __init__(self, pointer: int):
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class Module:
     """One source, loaded when it is needed, once for each device."""
 
@@ -106,6 +116,5 @@ class Module:
             else:
                 converted.append(np.float32(argument) if isinstance(argument, float) else argument)
         with cupy.cuda.Device(device.index or 0):
-            stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
-            with stream:
+            with cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream)):
                 kernel(grid, (block,), tuple(converted))
