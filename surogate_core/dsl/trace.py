@@ -129,8 +129,53 @@ def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joi
     (output,) = (n for n in module.graph.nodes if n.op == "output")
     output.args = (list(torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)),)
     _drop_assertions(module.graph)
+    _drop_joins(module.graph)
     module.graph.eliminate_dead_code()
     return module
+
+
+def _drop_joins(graph: fx.Graph) -> None:
+    """Leave out concatenations of tensors that stand side by side in a buffer already.
+
+    What is joined may end in an empty tensor, room whose values do not matter: whatever the buffer
+    has there will do. A kernel that writes several results into one buffer meets one that reads
+    them from one so, and neither knows of the other.
+    """
+    for node in list(graph.nodes):
+        if node.target != torch.ops.aten.cat.default:
+            continue
+        parts = list(node.args[0])
+        if _base_op(parts[-1]) in (torch.ops.aten.new_empty, torch.ops.aten.empty):
+            parts.pop()
+        bases = {_buffer(part) for part in parts}
+        base = bases.pop() if parts else None
+        if bases or base is None:
+            continue
+        whole, joined = base.meta["val"], node.meta["val"]
+        offset = 0
+        for part in parts:
+            value = part.meta["val"]
+            fits = value.storage_offset() == offset and value.stride() == joined[:1, : value.shape[1]].stride()
+            fits = fits and value.shape[0] == joined.shape[0] and value.shape[2:] == joined.shape[2:]
+            if not fits:
+                break
+            offset += value.stride(1) * value.shape[1]
+        else:
+            if whole.is_contiguous() and whole.numel() == joined.numel() and joined.is_contiguous():
+                with graph.inserting_before(node):
+                    view = graph.call_function(torch.ops.aten.view.default, (base, list(joined.shape)))
+                view.meta = dict(node.meta)
+                node.replace_all_uses_with(view)
+                graph.erase_node(node)
+
+
+def _buffer(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, or None if it is no view."""
+    if _base_op(node) not in _VIEWS:
+        return None
+    while _base_op(node) in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
