@@ -22,6 +22,8 @@ from surogate_kernels_triton import adapters_programs as programs
 
 ROWS = 1024
 """Tokens whose contributions to a gradient one program adds, at most."""
+ROOM = 128
+"""Columns past x are a multiple of this."""
 PROGRAMS = 240
 """As many as keep a large GPU reading; fixed, so that the order of sums depends on shapes alone."""
 GOLDEN = 0x1E3779B9
@@ -81,9 +83,8 @@ def _forward(
     p: float,
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    # x is [N, I], or [N, I + ranks] with room for u, which is written there: nobody else reads it.
+    # x is [N, I + ranks or more]: u is written past x; nobody else reads it.
     n, width, ranks = x.shape[0], sum(outputs), rank * len(outputs)
-    wide = x.shape[1] > inputs
     if x.stride(1) != 1:
         x = x.contiguous()
     u_NR = x.new_empty(n, ranks)
@@ -93,7 +94,7 @@ def _forward(
         x,
         a,
         u_NR,
-        x[:, inputs:] if wide else u_NR,
+        x[:, inputs:],
         *_dropout(p, seed, salts),
         n,
         x.stride(0),
@@ -105,14 +106,10 @@ def _forward(
         M=tile,
         K=step,
         DROP=p > 0,
-        WIDE=wide,
         num_warps=4,
         num_stages=5,
     )
-    if wide:
-        return torch.mm(x, panel_QP[:width, : inputs + ranks].t()), u_NR
-    y = torch.mm(x, panel_QP[:width, :inputs].t())
-    return y.addmm_(u_NR, panel_QP[:width, inputs : inputs + ranks].t()), u_NR
+    return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
 
 
 @_forward.register_fake
@@ -262,9 +259,9 @@ class _AdaptedLinears(Function):
         ctx: Any, x_NI: Tensor, panel_QP: Tensor, seed: Tensor, shape: PanelShape, p: float, *adapters: Tensor
     ) -> tuple[Tensor, ...]:
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
-        # A product's inner dimension can be widened where x is the smaller side; else y is added to in place.
-        if shape.width > shape.inputs:
-            x_NI = torch.cat((x_NI, x_NI.new_empty(n, shape.ranks)), dim=1)
+        # One sum in fp32, rounded once: bf16 would swallow what a young adapter adds to a y already rounded.
+        room = x_NI.new_empty(n, -(-shape.ranks // ROOM) * ROOM)
+        x_NI = torch.cat((x_NI, room), dim=1)
         y, u_NR = _forward(x_NI, panel_QP, seed, shape.inputs, outputs, shape.rank, p, salts)
         ctx.save_for_backward(x_NI, u_NR, panel_QP, seed)
         ctx.shape, ctx.p = shape, p

@@ -52,7 +52,6 @@ def down(
     M: tl.constexpr,
     K: tl.constexpr,
     DROP: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """u[N, S·R] = dropout(x) Aᵀ of one projection; once more into the columns past x in its own rows."""
     slot = tl.program_id(0) % S
@@ -71,8 +70,7 @@ def down(
         acc = tl.dot(value, weight.T, acc)
     result = acc.to(u.dtype.element_ty)
     tl.store(u + rows[:, None] * (S * R) + ranks[None, :], result, mask=inside[:, None])
-    if WIDE:
-        tl.store(wide + rows.to(tl.int64)[:, None] * wide_row + ranks[None, :], result, mask=inside[:, None])
+    tl.store(wide + rows.to(tl.int64)[:, None] * wide_row + ranks[None, :], result, mask=inside[:, None])
 
 
 @triton.jit

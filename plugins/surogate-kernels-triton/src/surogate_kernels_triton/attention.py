@@ -23,6 +23,8 @@ from surogate_core.kernels.ops import region
 from surogate_kernels_triton import attention_programs as programs
 
 HEAD_SIZES = (64, 128)
+ROOM = 128
+"""Columns behind the output, as `adapted_linears` wants them; the engine then leaves out its copy."""
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -98,7 +100,7 @@ def _descriptor(x_NHE: Tensor, rows: int) -> TensorDescriptor:
 @torch.library.custom_op("surogate_triton::attention", mutates_args=())
 def _forward(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     n, heads, features = q_NHE.shape
-    out = q_NHE.new_empty(q_NHE.shape)
+    out = q_NHE.new_empty(n, heads * features + ROOM)
     lse_HN = q_NHE.new_empty((heads, n), dtype=torch.float32)
     if n == 0:
         return out, lse_HN
@@ -113,6 +115,7 @@ def _forward(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, 
         cu_seqlens_S,
         cu_seqlens_S.shape[0],
         n,
+        out.stride(0),
         scale * math.log2(math.e),
         H=heads,
         GROUP=heads // k.shape[1],
@@ -127,8 +130,8 @@ def _forward(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, 
 
 @_forward.register_fake
 def _(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    n, heads, _ = q_NHE.shape
-    return q_NHE.new_empty(q_NHE.shape), q_NHE.new_empty((heads, n), dtype=torch.float32)
+    n, heads, features = q_NHE.shape
+    return q_NHE.new_empty(n, heads * features + ROOM), q_NHE.new_empty((heads, n), dtype=torch.float32)
 
 
 @torch.library.custom_op("surogate_triton::attention_backward", mutates_args=())
@@ -149,7 +152,7 @@ def _backward(
         return dq, dk, dv
     tiles = tiles_for(q_NHE.device, features)
     q, k, v = (_rows(t) for t in (q_NHE, k_NKE, v_NKE))
-    dy, out, lse_HN = _rows(dy_NHE.contiguous()), out_NHE.contiguous(), lse_HN.contiguous()
+    dy, out, lse_HN = _rows(dy_NHE.contiguous()), _rows(out_NHE), lse_HN.contiguous()
     delta_HN = torch.empty_like(lse_HN)
     factor = scale * math.log2(math.e)
     borders = cu_seqlens_S.shape[0]
@@ -167,6 +170,7 @@ def _backward(
         cu_seqlens_S,
         borders,
         n,
+        out.stride(0),
         scale,
         factor,
         H=heads,
@@ -221,7 +225,9 @@ def _(
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-        out, lse = _forward(q, k, v, cu_seqlens, scale)
+        n, heads, features = q.shape
+        room, lse = _forward(q, k, v, cu_seqlens, scale)
+        out = room[:, : heads * features].view(n, heads, features)
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
         ctx.scale = scale
         return out

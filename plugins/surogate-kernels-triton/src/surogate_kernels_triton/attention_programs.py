@@ -119,6 +119,7 @@ def attention_forward(
     cu_seqlens,
     borders,
     tokens,
+    out_row,
     factor,
     H: tl.constexpr,
     GROUP: tl.constexpr,
@@ -153,7 +154,7 @@ def attention_forward(
     )
     inside = rows < tokens
     tl.store(lse + head * tokens + rows, tops + tl.log2(sums), mask=inside)
-    offsets = rows.to(tl.int64)[:, None] * (H * E) + head * E + tl.arange(0, E)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * out_row + head * E + tl.arange(0, E)[None, :]
     tl.store(out + offsets, (acc / sums[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 
 
@@ -205,6 +206,7 @@ def attention_backward_queries(
     cu_seqlens,
     borders,
     tokens,
+    out_row,
     scale,
     factor,
     H: tl.constexpr,
@@ -220,7 +222,8 @@ def attention_backward_queries(
     rows = first + tl.arange(0, M)
     inside = rows < tokens
     offsets = rows.to(tl.int64)[:, None] * (H * E) + head * E + tl.arange(0, E)[None, :]
-    o = tl.load(out + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
+    place = rows.to(tl.int64)[:, None] * out_row + head * E + tl.arange(0, E)[None, :]
+    o = tl.load(out + place, mask=inside[:, None], other=0.0).to(tl.float32)
     g = tl.load(dy + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     deltas = tl.sum(o * g, 1)
     tl.store(delta + head * tokens + rows, deltas, mask=inside)
