@@ -130,7 +130,7 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
             borders=borders,
             max_seqlen=LENGTH,
             head_chunks=options.head_chunks,
-            recompute=Recompute(block=options.recompute),
+            recompute=Recompute(block=options.recompute, regions=frozenset(options.regions)),
             weight_decay=0.1,
             max_grad_norm=1.0,
             seed=0,
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
+    parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
     parser.add_argument("--attention", choices=["installed", "torch"], default="installed")
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")

@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 Compiler = Literal["fx", "inductor"]
 Compiled = Callable[..., Sequence[Any]]
@@ -44,6 +45,8 @@ _VIEWS = frozenset(
         torch.ops.aten.detach,
     }
 )
+
+_EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def _drop_joins(graph: fx.Graph) -> None:
         if node.target != torch.ops.aten.cat.default:
             continue
         parts = list(node.args[0])
-        if _base_op(parts[-1]) in (torch.ops.aten.new_empty, torch.ops.aten.empty):
+        if _base_op(parts[-1]) in _EMPTY:
             parts.pop()
         bases = {_buffer(part) for part in parts}
         base = bases.pop() if parts else None
@@ -290,8 +293,9 @@ def _split(
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[fx.Node]]:
     """(forward, backward, the nodes that the forward returns for the backward besides inputs)."""
     inputs = {n.name for n in joint.graph.nodes if n.op == "placeholder"}
-    if compiler == "inductor" and not recompute.block and not recompute.regions:
+    if compiler == "inductor" and not recompute.block:
         # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
+        _mark(joint, recompute)
         with functorch_config.patch(recompute_views=True):
             forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
     else:
@@ -301,6 +305,24 @@ def _split(
     kept = [n for n in returned if n.name not in inputs]
     output.args = ([result, *kept],)
     return forward, backward, kept
+
+
+def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
+    """Tell min-cut which forward values the backward must compute again.
+
+    Views and joins of such values are such values, whatever region they stand in.
+    """
+    (output,) = (n for n in joint.graph.nodes if n.op == "output")
+    forward = _closure(output.args[0][:1])
+    marked: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node not in forward or node.op != "call_function":
+            continue
+        sources = [n for n in node.all_input_nodes if _base_op(n) not in _EMPTY]
+        follows = _base_op(node) in {*_VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
+        if follows or _base_op(node) in _EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+            marked.add(node)
 
 
 def residuals(
