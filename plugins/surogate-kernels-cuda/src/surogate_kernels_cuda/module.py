@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -97,14 +99,15 @@ class Module:
                     self._loaded[index] = cupy.RawModule(code=self._source, options=FLAGS, backend="nvrtc")
         return self._loaded[index]
 
-    def launch(self, function: str, grid: tuple[int, ...], block: int, *arguments: Tensor | int | float) -> None:
+    def launch(
+        self, function: str, grid: tuple[int, ...], block: int, *arguments: Tensor | int | float | np.generic
+    ) -> None:
         """Launch on the current stream of the first tensor's device, without waiting and without copying.
 
         Tensors are passed as pointers; a Python int is a ``long long``, a float is a ``float``, a numpy
         scalar is itself.
         """
         import cupy
-        import numpy as np
         import torch
 
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
@@ -115,6 +118,6 @@ class Module:
                 converted.append(argument.data_ptr())
             else:
                 converted.append(np.float32(argument) if isinstance(argument, float) else argument)
-        with cupy.cuda.Device(device.index or 0):
-            with cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream)):
-                kernel(grid, (block,), tuple(converted))
+        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        with cupy.cuda.Device(device.index or 0), cupy.cuda.Stream.from_external(stream):
+            kernel(grid, (block,), tuple(converted))
