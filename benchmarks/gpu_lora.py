@@ -6,7 +6,7 @@ whole optimizer steps, the median is reported. The ceiling is a bf16 product of 
 process. Run one process a configuration: peak memory is the process's.
 
     python benchmarks/gpu_lora.py 0.6b [--documents lognormal] [--dropout 0.05] [--full] [--recompute]
-                                  [--attention torch] [--any-order] [--profile] [--json FILE]
+                                  [--packs triton] [--any-order] [--profile] [--json FILE]
 
 Shape suffixes: N tokens of a micro-batch, S document borders.
 """
@@ -14,6 +14,7 @@ Shape suffixes: N tokens of a micro-batch, S document borders.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import time
@@ -70,13 +71,12 @@ class Result:
     profile: dict[str, Any] | None
 
 
-def packs(attention: str) -> list[KernelPack]:
-    """The kernel packs: torch's alone, or with the Triton one."""
-    if attention == "torch":
-        return [TORCH_PACK]
-    from surogate_kernels_triton import surogate_kernel_pack
-
-    return [TORCH_PACK, surogate_kernel_pack()]
+def packs(names: list[str]) -> list[KernelPack]:
+    """torch's own kernels and the packs of these names."""
+    found = [TORCH_PACK]
+    for name in names:
+        found.append(importlib.import_module(f"surogate_kernels_{name}").surogate_kernel_pack())
+    return found
 
 
 def lengths_of_row(documents: str, random: np.random.Generator) -> list[int]:
@@ -143,7 +143,7 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
         optimizer_options=None,
         offloader=NO_OFFLOAD,
         offloader_options=None,
-        kernels=KernelTable.build(device, packs(options.attention), deterministic=not options.any_order),
+        kernels=KernelTable.build(device, packs(options.packs), deterministic=not options.any_order),
         lora=None if options.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
         source=RandomSource(seed=0, std=0.02, device=device),
     )
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
-    parser.add_argument("--attention", choices=["installed", "torch"], default="installed")
+    parser.add_argument("--packs", nargs="*", choices=["triton", "cuda"], default=["triton", "cuda"])
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--head-chunks", type=int, default=4)

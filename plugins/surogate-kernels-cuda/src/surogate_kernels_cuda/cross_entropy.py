@@ -111,5 +111,5 @@ def kernel() -> Kernel:
         name="cuda",
         function=cross_entropy,
         supports=lambda device, dtype: device.type == "cuda" and dtype in DTYPES,
-        priority=10,
+        priority=20,
     )
