@@ -21,7 +21,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-gpu lint format types docs clean
+.PHONY: help setup train test test-slow test-gpu lint format types docs native clean
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -51,6 +51,9 @@ format: $(STAMP) ## Let ruff rewrite what it can
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+native: $(STAMP) ## Compile the CUDA kernels ahead of time with nvcc; without it that is done at first use
+	$(BIN)/python scripts/build_native.py
 
 docs: $(STAMP) ## Write docs/config.md from the schema
 	$(BIN)/python scripts/make_config_docs.py

@@ -99,6 +99,8 @@ class Recipe:
     name: str
     linear: Callable[[Tensor, Tensor, LinearSlot, Any], Tensor]
     """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
+    plain: bool = False
+    """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
     options: type = NoOptions
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot run the recipe natively, or None."""

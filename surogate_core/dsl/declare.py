@@ -6,7 +6,7 @@ while a block is being traced, to tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
-from surogate_core.dsl.slots import Adapter, BoundSlot, Gemm, LinearSlot
+from surogate_core.dsl.slots import Adapter, BoundPanel, BoundSlot, Gemm, LinearSlot, Panel
 
 Init = Literal["normal", "ones", "zeros", "lora_a"]
 
@@ -182,10 +182,18 @@ class Block:
         gemm: Gemm,
         gemm_options: Any,
         seed: Tensor | None,
+        panels: Sequence[tuple[Panel, Tensor]] = (),
     ) -> Block:
-        """The block with its tensors in place, so that `forward` can be traced."""
+        """The block with its tensors in place, so that `forward` can be traced.
+
+        Slots of a panel take their weights from its tensor.
+        """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
+        of_slot: dict[str, BoundPanel] = {}
+        for panel, tensor in panels:
+            adapters = [tensors[f"{s.name}.lora_{which}"] for s in panel.slots for which in "AB"]
+            of_slot |= dict.fromkeys((s.name for s in panel.slots), BoundPanel(panel, tensor, adapters, seed))
         bound.slots = {
             s.name: BoundSlot(
                 slot=s,
@@ -193,10 +201,31 @@ class Block:
                 gemm=gemm,
                 gemm_options=gemm_options,
                 seed=seed,
+                panel=of_slot.get(s.name),
             )
             for s in slots
         }
         return bound
+
+    def shared_inputs(
+        self, slots: tuple[LinearSlot, ...], tensors: Mapping[str, Tensor], x: Tensor, tables: Mapping[str, Tensor]
+    ) -> list[list[LinearSlot]]:
+        """The slots in groups that are called with the same tensor, found by running `forward` (on fake tensors)."""
+        readers: list[tuple[Tensor, list[LinearSlot]]] = []
+
+        def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
+            for seen, group in readers:
+                if seen is x_NI:
+                    group.append(slot)
+                    break
+            else:
+                readers.append((x_NI, [slot]))
+            return x_NI.new_empty(x_NI.shape[0], slot.outputs)
+
+        plain = tuple(replace(s, adapter=None) for s in slots)
+        self.bind(tensors, plain, gemm=record, gemm_options=None, seed=None).forward(x, tables)
+        known = {s.name: s for s in slots}
+        return [[known[s.name] for s in group] for _, group in readers]
 
 
 @dataclass(frozen=True, slots=True)

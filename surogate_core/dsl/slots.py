@@ -5,14 +5,15 @@ Shape suffixes: N tokens, I input features, O output features, R adapter rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surogate_core.kernels import ops
+from surogate_core.kernels.panels import PanelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,51 @@ class LinearSlot:
 Gemm = Callable[[Tensor, Tensor, LinearSlot, Any], Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Adapted slots that read one input and are multiplied together; see `kernels.panels`."""
+
+    slots: tuple[LinearSlot, ...]
+    shape: PanelShape
+
+    @classmethod
+    def of(cls, slots: Sequence[LinearSlot]) -> Panel | None:
+        """The panel of slots that read one input, or None where they cannot share one."""
+        adapter = slots[0].adapter
+        if adapter is None or any(s.adapter != adapter for s in slots):
+            return None
+        shape = PanelShape(
+            inputs=slots[0].inputs,
+            outputs=tuple(s.outputs for s in slots),
+            rank=adapter.rank,
+            scale=adapter.scale,
+            dropout=adapter.dropout,
+            salts=tuple(s.index for s in slots),
+        )
+        return cls(slots=tuple(slots), shape=shape) if shape.fits else None
+
+
+@dataclass(slots=True)
+class BoundPanel:
+    """A panel with its tensor inside a block's forward: its slots' outputs are computed together."""
+
+    panel: Panel
+    tensor: Tensor
+    adapters: Sequence[Tensor]
+    """A and B of each slot in turn."""
+    seed: Tensor | None
+    _input: Tensor | None = None
+    _outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def output(self, name: str, x_NI: Tensor) -> Tensor:
+        """A slot's output without bias. A slot that is called with another input is merely computed again."""
+        if x_NI is not self._input:
+            outputs = ops.adapted_linears(x_NI, self.tensor, self.seed, self.panel.shape, *self.adapters)
+            names = (slot.name for slot in self.panel.slots)
+            self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
+        return self._outputs[name]
+
+
 @dataclass(slots=True)
 class BoundSlot:
     """A slot with its tensors and its recipe, callable inside a block's forward."""
@@ -58,6 +104,7 @@ class BoundSlot:
     gemm_options: Any
     seed: Tensor | None
     """0-d int32 dropout seed of this block in this micro-step; None outside training."""
+    panel: BoundPanel | None = None
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         with ops.region(self.slot.group):
@@ -65,11 +112,14 @@ class BoundSlot:
 
     def _adapted(self, x_NI: Tensor) -> Tensor:
         slot, tensors = self.slot, self.tensors
-        y_NO = self.gemm(x_NI, tensors["weight"], slot, self.gemm_options)
+        if self.panel is not None:
+            y_NO = self.panel.output(slot.name, x_NI)
+        else:
+            y_NO = self.gemm(x_NI, tensors["weight"], slot, self.gemm_options)
         if slot.bias:
             y_NO = y_NO + tensors["bias"].to(y_NO.dtype)
         adapter = slot.adapter
-        if adapter is None:
+        if adapter is None or self.panel is not None:
             return y_NO
         if adapter.dropout > 0 and self.seed is not None:
             x_NI = ops.dropout(x_NI, self.seed, salt=slot.index, p=adapter.dropout)

@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from surogate_core.dsl.inductor import compile_graph
 
@@ -46,6 +47,8 @@ _VIEWS = frozenset(
         torch.ops.aten.detach,
     }
 )
+
+_EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,53 @@ def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joi
     (output,) = (n for n in module.graph.nodes if n.op == "output")
     output.args = (list(torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)),)
     _drop_assertions(module.graph)
+    _drop_joins(module.graph)
     module.graph.eliminate_dead_code()
     return module
+
+
+def _drop_joins(graph: fx.Graph) -> None:
+    """Leave out concatenations of tensors that stand side by side in a buffer already.
+
+    What is joined may end in an empty tensor, room whose values do not matter: whatever the buffer
+    has there will do. A kernel that writes several results into one buffer meets one that reads
+    them from one so, and neither knows of the other.
+    """
+    for node in list(graph.nodes):
+        if node.target != torch.ops.aten.cat.default:
+            continue
+        parts = list(node.args[0])
+        if _base_op(parts[-1]) in _EMPTY:
+            parts.pop()
+        bases = {_buffer(part) for part in parts}
+        base = bases.pop() if parts else None
+        if bases or base is None:
+            continue
+        whole, joined = base.meta["val"], node.meta["val"]
+        offset = 0
+        for part in parts:
+            value = part.meta["val"]
+            fits = value.storage_offset() == offset and value.stride() == joined[:1, : value.shape[1]].stride()
+            fits = fits and value.shape[0] == joined.shape[0] and value.shape[2:] == joined.shape[2:]
+            if not fits:
+                break
+            offset += value.stride(1) * value.shape[1]
+        else:
+            if whole.is_contiguous() and whole.numel() == joined.numel() and joined.is_contiguous():
+                with graph.inserting_before(node):
+                    view = graph.call_function(torch.ops.aten.view.default, (base, list(joined.shape)))
+                view.meta = dict(node.meta)
+                node.replace_all_uses_with(view)
+                graph.erase_node(node)
+
+
+def _buffer(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, or None if it is no view."""
+    if _base_op(node) not in _VIEWS:
+        return None
+    while _base_op(node) in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -246,8 +294,9 @@ def _split(
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[fx.Node]]:
     """(forward, backward, the nodes that the forward returns for the backward besides inputs)."""
     inputs = {n.name for n in joint.graph.nodes if n.op == "placeholder"}
-    if compiler == "inductor" and not recompute.block and not recompute.regions:
+    if compiler == "inductor" and not recompute.block:
         # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
+        _mark(joint, recompute)
         with functorch_config.patch(recompute_views=True):
             forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
     else:
@@ -257,6 +306,24 @@ def _split(
     kept = [n for n in returned if n.name not in inputs]
     output.args = ([result, *kept],)
     return forward, backward, kept
+
+
+def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
+    """Tell min-cut which forward values the backward must compute again.
+
+    Views and joins of such values are such values, whatever region they stand in.
+    """
+    (output,) = (n for n in joint.graph.nodes if n.op == "output")
+    forward = _closure(output.args[0][:1])
+    marked: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node not in forward or node.op != "call_function":
+            continue
+        sources = [n for n in node.all_input_nodes if _base_op(n) not in _EMPTY]
+        follows = _base_op(node) in {*_VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
+        if follows or _base_op(node) in _EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+            marked.add(node)
 
 
 def residuals(

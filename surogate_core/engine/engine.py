@@ -19,7 +19,7 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
-from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.programs import ProgramBuilder, plan_panels
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.kernels.registry import KernelTable
 
@@ -156,8 +156,20 @@ class Engine:
         self._layer_number = {key: i for i, key in enumerate(self.layers)}
         self.weights: Store = offloader.store("weights", settings.device, offloader_options)
         self.residuals: Store = offloader.store("residuals", settings.device, offloader_options)
+        self.inputs = Inputs.allocate(settings, len(layers))
+        tables = {name: Signature.of(t) for name, t in self._tables().items()}
         self.parameters = Parameters(
             found,
+            panels=plan_panels(
+                found,
+                recipe=recipe,
+                offloader=offloader,
+                kernels=kernels,
+                dtype=settings.dtype,
+                tokens=settings.tokens,
+                width=model.width,
+                tables=tables,
+            ),
             weights=self.weights,
             device=settings.device,
             dtype=settings.dtype,
@@ -166,7 +178,6 @@ class Engine:
         )
         self.parameters.fill(source, progress=lambda done, total: progress("loading weights", done, total))
         self.optimizer: Optimizer = optimizer.build(self.parameters.groups, optimizer_settings, optimizer_options)
-        self.inputs = Inputs.allocate(settings, len(layers))
         self.train_embedding = self.embed.specs[0].trainable
         self.training = training_schedule(len(layers), train_embedding=self.train_embedding)
         self.evaluation = evaluation_schedule(len(layers))
@@ -179,7 +190,7 @@ class Engine:
             kernels=kernels,
             device=settings.device,
             tokens=settings.tokens,
-            tables={name: Signature.of(t) for name, t in self._tables().items()},
+            tables=tables,
             head_chunks=settings.head_chunks,
             weighted=settings.weighted,
             recompute=settings.recompute,
@@ -214,7 +225,9 @@ class Engine:
 
     def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
         seed = self.inputs.seeds_L[self._layer_number[key]]
-        return [*self.parameters.inputs(self.layers[key]), x, *flow.tables, seed]
+        piece = self.layers[key]
+        panels = (tensor for _, tensor in self.parameters.panel_tensors(piece))
+        return [*self.parameters.inputs(piece), *panels, x, *flow.tables, seed]
 
     def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
         flow = _Flow()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
-from surogate_core.dsl.slots import LinearSlot
+from surogate_core.dsl.slots import LinearSlot, Panel
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 
 ALIGNMENT = 64
@@ -84,6 +85,16 @@ class RandomSource:
         return value.normal_(0, self.std, generator=generator)
 
 
+def _stacked(targets_LXY: Tensor, masters: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs to copy: one where the masters stand at equal distances in one tensor, else one a layer."""
+    first = masters[0]
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(masters)}
+    if len(steps) != 1 or any(m.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for m in masters):
+        return list(zip(targets_LXY, masters, strict=True))
+    strides = (steps.pop(), *first.stride())
+    return [(targets_LXY, first.as_strided(targets_LXY.shape, strides, first.storage_offset()))]
+
+
 class Parameters:
     """Allocates, fills and hands out a model's tensors on one device."""
 
@@ -96,8 +107,11 @@ class Parameters:
         dtype: torch.dtype,
         adapter_dtype: torch.dtype,
         weight_decay: float,
+        panels: Mapping[str, Sequence[Panel]] | None = None,
     ):
         self.pieces = found
+        self.panels: Mapping[str, Sequence[Panel]] = panels or {}
+        """Key of a piece → the panels that its programs multiply with."""
         self.weights = weights
         self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
         self.specs = {spec.hf_name: spec for spec in distinct(found)}
@@ -115,6 +129,7 @@ class Parameters:
             if members:
                 self._add_group(name, members, decay)
         self._frozen: dict[str, Tensor] = {}
+        self._panels, self._loads = self._allocate_panels()
 
     def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
         # Adapters and base weights may be computed in different dtypes, and a compute copy is
@@ -154,6 +169,12 @@ class Parameters:
     def fill(self, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Set every tensor from the source and hand the frozen ones to the weights store."""
         total = len(self.specs)
+        in_panel = {
+            self._spec(piece, f"{slot.name}.weight").hf_name: panel.shape.weight(tensor, number)
+            for piece in self.pieces
+            for panel, tensor in self.panel_tensors(piece)
+            for number, slot in enumerate(panel.slots)
+        }
         for done, spec in enumerate(self.specs.values(), start=1):
             value = source(spec)
             if tuple(value.shape) != spec.shape:
@@ -161,7 +182,12 @@ class Parameters:
             if spec.trainable:
                 self._master[spec.hf_name].copy_(value)
             else:
-                self._frozen[spec.hf_name] = value.to(self.device, self.dtype).contiguous()
+                place = in_panel.get(spec.hf_name)
+                if place is None:
+                    place = value.to(self.device, self.dtype).contiguous()
+                else:
+                    place.copy_(value)
+                self._frozen[spec.hf_name] = place
             progress(done, total)
         for piece in self.pieces:
             self.weights.put(piece.key, [self._frozen[s.hf_name] for s in piece.specs if not s.trainable])
@@ -173,6 +199,37 @@ class Parameters:
         """Bring the compute copies up to date with the masters."""
         for copy, master in self.copies:
             copy.copy_(master)
+        for copy, master, scale in self._loads:
+            copy.copy_(master if scale == 1 else master * scale)
+
+    def _allocate_panels(self) -> tuple[dict[str, tuple[Tensor, ...]], list[tuple[Tensor, Tensor, float]]]:
+        """(each piece's panels, their A's and B's as (range of panels, range of masters, factor)).
+
+        Equal panels of layers that follow each other are one tensor, and so are the masters that they are loaded
+        from as far as they stand at equal distances: a refresh is a few launches, whatever the number of layers.
+        """
+        tensors: dict[str, tuple[Tensor, ...]] = {}
+        loads: list[tuple[Tensor, Tensor, float]] = []
+        for panels, run in groupby(self.pieces, key=lambda piece: tuple(self.panels.get(piece.key, ()))):
+            members = list(run)
+            stacks = [panel.shape.allocate(self.device, self.dtype, len(members)) for panel in panels]
+            tensors |= {piece.key: tuple(stack[i] for stack in stacks) for i, piece in enumerate(members)}
+            for panel, stack in zip(panels, stacks, strict=True):
+                for number, slot in enumerate(panel.slots):
+                    views = panel.shape.adapter(stack, number)
+                    for which, view, scale in zip("AB", views, (1.0, panel.shape.scale), strict=True):
+                        specs = [self._spec(piece, f"{slot.name}.lora_{which}") for piece in members]
+                        masters = [self._master[spec.hf_name] for spec in specs]
+                        loads += [(*load, scale) for load in _stacked(view, masters)]
+        return tensors, loads
+
+    @staticmethod
+    def _spec(piece: Piece, name: str) -> TensorSpec:
+        return next(spec for spec in piece.specs if spec.name == name)
+
+    def panel_tensors(self, piece: Piece) -> list[tuple[Panel, Tensor]]:
+        """The panels of a piece with their tensors, which stay on the device."""
+        return list(zip(self.panels.get(piece.key, ()), self._panels[piece.key], strict=True))
 
     def inputs(self, piece: Piece) -> list[Tensor]:
         """The tensors of a piece in the order of its specs; its frozen ones must be fetched."""
@@ -200,7 +257,7 @@ class Parameters:
                 value = self._master[spec.hf_name] if spec.trainable else next(frozen)
                 if spec.role != "adapter" and spec.hf_name not in seen:
                     seen.add(spec.hf_name)
-                    yield spec.hf_name, value.to(self.dtype)
+                    yield spec.hf_name, value.to(self.dtype).contiguous()
             self.weights.release(piece.key)
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:

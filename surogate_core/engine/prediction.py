@@ -13,7 +13,7 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.parameters import Parameters, pieces
-from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.programs import ProgramBuilder, plan_panels
 from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.kernels.registry import KernelTable
@@ -65,20 +65,30 @@ def predict(
 ) -> Prediction:
     """Count the tensors of a run with these settings. The layers are traced, not compiled."""
     found = pieces(model, lora=lora, max_seqlen=settings.max_seqlen)
-    parameters = Parameters(
-        found,
-        weights=DeviceStore("weights"),
-        device=torch.device("meta"),
-        dtype=settings.dtype,
-        adapter_dtype=settings.adapter_dtype,
-        weight_decay=settings.weight_decay,
-    )
     positions = torch.zeros(settings.tokens, dtype=torch.int32, device="meta")
     tables = {
         **model.tables(positions, settings.dtype),
         "cu_seqlens": torch.zeros(settings.borders, dtype=torch.int32, device="meta"),
     }
     signatures = {n: Signature(tuple(t.shape), t.dtype, settings.device) for n, t in tables.items()}
+    parameters = Parameters(
+        found,
+        panels=plan_panels(
+            found,
+            recipe=recipe,
+            offloader=offloader,
+            kernels=kernels,
+            dtype=settings.dtype,
+            tokens=settings.tokens,
+            width=model.width,
+            tables=signatures,
+        ),
+        weights=DeviceStore("weights"),
+        device=torch.device("meta"),
+        dtype=settings.dtype,
+        adapter_dtype=settings.adapter_dtype,
+        weight_decay=settings.weight_decay,
+    )
     builder = ProgramBuilder(
         model=model,
         parameters=parameters,
@@ -104,6 +114,9 @@ def predict(
     total, trainable = parameters.counts()
     flat = sum(g.master.numel() for g in parameters.groups)
     copies = sum(copy.nbytes for copy, _ in parameters.copies)
+    for piece in layers:
+        for panel, tensor in parameters.panel_tensors(piece):
+            copies += tensor.nbytes - panel.shape.width * panel.shape.inputs * settings.dtype.itemsize
     chunk = max(c.stop - c.start for c in builder.chunks())
     logits = chunk * model.vocab_size * settings.dtype.itemsize * LOGIT_COPIES[settings.compiler]
     moved = offloader.place

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.bundles import Objective, Recipe
+from surogate_core.bundles import Objective, Offloader, Recipe
 from surogate_core.dsl.declare import Model
+from surogate_core.dsl.slots import Panel
 from surogate_core.dsl.trace import (
     Compiler,
     Program,
@@ -25,6 +27,37 @@ from surogate_core.dsl.trace import (
 )
 from surogate_core.engine.parameters import Parameters, Piece
 from surogate_core.kernels import ops, registry
+
+
+def plan_panels(
+    found: Sequence[Piece],
+    *,
+    recipe: Recipe,
+    offloader: Offloader,
+    kernels: registry.KernelTable,
+    dtype: torch.dtype,
+    tokens: int,
+    width: int,
+    tables: Mapping[str, Signature],
+) -> dict[str, tuple[Panel, ...]]:
+    """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device."""
+    if not recipe.plain or offloader.place != "device" or not kernels.offers("adapted_linears", dtype):
+        return {}
+    planned: dict[Any, tuple[Panel, ...]] = {}
+    panels: dict[str, tuple[Panel, ...]] = {}
+    for piece in found:
+        if piece.block is None or not any(slot.adapter for slot in piece.slots):
+            continue
+        kind = type(piece.block), piece.slots
+        if kind not in planned:
+            with FakeTensorMode(), torch.no_grad():
+                tensors = {s.name: torch.empty(s.shape, dtype=dtype) for s in piece.specs}
+                values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in tables.items()}
+                x = torch.empty(tokens, width, dtype=dtype)
+                groups = piece.block.shared_inputs(piece.slots, tensors, x, values)
+            planned[kind] = tuple(panel for group in groups if (panel := Panel.of(group)))
+        panels[piece.key] = planned[kind]
+    return panels
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,10 +102,14 @@ class ProgramBuilder:
     def _layer_inputs(self, piece: Piece) -> list[Signature]:
         seed = Signature((), torch.int32, self.device)
         activation = self._activation(self.tokens, requires_grad=True)
-        return [*self._inputs(piece), activation, *self.tables.values(), seed]
+        panels = [Signature.of(tensor) for _, tensor in self.parameters.panel_tensors(piece)]
+        panels = [Signature(s.shape, s.dtype, self.device) for s in panels]
+        return [*self._inputs(piece), *panels, activation, *self.tables.values(), seed]
 
     def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
-        block, count, names = piece.block, len(piece.specs), list(self.tables)
+        block, names = piece.block, list(self.tables)
+        panels = self.parameters.panels.get(piece.key, ())
+        count = len(piece.specs) + len(panels)
         assert block is not None
 
         def run(*flat: Tensor) -> Tensor:
@@ -84,6 +121,7 @@ class ProgramBuilder:
                 gemm=self.recipe.linear,
                 gemm_options=self.recipe_options,
                 seed=seed if training else None,
+                panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
             )
             return bound.forward(x, tables)
 
@@ -91,10 +129,11 @@ class ProgramBuilder:
 
     def signature(self, piece: Piece) -> Any:
         """Equal for layers that share their programs."""
-        return type(piece.block), piece.slots, tuple(self._inputs(piece))
+        panels = tuple(self.parameters.panels.get(piece.key, ()))
+        return type(piece.block), piece.slots, panels, tuple(self._inputs(piece))
 
     def layer(self, piece: Piece) -> Program:
-        """Forward and backward of a layer: ([*tensors, x_ND, *tables, seed])."""
+        """Forward and backward of a layer: ([*tensors, *panels, x_ND, *tables, seed])."""
         key = self.signature(piece)
         if key not in self._layers:
             with self._making(f"differentiating {type(piece.block).__name__}"):

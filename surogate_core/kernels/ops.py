@@ -7,6 +7,7 @@ F feed-forward features, V vocabulary, S document borders.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import op
 
 
@@ -114,6 +116,25 @@ def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
     return _Rope.apply(x_NHE, cos_NE, sin_NE)
 
 
+@op
+def norm_rope(
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    q_norm_E: Tensor,
+    k_norm_E: Tensor,
+    eps: float,
+    cos_NE: Tensor,
+    sin_NE: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention reads: q and k normed over a head's features and rotated, v as it is.
+
+    One op, so that a kernel's backward may put the three gradients side by side.
+    """
+    q_NHE = rope(rms_norm(q_NHE, q_norm_E, eps), cos_NE, sin_NE)
+    return q_NHE, rope(rms_norm(k_NKE, k_norm_E, eps), cos_NE, sin_NE), v_NKE
+
+
 def document_ids(cu_seqlens_S: Tensor, tokens: int) -> Tensor:
     """[N] the number of the document that each position belongs to."""
     steps = torch.arange(tokens, device=cu_seqlens_S.device, dtype=cu_seqlens_S.dtype)
@@ -186,6 +207,27 @@ class _Dropout(Function):
 def dropout(x: Tensor, seed: Tensor, salt: int, p: float) -> Tensor:
     """Zero elements with probability p, scale the rest by 1 / (1 − p); see `dropout_mask`."""
     return _Dropout.apply(x, seed, salt, p)
+
+
+@op
+def adapted_linears(
+    x_NI: Tensor, panel_QP: Tensor, seed: Tensor | None, shape: PanelShape, *adapters: Tensor
+) -> Sequence[Tensor]:
+    """Projections of one input with their LoRA adapters: y = x Wᵀ + scale · dropout(x) Aᵀ Bᵀ for each.
+
+    `panel_QP` holds W's, A's and B's in x's dtype. `adapters` are A_RI, B_OR of each projection in
+    turn, in any dtype: what the gradients are of, and what the panel was loaded from; a kernel need
+    not read them. No dropout without a seed.
+    """
+    found = []
+    for number, (a_RI, b_OR) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
+        dropped_NI = x_NI
+        if shape.dropout > 0 and seed is not None:
+            dropped_NI = dropout(x_NI, seed, salt=shape.salts[number], p=shape.dropout)
+        u_NR = dropped_NI @ a_RI.to(x_NI.dtype).t()
+        y_NO = x_NI @ shape.weight(panel_QP, number).t()
+        found.append(torch.addmm(y_NO, u_NR, b_OR.to(u_NR.dtype).t(), alpha=shape.scale))
+    return found
 
 
 class _CrossEntropy(Function):

@@ -43,6 +43,10 @@ class KernelTable:
         offered = (kernel for pack in usable for kernel in pack.kernels())
         return cls(device=device, kernels=tuple(k for k in offered if k.deterministic or not deterministic))
 
+    def offers(self, op: str, dtype: torch.dtype) -> bool:
+        """Whether a kernel of a pack would be chosen."""
+        return any(k.op == op and k.supports(self.device, dtype) for k in self.kernels)
+
     def choose(self, op: str, dtype: torch.dtype) -> Kernel:
         """The supporting kernel of the highest priority; ties go to the first name."""
         offers = [k for k in self.kernels if k.op == op and k.supports(self.device, dtype)]

@@ -16,6 +16,7 @@ from surogate_core.dsl.trace import (
     Program,
     Recompute,
     Signature,
+    _export,
     differentiate,
     residuals,
     trace_joint,
@@ -307,3 +308,44 @@ def test_several_results_of_one_op(block: bool) -> None:
     expected = [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@torch.library.custom_op("surogate_test::side_by_side", mutates_args=())
+def side_by_side(x: Tensor) -> Tensor:
+    """[2x | 3x | room], of width 2·F + 4."""
+    return torch.cat((2 * x, 3 * x, torch.full((x.shape[0], 4), float("nan"))), dim=1)
+
+
+@side_by_side.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], 2 * x.shape[1] + 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "room", "left"),
+    [
+        (slice(0, 8), slice(8, 16), 4, 0),
+        (slice(8, 16), slice(0, 8), 4, 1),
+        (slice(0, 8), slice(7, 15), 4, 1),
+        (slice(0, 8), slice(8, 16), 5, 1),
+        (slice(0, 8), slice(8, 16), 0, 1),
+    ],
+    ids=["all of the buffer", "in another order", "overlapping", "more room", "no room"],
+)
+def test_what_stands_side_by_side_is_not_joined(first: slice, second: slice, room: int, left: int) -> None:
+    def joined(x: Tensor) -> Tensor:
+        both = side_by_side(x)
+        parts = [both[:, s].reshape(5, -1, 2) for s in (first, second)]
+        parts += [x.new_empty(5, room // 2, 2)] if room % 2 == 0 and room else []
+        whole = torch.cat(parts, dim=1).view(5, -1)
+        if room % 2:
+            whole = torch.cat((both[:, first], both[:, second], x.new_empty(5, room)), dim=1)
+        return whole[:, :16]
+
+    x = torch.randn(5, 8)
+    call = without_gradients(joined, [Signature.of(x)], compiler="fx")
+    (found,) = call([x])
+    both = torch.cat((2 * x, 3 * x), dim=1)
+    assert torch.equal(found, torch.cat((both[:, first], both[:, second]), dim=1))
+    module = _export(joined, [Signature.of(x)], joint=False)
+    assert sum(n.target == torch.ops.aten.cat.default for n in module.graph.nodes) == left

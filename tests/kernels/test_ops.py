@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import op_cases
 import pytest
@@ -10,6 +11,7 @@ import torch
 from op_cases import BOUNDS, Op, compare, random, strided
 
 from surogate_core.kernels import cpu, ops
+from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
 
 EPS = 1e-6
@@ -31,7 +33,7 @@ def find(name: str, kernel: str) -> Op:
 
 
 def test_every_op_is_tested() -> None:
-    tested = {"rms_norm", "swiglu", "rope", "cross_entropy", "attention", "dropout"}
+    tested = {"rms_norm", "swiglu", "rope", "norm_rope", "cross_entropy", "attention", "dropout", "adapted_linears"}
     assert set(references) == tested, "an op without a test: add it here and to a test of this directory"
     assert {k.op for k in cpu.kernels()} <= tested
 
@@ -69,6 +71,60 @@ def test_rms_norm_of_a_frozen_weight_gives_no_weight_gradient(kernel: str, dtype
     trained = weight.clone().requires_grad_()
     expected, _ = torch.autograd.grad(find("rms_norm", kernel)(x, trained, EPS).sum(), [x, trained])
     assert torch.equal(dx, expected)
+
+
+# ----------------------------------------------------------------------------- norm_rope
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_norm_rope_is_a_norm_and_a_rotation(dtype: torch.dtype) -> None:
+    q, k, v = (random(7, heads, 8, seed=heads, dtype=dtype) for heads in (4, 2, 3))
+    weights = [random(8, seed=s, dtype=dtype) for s in (5, 6)]
+    angles = random(7, 4, seed=7)
+    cos, sin = (t.to(torch.promote_types(dtype, torch.float32)) for t in (angles.cos(), angles.sin()))
+    leaves = [t.requires_grad_() for t in (q, k, v, *weights)]
+    found = ops.norm_rope(*leaves, EPS, cos, sin)
+    expected = [ops.rope(ops.rms_norm(x, w, EPS), cos, sin) for x, w in zip(leaves, weights, strict=False)]
+    dys = [torch.randn_like(t) for t in found]
+    assert all(torch.equal(a, b) for a, b in zip(found, [*expected, v], strict=True))
+    grads = torch.autograd.grad(found, leaves, dys)
+    again = torch.autograd.grad([*expected, v * 1], leaves, dys)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+# ----------------------------------------------------------------------- adapted_linears
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_adapted_linears_are_projections_with_adapters(dtype: torch.dtype, dropout: float) -> None:
+    shape = PanelShape(inputs=32, outputs=(16, 48), rank=16, scale=0.75, dropout=dropout, salts=(3, 1))
+    seed = torch.tensor(-9, dtype=torch.int32)
+    panel = shape.allocate(torch.device("cpu"), dtype)
+    x, adapters, expected = random(5, 32, dtype=dtype).requires_grad_(), [], []
+    for number, outputs in enumerate(shape.outputs):
+        weight = random(outputs, 32, seed=number + 1, dtype=dtype)
+        shape.weight(panel, number).copy_(weight)
+        a, b = random(16, 32, seed=number + 5, dtype=dtype), random(outputs, 16, seed=number + 7, dtype=dtype)
+        adapters += [a.requires_grad_(), b.requires_grad_()]
+        mask = ops.dropout_mask(x.shape, seed, salt=shape.salts[number], p=dropout)
+        dropped = x * mask / (1 - dropout)
+        expected.append(x @ weight.t() + 0.75 * dropped @ a.t() @ b.t())
+    found = references["adapted_linears"].function(x, panel, seed, shape, *adapters)
+    dys = [torch.randn_like(y) for y in found]
+    values = [*found, *torch.autograd.grad(found, [x, *adapters], dys)]
+    wanted = [*expected, *torch.autograd.grad(expected, [x, *adapters], dys)]
+    for a, b in zip(values, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_panels_fit_tensor_cores() -> None:
+    shape = PanelShape(inputs=32, outputs=(16, 48), rank=16, scale=1.0, dropout=0.0, salts=(0, 1))
+    assert shape.fits
+    assert shape.allocate(torch.device("meta"), torch.bfloat16).shape == (96, 64)
+    assert not replace(shape, rank=8).fits
+    assert not replace(shape, outputs=(16, 40)).fits
+    assert not replace(shape, outputs=(16,) * 5).fits
 
 
 # -------------------------------------------------------------------------------- swiglu

@@ -132,7 +132,7 @@ def make_engine(
             recompute=recompute or Recompute(block=False),
             **{**defaults, **settings},
         ),
-        recipe=Recipe(name="bf16", linear=linear),
+        recipe=Recipe(name="bf16", linear=linear, plain=True),
         recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=OptimizerSpec(name="adamw", build=AdamW.build),

@@ -47,17 +47,11 @@ class Qwen3Block(Block):
         """[N, D] → [N, D]."""
         cos, sin = tables["cos"], tables["sin"]
         h = ops.rms_norm(x, self.input_norm, self.eps)
-        q_NHE = ops.rms_norm(self.q(h).view(-1, self.heads, self.head_dim), self.q_norm, self.eps)
-        k_NKE = ops.rms_norm(self.k(h).view(-1, self.kv_heads, self.head_dim), self.k_norm, self.eps)
+        q_NHE = self.q(h).view(-1, self.heads, self.head_dim)
+        k_NKE = self.k(h).view(-1, self.kv_heads, self.head_dim)
         v_NKE = self.v(h).view(-1, self.kv_heads, self.head_dim)
-        a_NHE = ops.attention(
-            ops.rope(q_NHE, cos, sin),
-            ops.rope(k_NKE, cos, sin),
-            v_NKE,
-            tables["cu_seqlens"],
-            self.max_seqlen,
-            self.head_dim**-0.5,
-        )
+        q_NHE, k_NKE, v_NKE = ops.norm_rope(q_NHE, k_NKE, v_NKE, self.q_norm, self.k_norm, self.eps, cos, sin)
+        a_NHE = ops.attention(q_NHE, k_NKE, v_NKE, tables["cu_seqlens"], self.max_seqlen, self.head_dim**-0.5)
         x = x + self.o(a_NHE.flatten(1))
         h = ops.rms_norm(x, self.post_norm, self.eps)
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))

@@ -26,4 +26,4 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_recipe() -> bundles.Recipe:
     """The recipe."""
-    return bundles.Recipe(name="bf16", linear=linear)
+    return bundles.Recipe(name="bf16", linear=linear, plain=True)

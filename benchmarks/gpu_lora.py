@@ -1,0 +1,313 @@
+"""Our training step on one GPU: tokens a second, share of the GEMM ceiling, peak memory, set-up time.
+
+Published Qwen3 shapes with random weights; LoRA r=16 on all seven projections or full fine-tuning;
+2 rows of 2048 tokens a micro-step, 4 micro-steps an optimizer step. Times are CUDA events around
+whole optimizer steps, the median is reported. The ceiling is a bf16 product of 8192³ in the same
+process. Run one process a configuration: peak memory is the process's.
+
+    python benchmarks/gpu_lora.py 0.6b [--documents lognormal] [--dropout 0.05] [--full] [--recompute]
+                                  [--packs triton] [--any-order] [--profile] [--json FILE]
+
+Shape suffixes: N tokens of a micro-batch, S document borders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from surogate_model_qwen3.model import build
+from surogate_model_qwen3.presets import PRESETS
+from surogate_optimizer_adamw.adamw import AdamW
+from surogate_recipe_bf16 import surogate_recipe
+
+from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.dsl.declare import LoRA
+from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
+
+ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
+MEAN_LENGTH, SIGMA = 400.0, 0.8
+"""Of the log-normal document lengths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One configuration's figures."""
+
+    preset: str
+    setting: dict[str, Any]
+    device: str
+    gemm_tflops: float
+    tokens_per_second: float
+    milliseconds: float
+    """Median of an optimizer step."""
+    milliseconds_all: list[float]
+    gflop_per_token: float
+    speed_of_light: float
+    """Share of the time that the counted FLOPs would need at the GEMM's rate."""
+    peak_gib: float
+    setup_seconds: float
+    losses: list[float]
+    kernels: dict[str, str]
+    profile: dict[str, Any] | None
+
+
+def packs(names: list[str]) -> list[KernelPack]:
+    """torch's own kernels and the packs of these names."""
+    found = [TORCH_PACK]
+    for name in names:
+        found.append(importlib.import_module(f"surogate_kernels_{name}").surogate_kernel_pack())
+    return found
+
+
+def lengths_of_row(documents: str, random: np.random.Generator) -> list[int]:
+    """The lengths of a row's documents; they fill it."""
+    if documents == "row":
+        return [LENGTH]
+    found: list[int] = []
+    mean = np.log(MEAN_LENGTH) - SIGMA**2 / 2
+    while (rest := LENGTH - sum(found)) > 0:
+        found.append(min(rest, max(8, int(random.lognormal(mean, SIGMA)))))
+    return found
+
+
+def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
+    """The micro-batches of one optimizer step; random tokens, every token but a document's last is a label."""
+    random = np.random.default_rng(0)
+    batches = []
+    for _ in range(MICRO_STEPS):
+        lengths = [n for _ in range(ROWS) for n in lengths_of_row(documents, random)]
+        stops = np.cumsum([0, *lengths])
+        ids = torch.from_numpy(random.integers(0, vocab, ROWS * LENGTH))
+        labels = torch.roll(ids, -1)
+        labels[torch.from_numpy(stops[1:] - 1)] = IGNORE_LABEL
+        padded = [*stops.tolist(), *[ROWS * LENGTH] * (borders - len(stops))]
+        batches.append(
+            MicroBatch(
+                input_ids=ids,
+                labels=labels,
+                positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
+                cu_seqlens=torch.tensor(padded, dtype=torch.int32),
+                max_seqlen=LENGTH,
+                tokens=ROWS * LENGTH,
+                label_tokens=ROWS * LENGTH - len(lengths),
+            )
+        )
+    return batches
+
+
+def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
+    """The engine that a training run would make."""
+    adapter = Adapter(rank=RANK, scale=2.0, dropout=options.dropout, dtype=torch.float32)
+    return Engine(
+        build(PRESETS[options.preset]),
+        settings=EngineSettings(
+            device=device,
+            dtype=torch.bfloat16,
+            adapter_dtype=torch.float32,
+            compiler="inductor",
+            cuda_graphs=not options.no_graphs,
+            tokens=ROWS * LENGTH,
+            borders=borders,
+            max_seqlen=LENGTH,
+            head_chunks=options.head_chunks,
+            recompute=Recompute(block=options.recompute, regions=frozenset(options.regions)),
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            seed=0,
+        ),
+        recipe=surogate_recipe(),
+        recipe_options=None,
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        optimizer_settings=OptimizerSettings(),
+        optimizer_options=None,
+        offloader=NO_OFFLOAD,
+        offloader_options=None,
+        kernels=KernelTable.build(device, packs(options.packs), deterministic=not options.any_order),
+        lora=None if options.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
+        source=RandomSource(seed=0, std=0.02, device=device),
+    )
+
+
+def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool) -> float:
+    """FLOPs that a step cannot do without: base products and attention; recomputation and adapters are not work.
+
+    A frozen weight is multiplied twice (forward, input gradient), a trained one three times; the
+    backward of attention counts as 2.5 forwards.
+    """
+    c = PRESETS[preset]
+    heads, kv_heads, features = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    width, wide, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
+    layer = width * features * (2 * heads + 2 * kv_heads) + 3 * width * wide
+    products = (layers * layer + c["vocab_size"] * width) * (6 if full else 4)
+    pairs = sum(float((b.positions + 1.0).sum()) for b in batches) / sum(b.tokens for b in batches)
+    return (products + 3.5 * layers * 4 * heads * features * pairs) / 1e9
+
+
+def gemm_tflops(device: torch.device) -> float:
+    """Rate of a bf16 product of 8192³ on random values; the median of ten."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    return 2 * 8192**3 / statistics.median(timed(lambda: a @ b, 10)) / 1e9
+
+
+def timed(function: Callable[[], Any], count: int) -> list[float]:
+    """Milliseconds of each call, by events."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        function()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+KINDS = (
+    ("inductor", ("triton_",)),
+    ("adapters", ("down", "up_backward", "dropped_dx")),
+    ("attention", ("attention", "flash", "fmha")),
+    ("products", ("gemm", "nvjet", "cutlass", "splitk")),
+    ("copies", ("memcpy", "memset")),
+)
+"""Kind of kernel → parts of names; the first that matches counts."""
+
+
+def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """Kernel time by name and by kind, and the share of the time in which no kernel ran."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    by_name: dict[str, list[float]] = defaultdict(list)
+    spans: list[tuple[float, float]] = []
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            by_name[event.name].append(event.time_range.elapsed_us())
+            spans.append((event.time_range.start, event.time_range.end))
+    spans.sort()
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    kinds: dict[str, float] = defaultdict(float)
+    for name, times in by_name.items():
+        kind = next((k for k, parts in KINDS if any(p in name.lower() for p in parts)), "other")
+        kinds[kind] += sum(times) / steps / 1e3
+    order = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    return {
+        "idle": 1 - busy / (reached - spans[0][0]),
+        "milliseconds_by_kind": {k: round(v, 3) for k, v in sorted(kinds.items(), key=lambda item: -item[1])},
+        "launches": sum(map(len, by_name.values())) // steps,
+        "kernels": [
+            {"name": name, "milliseconds": round(sum(t) / steps / 1e3, 3), "calls": len(t) / steps} for name, t in order
+        ],
+    }
+
+
+def measure(options: argparse.Namespace) -> Result:
+    """Build the engine, warm it up, time it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    gemm = gemm_tflops(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    borders = ROWS + 1 if options.documents == "row" else 64
+    batches = make_batches(options.documents, PRESETS[options.preset]["vocab_size"], max(borders, options.borders))
+    started = time.perf_counter()
+    engine = make_engine(options, device, batches[0].cu_seqlens.numel())
+    number, losses = 0, []
+
+    def step() -> None:
+        nonlocal number
+        result = engine.train_step(batches, step=number, lr=1e-4)
+        number += 1
+        losses.append(result)
+
+    step()
+    torch.cuda.synchronize()
+    setup = time.perf_counter() - started
+    for _ in range(WARM_UP - 1):
+        step()
+    times = timed(step, options.steps)
+    milliseconds = statistics.median(times)
+    tokens = MICRO_STEPS * ROWS * LENGTH
+    work = gflop_per_token(options.preset, batches, full=options.full)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return Result(
+        preset=options.preset,
+        setting={k: v for k, v in vars(options).items() if k not in ("json", "preset", "steps")},
+        device=torch.cuda.get_device_name(device),
+        gemm_tflops=gemm,
+        tokens_per_second=tokens / milliseconds * 1e3,
+        milliseconds=milliseconds,
+        milliseconds_all=times,
+        gflop_per_token=work,
+        speed_of_light=work * tokens / gemm / milliseconds,
+        peak_gib=peak,
+        setup_seconds=setup,
+        losses=[r.read()[0] for r in losses],
+        kernels={op: name for (op, _), name in engine.programs.kernels.chosen.items()},
+        profile=profile(step, 2) if options.profile else None,
+    )
+
+
+def main() -> None:
+    """Measure one configuration, print it, write it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("preset", choices=list(PRESETS))
+    parser.add_argument("--documents", choices=["row", "lognormal"], default="row", help="one a row, or mean 400")
+    parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
+    parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
+    parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
+    parser.add_argument("--packs", nargs="*", choices=["triton", "cuda"], default=["triton", "cuda"])
+    parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--head-chunks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="kernel times by kind and name")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = measure(options)
+    setting = " ".join(f"{k}={v}" for k, v in result.setting.items() if v and k != "profile")
+    print(f"{result.preset} {setting}: {result.device}, GEMM {result.gemm_tflops:.0f} TFLOP/s")
+    print(
+        f"  {result.tokens_per_second:,.0f} tok/s  {result.milliseconds:.1f} ms a step  "
+        f"SOL {result.speed_of_light:.1%}  peak {result.peak_gib:.1f} GiB  set-up {result.setup_seconds:.1f} s  "
+        f"loss {result.losses[0]:.4f} … {result.losses[-1]:.4f}  {result.kernels}"
+    )
+    if result.profile:
+        print(f"  idle {result.profile['idle']:.1%}, {result.profile['launches']} launches a step")
+        for kind, value in result.profile["milliseconds_by_kind"].items():
+            print(f"  {value:9.2f} ms  {kind}")
+        for kernel in result.profile["kernels"][:45]:
+            print(f"  {kernel['milliseconds']:9.2f} ms {kernel['calls']:7.0f} ×  {kernel['name'][:110]}")
+    if options.json:
+        fields = {name: getattr(result, name) for name in Result.__slots__}
+        options.json.write_text(json.dumps(fields, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Surogate plugin: kernels in Triton for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from surogate_core import bundles, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the device cannot use the pack, or None."""
+    import importlib.util
+
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; torch's CUDA builds bring it"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs sm_80 or newer; the GPU is sm_{major}{minor}"
+    return None
+
+
+def kernels() -> Iterable[bundles.Kernel]:
+    """The kernels of the pack; imports Triton."""
+    from surogate_kernels_triton import adapters, attention, cross_entropy, norm_rope, swiglu
+
+    return tuple(module.kernel() for module in (attention, adapters, cross_entropy, norm_rope, swiglu))
+
+
+@hookimpl
+def surogate_kernel_pack() -> bundles.KernelPack:
+    """The pack."""
+    return bundles.KernelPack(name="triton", kernels=kernels, unavailable=unavailable)

@@ -1,0 +1,310 @@
+"""The op `adapted_linears` on panels: cuBLAS for the wide products, Triton for the skinny ones.
+
+What the adapters add to a product is a few more columns of its inner dimension: u stands past x in
+its own rows and scale·B past W, so that y takes no second pass; likewise du past dy, and A below W.
+Shape suffixes as in `surogate_core.kernels.panels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.bundles import Kernel
+from surogate_core.kernels.panels import PanelShape
+from surogate_kernels_triton import adapters_programs as programs
+
+ROWS = 1024
+"""Tokens whose contributions to a gradient one program adds, at most."""
+ROOM = 128
+"""Columns past x are a multiple of this."""
+PROGRAMS = 240
+"""As many as keep a large GPU reading; fixed, so that the order of sums depends on shapes alone."""
+GOLDEN = 0x1E3779B9
+"""What `ops.dropout_mask` multiplies a salt by."""
+_salts: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+
+def _int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _keys(salts: Sequence[int], device: torch.device) -> Tensor:
+    """Each projection's share of the dropout key, [S] int32; made once, so that graphs may be captured."""
+    key = device, tuple(salts)
+    if key not in _salts:
+        _salts[key] = torch.tensor([_int32(s * GOLDEN) for s in salts], dtype=torch.int32, device=device)
+    return _salts[key]
+
+
+def _chunk(outputs: Sequence[int], most: int) -> int:
+    """The largest power of two up to `most` that divides every projection's outputs."""
+    size = most
+    while any(o % size for o in outputs):
+        size //= 2
+    return size
+
+
+def _cut(outputs: Sequence[int], tokens: int) -> tuple[int, int]:
+    """Outputs and tokens of a program of `up_backward`."""
+    chunk, rows = _chunk(outputs, 256), ROWS
+    while rows > 256 and sum(outputs) // chunk * triton.cdiv(tokens, rows) < PROGRAMS:
+        rows //= 2
+    if chunk > 128 and sum(outputs) // chunk * triton.cdiv(tokens, rows) < PROGRAMS:
+        chunk //= 2
+    return chunk, rows
+
+
+def _ends(outputs: Sequence[int]) -> list[int]:
+    """Where the first three projections end; past the panel where there are fewer."""
+    ends = [sum(outputs[: i + 1]) for i in range(min(3, len(outputs) - 1))]
+    return ends + [2**30] * (3 - len(ends))
+
+
+def _dropout(p: float, seed: Tensor, salts: Sequence[int]) -> tuple[Any, ...]:
+    threshold = round(p * 2**32) - 2**31
+    return seed, _keys(salts, seed.device), threshold, 1 / (1 - p)
+
+
+@torch.library.custom_op("surogate_triton::adapted_linears", mutates_args=())
+def _forward(
+    x: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    # x is [N, I + ranks or more]: u is written past x; nobody else reads it.
+    n, width, ranks = x.shape[0], sum(outputs), rank * len(outputs)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    u_NR = x.new_empty(n, ranks)
+    a = panel_QP[width:, :inputs]
+    tile, step = (64, 128) if len(outputs) > 1 else (32, 256)
+    programs.down[triton.cdiv(n, tile) * len(outputs),](
+        x,
+        a,
+        u_NR,
+        x[:, inputs:],
+        *_dropout(p, seed, salts),
+        n,
+        x.stride(0),
+        panel_QP.stride(0),
+        x.stride(0),
+        IN=inputs,
+        R=rank,
+        S=len(outputs),
+        M=tile,
+        K=step,
+        DROP=p > 0,
+        num_warps=4,
+        num_stages=5,
+    )
+    return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], sum(outputs)), x.new_empty(x.shape[0], rank * len(outputs))
+
+
+@torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    u_NR: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    # dy is [N, width + ranks or more]: du is written past the gradients; nobody else reads it.
+    n = x.shape[0]
+    slots, width, ranks = len(outputs), sum(outputs), rank * len(outputs)
+    if dy.stride(1) != 1:
+        dy = dy.contiguous()
+    x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
+    chunk, rows = _cut(outputs, n)
+    parts = triton.cdiv(n, rows)
+    ends = dict(zip(("E0", "E1", "E2"), _ends(outputs), strict=True))
+    du_parts = dy.new_empty((width // chunk, n, rank), dtype=torch.float32)
+    db_parts = dy.new_empty((parts, width, rank), dtype=torch.float32)
+    programs.up_backward[width // chunk, parts](
+        dy,
+        u_NR,
+        panel_QP[:, inputs:],
+        du_parts,
+        db_parts,
+        n,
+        dy.stride(0),
+        panel_QP.stride(0),
+        OUT=width,
+        **ends,
+        R=rank,
+        S=slots,
+        M=32 if chunk == 256 else 64,
+        C=chunk,
+        ROWS=rows,
+        num_warps=4,
+        num_stages=3,
+    )
+    du_NR = torch.empty_like(u_NR)
+    db = dy.new_empty((width, rank), dtype=torch.float32)
+    tile = 64
+    programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile),](
+        du_parts,
+        db_parts,
+        du_NR,
+        dy[:, width:],
+        db,
+        scale,
+        n,
+        dy.stride(0),
+        parts,
+        OUT=width,
+        **ends,
+        R=rank,
+        S=slots,
+        C=chunk,
+        M=tile,
+        num_warps=4,
+    )
+    if p == 0:
+        da = torch.mm(du_NR.t(), x_NI, out_dtype=torch.float32)
+        return torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs]), da, db
+    columns, parts = 128, triton.cdiv(n, 512)
+    da_parts = dy.new_empty((parts, ranks, inputs), dtype=torch.float32)
+    programs.down_backward[triton.cdiv(inputs, columns) * slots, parts](
+        x_NI,
+        du_NR,
+        da_parts,
+        *_dropout(p, seed, salts),
+        n,
+        x_NI.stride(0),
+        IN=inputs,
+        R=rank,
+        S=slots,
+        M=64,
+        C=columns,
+        ROWS=512,
+        DROP=True,
+        num_warps=4,
+        num_stages=3,
+    )
+    dx = torch.mm(dy[:, :width], panel_QP[:width, :inputs])
+    programs.dropped_dx[triton.cdiv(n, 64), triton.cdiv(inputs, columns)](
+        dx,
+        du_NR,
+        panel_QP[width:, :inputs],
+        *_dropout(p, seed, salts),
+        n,
+        panel_QP.stride(0),
+        IN=inputs,
+        R=rank,
+        S=slots,
+        M=64,
+        C=columns,
+        num_warps=4,
+    )
+    return dx, da_parts.sum(0), db
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    u_NR: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    ranks, width = rank * len(outputs), sum(outputs)
+    return (
+        x.new_empty(x.shape[0], inputs),
+        x.new_empty((ranks, inputs), dtype=torch.float32),
+        x.new_empty((width, rank), dtype=torch.float32),
+    )
+
+
+class _AdaptedLinears(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, panel_QP: Tensor, seed: Tensor, shape: PanelShape, p: float, *adapters: Tensor
+    ) -> tuple[Tensor, ...]:
+        n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
+        # One sum in fp32, rounded once: bf16 would swallow what a young adapter adds to a y already rounded.
+        room = x_NI.new_empty(n, -(-shape.ranks // ROOM) * ROOM)
+        x_NI = torch.cat((x_NI, room), dim=1)
+        y, u_NR = _forward(x_NI, panel_QP, seed, shape.inputs, outputs, shape.rank, p, salts)
+        ctx.save_for_backward(x_NI, u_NR, panel_QP, seed)
+        ctx.shape, ctx.p = shape, p
+        if len(outputs) == 1:
+            return (y,)
+        granule = _chunk(outputs, 128)
+        parts = y.view(n, -1, granule).split([o // granule for o in outputs], dim=1)
+        return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, u_NR, panel_QP, seed = ctx.saved_tensors
+        shape: PanelShape = ctx.shape
+        n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
+        # Joined as [N, heads, features]: only so does Inductor let the kernels that make the parts write in place.
+        granule = _chunk(outputs, 128) if len(dys) > 1 else 1
+        room = dys[0].new_empty(n, -(-shape.ranks // granule), granule)
+        dy = torch.cat((*(dy.reshape(n, -1, granule) for dy in dys), room), dim=1).view(n, -1)
+        dx, da, db = _backward(
+            dy, x_NI, u_NR, panel_QP, seed, shape.inputs, outputs, shape.rank, shape.scale, ctx.p, salts
+        )
+        adapters = [g for pair in zip(da.split(shape.rank), db.split(outputs), strict=True) for g in pair]
+        return dx, None, None, None, None, *adapters
+
+
+def adapted_linears(
+    x: Tensor, panel: Tensor, seed: Tensor | None, shape: PanelShape, *adapters: Tensor
+) -> Sequence[Tensor]:
+    """`ops.adapted_linears`; gradients of the adapters are fp32."""
+    p = 0.0 if seed is None else shape.dropout
+    if seed is None:
+        seed = torch.zeros((), dtype=torch.int32, device=x.device)
+    found: tuple[Tensor, ...] = _AdaptedLinears.apply(x, panel, seed, shape, p, *adapters)
+    return found
+
+
+def kernel() -> Kernel:
+    """The kernel."""
+    return Kernel(
+        op="adapted_linears",
+        name="triton",
+        function=adapted_linears,
+        supports=lambda device, dtype: device.type == "cuda" and dtype == torch.bfloat16,
+        priority=10,
+    )

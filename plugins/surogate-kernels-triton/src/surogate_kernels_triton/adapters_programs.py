@@ -1,0 +1,238 @@
+"""The skinny products of LoRA on panels, in Triton: each large matrix is read once and nothing is added atomically.
+
+Names: N tokens, IN inputs, OUT outputs, S projections of a panel, R rank of each, M, K, C sizes of a
+tile's rows, inner steps and columns. Sums that run over programs are written as parts and added in
+one order by a second kernel. See `surogate_core.kernels.panels` for the panel.
+"""
+
+# Triton reads the signatures itself: they have no types but `tl.constexpr`.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _hash(x):
+    """`ops.dropout_mask`'s avalanche of int32 bits."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -2073254261
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _kept(rows, columns, seed, slot, salts, threshold, IN: tl.constexpr):
+    """`ops.dropout_mask` of a tile of [N, IN]; `salts` holds each projection's share of the key."""
+    key = _hash(tl.load(seed) + tl.load(salts + slot))
+    counter = rows[:, None] * IN + columns[None, :]
+    return _hash(counter ^ key) >= threshold
+
+
+@triton.jit
+def down(
+    x,
+    a,
+    u,
+    wide,
+    seed,
+    salts,
+    threshold,
+    inverse,
+    tokens,
+    x_row,
+    a_row,
+    wide_row,
+    IN: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """u[N, S·R] = dropout(x) Aᵀ of one projection; once more into the columns past x in its own rows."""
+    slot = tl.program_id(0) % S
+    rows = tl.program_id(0) // S * M + tl.arange(0, M)
+    inside = rows < tokens
+    ranks = slot * R + tl.arange(0, R)
+    acc = tl.zeros([M, R], tl.float32)
+    for first in tl.range(0, IN, K):
+        columns = first + tl.arange(0, K)
+        offsets = rows.to(tl.int64)[:, None] * x_row + columns[None, :]
+        value = tl.load(x + offsets, mask=inside[:, None] & (columns < IN)[None, :], other=0.0)
+        if DROP:
+            kept = _kept(rows, columns, seed, slot, salts, threshold, IN)
+            value = tl.where(kept, value.to(tl.float32) * inverse, 0.0).to(value.dtype)
+        weight = tl.load(a + ranks[:, None] * a_row + columns[None, :], mask=(columns < IN)[None, :], other=0.0)
+        acc = tl.dot(value, weight.T, acc)
+    result = acc.to(u.dtype.element_ty)
+    tl.store(u + rows[:, None] * (S * R) + ranks[None, :], result, mask=inside[:, None])
+    tl.store(wide + rows.to(tl.int64)[:, None] * wide_row + ranks[None, :], result, mask=inside[:, None])
+
+
+@triton.jit
+def up_backward(
+    dy,
+    u,
+    b,
+    du_parts,
+    db_parts,
+    tokens,
+    dy_row,
+    b_row,
+    OUT: tl.constexpr,
+    E0: tl.constexpr,
+    E1: tl.constexpr,
+    E2: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Parts of du = dy (scale·B) and of dB = dyᵀ u from one reading of dy.
+
+    A program has C outputs of one projection and ROWS tokens. `E0`, `E1`, `E2`: where the first
+    three projections end. `b` is scale · B, block-diagonal. du_parts [OUT/C, N, R], db_parts [N/ROWS, OUT, R].
+    """
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    first = chunk * C
+    slot = (first >= E0).to(tl.int32) + (first >= E1).to(tl.int32) + (first >= E2).to(tl.int32)
+    columns = first + tl.arange(0, C)
+    ranks = slot * R + tl.arange(0, R)
+    weight = tl.load(b + columns.to(tl.int64)[:, None] * b_row + ranks[None, :])
+    acc = tl.zeros([C, R], tl.float32)
+    for start in tl.range(part * ROWS, tl.minimum(part * ROWS + ROWS, tokens), M):
+        rows = start + tl.arange(0, M)
+        inside = rows < tokens
+        g = tl.load(dy + rows.to(tl.int64)[:, None] * dy_row + columns[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(u + rows[:, None] * (S * R) + ranks[None, :], mask=inside[:, None], other=0.0)
+        du = tl.dot(g, weight)
+        place = (chunk.to(tl.int64) * tokens + rows)[:, None] * R + tl.arange(0, R)[None, :]
+        tl.store(du_parts + place, du, mask=inside[:, None])
+        acc = tl.dot(g.T, v, acc)
+    place = (part * OUT + columns)[:, None] * R + tl.arange(0, R)[None, :]
+    tl.store(db_parts + place, acc)
+
+
+@triton.jit
+def up_backward_sums(
+    du_parts,
+    db_parts,
+    du,
+    wide,
+    db,
+    scale,
+    tokens,
+    wide_row,
+    parts,
+    OUT: tl.constexpr,
+    E0: tl.constexpr,
+    E1: tl.constexpr,
+    E2: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    M: tl.constexpr,
+):
+    """du[N, S·R], also into the columns past dy in its own rows, and dB[OUT, R] from their parts, in one order."""
+    tiles = tl.cdiv(tokens, M)
+    program = tl.program_id(0)
+    ranks = tl.arange(0, R)
+    if program < tiles * S:
+        slot = program % S
+        rows = program // S * M + tl.arange(0, M)
+        inside = rows < tokens
+        begin = tl.where(slot == 0, 0, tl.where(slot == 1, E0, tl.where(slot == 2, E1, E2)))
+        end = tl.minimum(tl.where(slot == 0, E0, tl.where(slot == 1, E1, tl.where(slot == 2, E2, OUT))), OUT)
+        acc = tl.zeros([M, R], tl.float32)
+        for chunk in tl.range(begin // C, end // C):
+            place = (tl.cast(chunk, tl.int64) * tokens + rows)[:, None] * R + ranks[None, :]
+            acc += tl.load(du_parts + place, mask=inside[:, None], other=0.0)
+        result = acc.to(du.dtype.element_ty)
+        columns = slot * R + ranks
+        tl.store(du + rows[:, None] * (S * R) + columns[None, :], result, mask=inside[:, None])
+        tl.store(wide + rows.to(tl.int64)[:, None] * wide_row + columns[None, :], result, mask=inside[:, None])
+    else:
+        outputs = (program - tiles * S) * M + tl.arange(0, M)
+        inside = outputs < OUT
+        acc = tl.zeros([M, R], tl.float32)
+        for part in tl.range(0, parts):
+            place = (part * OUT + outputs)[:, None] * R + ranks[None, :]
+            acc += tl.load(db_parts + place, mask=inside[:, None], other=0.0)
+        tl.store(db + outputs[:, None] * R + ranks[None, :], acc * scale, mask=inside[:, None])
+
+
+@triton.jit
+def down_backward(
+    x,
+    du,
+    parts,
+    seed,
+    salts,
+    threshold,
+    inverse,
+    tokens,
+    x_row,
+    IN: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """Parts of dA = duᵀ dropout(x), [N/ROWS, S·R, IN]: a program has C inputs, ROWS tokens, one projection."""
+    columns = tl.program_id(0) // S * C + tl.arange(0, C)
+    slot = tl.program_id(0) % S
+    part = tl.program_id(1)
+    ranks = slot * R + tl.arange(0, R)
+    acc = tl.zeros([C, R], tl.float32)
+    for start in tl.range(part * ROWS, tl.minimum(part * ROWS + ROWS, tokens), M):
+        rows = start + tl.arange(0, M)
+        inside = rows < tokens
+        offsets = rows.to(tl.int64)[:, None] * x_row + columns[None, :]
+        value = tl.load(x + offsets, mask=inside[:, None] & (columns < IN)[None, :], other=0.0)
+        if DROP:
+            kept = _kept(rows, columns, seed, slot, salts, threshold, IN)
+            value = tl.where(kept, value.to(tl.float32) * inverse, 0.0).to(value.dtype)
+        g = tl.load(du + rows[:, None] * (S * R) + ranks[None, :], mask=inside[:, None], other=0.0)
+        acc = tl.dot(value.T, g, acc)
+    place = (part * (S * R) + ranks)[None, :] * IN + columns[:, None]
+    tl.store(parts + place, acc, mask=(columns < IN)[:, None])
+
+
+@triton.jit
+def dropped_dx(
+    dx,
+    du,
+    a,
+    seed,
+    salts,
+    threshold,
+    inverse,
+    tokens,
+    a_row,
+    IN: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+):
+    """dx += Σ over projections of mask · (du A) / (1 − p), in place, a tile a program."""
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    columns = tl.program_id(1) * C + tl.arange(0, C)
+    inside = (rows < tokens)[:, None] & (columns < IN)[None, :]
+    place = rows.to(tl.int64)[:, None] * IN + columns[None, :]
+    acc = tl.load(dx + place, mask=inside, other=0.0).to(tl.float32)
+    for slot in tl.static_range(S):
+        ranks = slot * R + tl.arange(0, R)
+        g = tl.load(du + rows[:, None] * (S * R) + ranks[None, :], mask=(rows < tokens)[:, None], other=0.0)
+        weight = tl.load(a + ranks[:, None] * a_row + columns[None, :], mask=(columns < IN)[None, :], other=0.0)
+        kept = _kept(rows, columns, seed, slot, salts, threshold, IN)
+        acc += tl.where(kept, tl.dot(g, weight) * inverse, 0.0)
+    tl.store(dx + place, acc.to(dx.dtype.element_ty), mask=inside)

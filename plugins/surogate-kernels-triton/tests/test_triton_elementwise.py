@@ -1,0 +1,166 @@
+"""SwiGLU and norm + RoPE with a GPU, against their references in float64; and what the engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import surogate_kernels_triton
+import torch
+from op_cases import random
+from torch import Tensor
+
+from surogate_core.dsl.trace import Signature, trace_joint
+from surogate_core.kernels.registry import references
+
+pytestmark = pytest.mark.gpu
+BOUNDS = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+scales = pytest.mark.parametrize("scale", [1.0, 1e3, 1e-3, 0.0], ids=["random", "huge", "tiny", "zero"])
+Op = Callable[..., Tensor | Sequence[Tensor]]
+
+
+def find(name: str) -> Op:
+    if reason := surogate_kernels_triton.unavailable(torch.device("cuda")):
+        pytest.skip(reason)
+    return next(k.function for k in surogate_kernels_triton.kernels() if k.op == name)
+
+
+def run(op: Op, leaves: Sequence[Tensor], *rest: object, dy_seed: int = 50) -> list[Tensor]:
+    """Outputs and gradients."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    found = op(*leaves, *rest)
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    dys = [random(*y.shape, seed=dy_seed + i).bfloat16().to(y.device, y.dtype) for i, y in enumerate(outputs)]
+    return [t.detach() for t in (*outputs, *torch.autograd.grad(outputs, leaves, dys))]
+
+
+def check(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.shape == b.shape
+        error = float((a.double() - b).norm() / b.norm().clamp(min=1e-30))
+        assert error <= bound, f"tensor {number}: {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float16, 1.0), *((torch.bfloat16, scale) for scale in (1.0, 1e12, 1e-12, 0.0))],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(5, 48), (1, 1), (130, 1500)], ids=str)
+def test_swiglu(dtype: torch.dtype, scale: float, shape: tuple[int, int]) -> None:
+    gate, up = (random(*shape, seed=s, scale=scale, dtype=dtype).cuda() for s in (0, 1))
+    expected = run(references["swiglu"].function, [gate.double(), up.double()])
+    check(run(find("swiglu"), [gate, up]), expected, BOUNDS[dtype])
+    both = torch.cat((gate, up), dim=1)
+    halves = [both[:, : shape[1]], both[:, shape[1] :]]
+    check(run(find("swiglu"), halves), expected, BOUNDS[dtype])
+
+
+def test_swiglu_keeps_nan_in_its_place() -> None:
+    gate, up = (random(4, 64, seed=s, dtype=torch.bfloat16).cuda() for s in (0, 1))
+    gate[2, 3] = float("nan")
+    for value in run(find("swiglu"), [gate, up]):
+        assert value[2, 3].isnan()
+        assert value.isnan().sum() == 1
+
+
+def make(n: int, heads: int, kv_heads: int, features: int, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+    """q, k, v as slices of one buffer, the norms, and in float32 the angles' cos and sin."""
+    q = random(n, heads + 2 * kv_heads, features, seed=0, scale=scale, dtype=dtype).cuda()
+    norms = [1 + 0.3 * random(features, seed=s) for s in (1, 2)]
+    angles = random(n, features // 2, seed=3, scale=3.0).float().cuda()
+    sliced = [q[:, :heads], q[:, heads : heads + kv_heads], q[:, heads + kv_heads :]]
+    return [*sliced, *(w.to("cuda", dtype) for w in norms), angles.cos(), angles.sin()]
+
+
+@dtypes
+@scales
+@pytest.mark.parametrize(("n", "heads", "kv_heads", "features"), [(70, 4, 2, 128), (1, 1, 1, 64), (33, 3, 1, 32)])
+def test_norm_rope(dtype: torch.dtype, scale: float, n: int, heads: int, kv_heads: int, features: int) -> None:
+    *leaves, cos, sin = make(n, heads, kv_heads, features, dtype, scale)
+    expected = run(references["norm_rope"].function, [t.double() for t in leaves], 1e-6, cos.double(), sin.double())
+    check(run(find("norm_rope"), leaves, 1e-6, cos, sin), expected, BOUNDS[dtype])
+    apart = [t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim == 3 else t for t in leaves]
+    check(run(find("norm_rope"), apart, 1e-6, cos, sin), expected, BOUNDS[dtype])
+
+
+def test_norm_rope_of_other_head_sizes() -> None:
+    *leaves, cos, sin = make(9, 2, 1, 80, torch.bfloat16)
+    expected = run(references["norm_rope"].function, leaves, 1e-6, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(run(find("norm_rope"), leaves, 1e-6, cos, sin), expected, strict=True))
+
+
+def test_norm_rope_keeps_nan_in_its_head() -> None:
+    *leaves, cos, sin = make(40, 4, 2, 64, torch.bfloat16)
+    leaves[0][7, 1, 3] = float("nan")
+    q, k, v, dq, dk, dv, dq_norm, dk_norm = run(find("norm_rope"), leaves, 1e-6, cos, sin)
+    for value in (q, dq):
+        assert value[7, 1].isnan().all()
+        assert value.isnan().sum() == 64
+    assert all(t.isfinite().all() for t in (k, v, dk, dv, dk_norm))
+    assert dq_norm.isnan().any()
+
+
+def labels_of(n: int, vocabulary: int) -> Tensor:
+    labels = torch.randint(0, vocabulary, (n,), generator=torch.Generator().manual_seed(1))
+    labels[::3] = -100
+    labels[-1] = vocabulary - 1
+    return labels.cuda()
+
+
+@dtypes
+@pytest.mark.parametrize("scale", [1.0, 30.0, 0.0], ids=["random", "huge", "zero"])
+@pytest.mark.parametrize(("n", "vocabulary"), [(1, 1), (5, 61), (33, 4096), (17, 9001)])
+def test_cross_entropy(dtype: torch.dtype, scale: float, n: int, vocabulary: int) -> None:
+    logits, labels = random(n, vocabulary, scale=scale, dtype=dtype).cuda(), labels_of(n, vocabulary)
+    found = run(find("cross_entropy"), [logits], labels)
+    expected = run(references["cross_entropy"].function, [logits.double()], labels)
+    assert found[0].dtype == torch.float32
+    for a, b, bound in zip(found, expected, (1e-5, BOUNDS[dtype]), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound * 1e-1)
+    assert not found[1][labels == -100].any()
+
+
+def test_cross_entropy_of_hostile_logits() -> None:
+    logits, labels = random(5, 5000, dtype=torch.bfloat16).cuda(), torch.tensor([4, 4500, -100, 7, 1]).cuda()
+    logits[0, 4000] = float("nan")
+    logits[1, :4400] = float("-inf")
+    logits[2, 9] = float("nan")
+    logits[3] = -3e38
+    logits[4, 1] = 3e38
+    found = run(find("cross_entropy"), [logits], labels)
+    expected = run(references["cross_entropy"].function, [logits.double()], labels)
+    assert found[0].isnan().tolist() == [True, False, False, False, False]
+    keep = [1, 3, 4]
+    torch.testing.assert_close(found[0][keep].double(), expected[0][keep], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1][keep].double(), expected[1][keep], rtol=1e-2, atol=1e-6)
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    *leaves, cos, sin = make(4096, 16, 8, 128, torch.bfloat16)
+    first = run(find("norm_rope"), leaves, 1e-6, cos, sin)
+    for _ in range(5):
+        again = run(find("norm_rope"), leaves, 1e-6, cos, sin)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_no_gradients_are_joined_that_stand_side_by_side() -> None:
+    """The backward of a panel reads what those of `swiglu` and `norm_rope` wrote, with no copy in between."""
+    from surogate_core.kernels.panels import PanelShape
+
+    shape = PanelShape(inputs=64, outputs=(256, 256), rank=16, scale=1.0, dropout=0.0, salts=(0, 1))
+    adapted, swiglu = find("adapted_linears"), find("swiglu")
+
+    def block(x: Tensor, panel: Tensor, *adapters: Tensor) -> Tensor:
+        y = swiglu(*adapted(x, panel, None, shape, *adapters))
+        assert isinstance(y, Tensor)
+        return y
+
+    device = torch.device("cuda")
+    sizes = [(32, 64), tuple(shape.allocate(torch.device("meta"), torch.bfloat16).shape)]
+    sizes += [(16, 64), (256, 16), (16, 64), (256, 16)]
+    signatures = [Signature(s, torch.bfloat16, device, i != 1) for i, s in enumerate(sizes)]
+    joint = trace_joint(block, signatures)
+    joins = [n for n in joint.graph.nodes if n.target == torch.ops.aten.cat.default]
+    assert len(joins) == 1, "x and the room for its low-rank product; not the gradients"

@@ -1,0 +1,92 @@
+"""Panels: planned from what a block reads, filled from frozen weights and adapters, and the same step with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, strict_offloader, tiny_config, worst
+from torch import Tensor
+
+from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.engine.engine import Engine
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.panels import PanelShape
+from surogate_core.kernels.registry import references
+
+CONFIG = tiny_config(vocab_size=64)
+
+
+def from_panel(x: Tensor, panel: Tensor, seed: Tensor | None, shape: PanelShape, *adapters: Tensor) -> Sequence[Tensor]:
+    """The reference with the A's and B's of the panel; their gradients go to the adapters."""
+    again = []
+    for number in range(len(shape.outputs)):
+        a, scaled_b = shape.adapter(panel, number)
+        again += [a + (adapters[2 * number] - a.detach()), scaled_b / shape.scale]
+        again[-1] = again[-1] + (adapters[2 * number + 1] - again[-1].detach())
+    return list(references["adapted_linears"].function(x, panel, seed, shape, *again))
+
+
+def kernels() -> Iterable[Kernel]:
+    return [Kernel(op="adapted_linears", name="from-panel", function=from_panel, supports=lambda device, dtype: True)]
+
+
+PACK = KernelPack(name="panels", kernels=kernels)
+
+
+def engine(packs: Sequence[KernelPack], **settings: object) -> Engine:
+    arguments = {"lora": lora(16, dropout=0.1), **settings}
+    return make_engine(CONFIG, packs=packs, **arguments)  # type: ignore[arg-type]
+
+
+BATCHES = [make_batch(random_documents([9, 14], seed=s)) for s in range(2)]
+
+
+def test_slots_with_one_input_share_a_panel() -> None:
+    e = engine([TORCH_PACK, PACK])
+    (names, *others) = {tuple(tuple(s.name for s in p.slots) for p in found) for found in e.parameters.panels.values()}
+    assert names == (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+    assert not others
+    assert e.programs.kernels.chosen["adapted_linears", "float32"] == "from-panel"
+
+
+def test_a_panel_holds_what_the_parameters_say() -> None:
+    e = engine([TORCH_PACK, PACK])
+    e.train_step(BATCHES, step=0, lr=1e-2)
+    masters, base = e.parameters.masters(), dict(e.parameters.base_tensors())
+    for piece in e.layers.values():
+        for panel, tensor in e.parameters.panel_tensors(piece):
+            rest = tensor.clone()
+            for number, slot in enumerate(panel.slots):
+                prefix = next(s.hf_name for s in piece.specs if s.name == f"{slot.name}.weight").removesuffix(".weight")
+                a, b = panel.shape.adapter(tensor, number)
+                assert torch.equal(panel.shape.weight(tensor, number), base[f"{prefix}.weight"])
+                assert torch.equal(a, masters[f"{prefix}.lora_A.weight"])
+                assert torch.equal(b, 2 * masters[f"{prefix}.lora_B.weight"])
+                for view in (panel.shape.weight(rest, number), *panel.shape.adapter(rest, number)):
+                    view.zero_()
+            assert not rest.any()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_same_gradients_as_slot_by_slot(dropout: float) -> None:
+    plain, found = (engine(packs, lora=lora(16, dropout=dropout)) for packs in ([TORCH_PACK], [TORCH_PACK, PACK]))
+    assert not plain.parameters.panels
+    for step in range(2):
+        error, name = worst(gradients(found, BATCHES, step=step), gradients(plain, BATCHES, step=step))
+        assert error < 1e-5, name
+        losses = [e.train_step(BATCHES, step=step, lr=1e-3).read() for e in (plain, found)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert plain.evaluate(BATCHES)[0] == pytest.approx(found.evaluate(BATCHES)[0], rel=1e-5)
+
+
+def test_where_there_are_none() -> None:
+    """Ranks that no tile has, some slots without adapters, weights that move, no adapters at all."""
+    packs = [TORCH_PACK, PACK]
+    assert not any(engine(packs, lora=lora(4)).parameters.panels.values())
+    some = engine(packs, lora=lora(16, targets=["q_proj", "o_proj"])).parameters.panels
+    assert {tuple(s.name for p in found for s in p.slots) for found in some.values()} == {("o",)}
+    offloader, _ = strict_offloader()
+    assert not engine(packs, offloader=offloader).parameters.panels
+    assert not engine(packs, lora=None).parameters.panels
