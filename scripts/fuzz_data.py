@@ -341,7 +341,7 @@ FIELDS: Mapping[str, list[dict[str, str]]] = {
     "text": [*[{}] * 6, {"text_field": "txt"}],
     "instruction": [*[NAMED] * 4, {**NAMED, "input_field": "input"}, {**NAMED, "instruction_field": "prompt"}],
     "conversation": [*[{}] * 6, {"system_field": "system"}, {"tools_field": "tools"}, {"messages_field": "turns"}],
-    **dict.fromkeys(("preference", "auto"), [{}]),
+    **{name: [{}] for name in ("preference", "auto")},
 }
 JSON_SUFFIXES = (".jsonl", ".jsonl", ".json", ".ndjson")
 GOOD = b'{"text": "some text"}\n'

@@ -328,7 +328,13 @@ def test_a_signal_leaves_nothing_half_written(number: signal.Signals, code: int,
     cache = tmp_path / "cache"
     command = [sys.executable, "-m", "surogate_core.cli.main", "tokenize", data, TOKENIZER, f"data_cache_dir={cache}"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     end = time.monotonic() + 60
     while not list(cache.rglob("*.partial")) and process.poll() is None and time.monotonic() < end:
