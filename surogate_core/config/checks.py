@@ -32,6 +32,16 @@ def _recompute_part(part: str) -> Check:
     )
 
 
+def _needs_adaptive(key: str) -> Check:
+    return Check(
+        name=f"{key}_without_monitor",
+        key=key,
+        wrong=lambda v: v[key] and all(chosen.name != "adaptive" for chosen in v["monitor"]),
+        message="is set, but the monitor `adaptive`, which does it, is not chosen.",
+        fix="add adaptive to `monitor`",
+    )
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         name="two_warmups",
@@ -117,5 +127,14 @@ CHECKS: tuple[Check, ...] = (
         wrong=lambda v: v["merge_adapter"] and not v["lora"],
         message="is set while `lora` is false: all weights are trained and exported anyway.",
         fix="merge_adapter: false, or lora: true",
+    ),
+    _needs_adaptive("auto_lr_reduction"),
+    _needs_adaptive("early_stop"),
+    Check(
+        name="epochs_without_effect",
+        key="epoch_adjustment",
+        wrong=lambda v: v["epoch_adjustment"] and v["max_steps"] > 0,
+        message="has no effect while `max_steps` decides how long the run is.",
+        fix="max_steps: -1, or epoch_adjustment: false",
     ),
 )

@@ -18,7 +18,6 @@ KEYS = frozenset(
     zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
     report_to log_gpu_util debug_time_breakdown debug_memory_breakdown
-    auto_lr_reduction early_stop epoch_adjustment
     """.split()  # noqa: SIM905
 )
 """Flat keys."""

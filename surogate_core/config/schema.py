@@ -215,6 +215,14 @@ class RunConfig:
     eval_seed: NonNegative = 1234
     """Seed of the held-out split."""
 
+    # ------------------------------------------------------------------------ automation
+    auto_lr_reduction: bool = False
+    """Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the rules."""
+    early_stop: bool = False
+    """End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria."""
+    epoch_adjustment: bool = False
+    """Replace `num_epochs` by what makes up 20 tokens for each parameter of the model."""
+
     # -------------------------------------------------------------------------- watching
     monitor: list[Selection] = field(default_factory=list)
     """The monitors that receive the run's events."""

@@ -123,6 +123,46 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingStats(Event):
+    """How a mixture-of-experts model has sent the tokens of one step to its experts; such a family emits it."""
+
+    step: int
+    imbalance: float
+    """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is perfectly even."""
+    utilization: float
+    """Share of the experts that got a token, 0 to 1, mean over the layers."""
+    aux_loss: float | None = None
+    """Load-balancing loss before its coefficient, mean over the layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseChange(Event):
+    """The training has entered another phase."""
+
+    step: int
+    phase: Literal["warmup", "converging", "plateau", "diverging", "unstable"]
+    previous: Literal["warmup", "converging", "plateau", "diverging", "unstable"]
+    improvement: float
+    """Relative fall of the mean loss between the two halves of the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice(Event):
+    """What the owner of the run could turn, and why."""
+
+    step: int
+    rule: str
+    message: str
+    """What was seen, in a sentence."""
+    key: str
+    """The configuration key to change."""
+    suggestion: str
+    """How to change it."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """The figures that the rule fired on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd(Event):
     """The run is over."""
 
@@ -141,8 +181,14 @@ class Control:
 
     lr_scale: float | None = None
     """Multiply the schedule's learning rate by this from now on."""
+    fade_steps: int = 0
+    """Steps over which `lr_scale` blends back to 1, linearly; 0 keeps it for good."""
+    proceed: bool = False
+    """Go on after a step that was not finite, which was not applied, instead of ending the run."""
     stop: bool = False
     """Finish: save, export, end."""
     save: bool = False
     """Write a checkpoint now."""
+    events: tuple[Event, ...] = ()
+    """Events that all monitors are shown after the one that is answered; answers to them are not obeyed."""
     reason: str = ""

@@ -21,7 +21,7 @@ from surogate_core.errors import UserError
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
-from surogate_core.train.lr import learning_rate, warmup_length
+from surogate_core.train.lr import faded, learning_rate, warmup_length
 from surogate_core.train.signals import StopSignals
 
 SPEED_SMOOTHING = 0.1
@@ -49,7 +49,9 @@ class LoopState:
     """Optimizer steps done."""
     total_tokens: int = 0
     lr_scale: float = 1.0
-    """Product of the monitors' `Control.lr_scale`."""
+    """Product of the monitors' `Control.lr_scale` that are for good and have begun."""
+    lr_changes: list[tuple[float, int, int]] = field(default_factory=list)
+    """(scale, first step, steps to blend back over) of the others that are not over."""
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
     evaluated_step: int | None = None
@@ -237,10 +239,12 @@ class Loop:
             self._save(batches.state, last=True, signalled=False)
         return "finished"
 
-    def emit(self, event: Event) -> None:
-        """Show the event to the monitors and obey their controls."""
-        for control in self.bus.emit(event):
-            self._obey(control)
+    def emit(self, event: Event) -> bool:
+        """Show the event to the monitors and obey their controls; whether one wants to proceed whatever it says."""
+        controls = self.bus.emit(event)
+        for control in controls:
+            self._obey(control, event)
+        return any(control.proceed for control in controls)
 
     # --------------------------------------------------------------------------- pieces
 
@@ -260,7 +264,7 @@ class Loop:
         warmup = warmup_length(
             total_steps=self.total_steps, warmup_steps=config.warmup_steps, warmup_ratio=config.warmup_ratio
         )
-        rate = self.state.lr_scale * learning_rate(
+        rate = self._lr_factor(step) * learning_rate(
             step,
             total_steps=self.total_steps,
             peak=config.learning_rate,
@@ -271,13 +275,29 @@ class Loop:
         )
         return min(rate, torch.finfo(torch.float32).max)
 
+    def _lr_factor(self, step: int) -> float:
+        """Product of the monitors' scales at a step; drops those that are over."""
+        state, factor = self.state, 1.0
+        kept = []
+        for scale, first, steps in state.lr_changes:
+            if step < first:
+                kept.append((scale, first, steps))
+            elif steps == 0:
+                state.lr_scale *= scale
+            elif step < first + steps:
+                factor *= faded(scale, since=step - first, steps=steps)
+                kept.append((scale, first, steps))
+        state.lr_changes = kept
+        return state.lr_scale * factor
+
     def _report(self, launched: _Launched) -> None:
         loss, norm = launched.result.read()
         seconds = self._clock.lap()
         state, tokens, step = self.state, launched.result.tokens, launched.step + 1
         state.total_tokens += tokens
-        state.recent_losses = [*state.recent_losses, loss][-GAP_WINDOW:]
-        self.emit(
+        if math.isfinite(loss):
+            state.recent_losses = [*state.recent_losses, loss][-GAP_WINDOW:]
+        proceed = self.emit(
             StepEnd(
                 step=step,
                 epoch=launched.epoch,
@@ -293,7 +313,7 @@ class Loop:
                 peak_memory_bytes=peak_memory(self.engine.settings.device),
             )
         )
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
             what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
 
@@ -369,18 +389,26 @@ class Loop:
         self.emit(CheckpointSaved(step=self.state.step, path=str(path), seconds=seconds, reason=reason))
         self._clock.restart()
 
-    def _obey(self, control: Control) -> None:
+    def _obey(self, control: Control, event: Event) -> None:
+        for answer in control.events:
+            self.bus.emit(answer)
         why, scale = control.reason or "asked by a monitor", control.lr_scale
         if scale is not None and not (math.isfinite(scale) and scale >= 0):
             self.bus.emit(Notice(level="warning", message=f"learning rate × {scale}: not obeyed ({why})"))
             scale = None
         if scale is not None:
-            self.state.lr_scale *= scale
+            first = self.state.step
+            if isinstance(event, StepEnd):
+                # On CUDA a step is reported after the next was launched, but for one before a checkpoint. The first
+                # step of the change is the same in both cases, so that a checkpoint changes no rate.
+                first = event.step + (self.engine.settings.device.type == "cuda")
+            self.state.lr_changes = [*self.state.lr_changes, (scale, first, control.fade_steps)]
         self._save_asked |= control.save
         if control.stop:
             self.stop_reason = why
+        fade = f" for {control.fade_steps} steps, blending back" if control.fade_steps else ""
         told = [
-            *([f"learning rate × {scale:g}"] if scale is not None else []),
+            *([f"learning rate × {scale:g}{fade}"] if scale is not None else []),
             *(["save now"] if control.save else []),
             *(["stop"] if control.stop else []),
         ]

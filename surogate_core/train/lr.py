@@ -56,3 +56,8 @@ def learning_rate(
     if step < begin:
         return decayed(step)
     return final + (decayed(begin) - final) * (total_steps - step) / cooldown
+
+
+def faded(scale: float, *, since: int, steps: int) -> float:
+    """A factor that is `scale` at first and blends back to 1, linearly, `since` of `steps` steps later."""
+    return scale + (1.0 - scale) * min(1.0, since / steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -24,6 +25,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
 from surogate_core.train import atomic
 from surogate_core.train.adapters import LoraAdapter, folded
+from surogate_core.train.budget import adjusted_epochs, token_budget
 from surogate_core.train.bus import EventBus
 from surogate_core.train.card import Card, changed_keys
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
@@ -144,6 +146,8 @@ class _Run:
         sample = collate(data.train, [0] * config.per_device_train_batch_size)
         self.engine = build_engine(config, registry, resolved, sample=sample, progress=self._progress)
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in self.engine.programs.kernels.chosen.items()})
+        if config.epoch_adjustment:
+            config = self.config = self._with_adjusted_epochs(data, notes)
         evaluation = None
         if data.eval is not None:
             evaluation = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
@@ -233,6 +237,17 @@ class _Run:
                 f"the run goes on, but not bit for bit as it would have."
             )
         return checkpoint
+
+    def _with_adjusted_epochs(self, data: PreparedData, notes: list[str]) -> RunConfig:
+        """The config with the epochs that the token budget of the model makes of the data."""
+        assert self.engine is not None
+        parameters, tokens = self.engine.parameters.counts()[0], data.report.train.tokens
+        epochs = adjusted_epochs(parameters, tokens)
+        notes.append(
+            f"epoch_adjustment: num_epochs is {epochs:.4g} instead of {self.config.num_epochs:.4g}, for "
+            f"{token_budget(parameters):,} tokens at {tokens:,} an epoch."
+        )
+        return dataclasses.replace(self.config, num_epochs=epochs)
 
     def _write_run_files(self, identity: Mapping[str, Any], data: PreparedData) -> None:
         config = self.config

@@ -167,6 +167,9 @@ CONTRADICTIONS = {
     "adapter_on_random_weights": ["adapter_path=x", "lora=true", "from_scratch=true"],
     "trainable_without_adapter": ["adapter_init_mode=trainable"],
     "merge_without_lora": ["merge_adapter=true", "lora=false"],
+    "auto_lr_reduction_without_monitor": ["auto_lr_reduction=true", "monitor=[jsonl]"],
+    "early_stop_without_monitor": ["early_stop=true", "monitor=[jsonl]"],
+    "epochs_without_effect": ["epoch_adjustment=true", "max_steps=10"],
 }
 
 

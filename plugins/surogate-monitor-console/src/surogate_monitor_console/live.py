@@ -16,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from surogate_core.train.events import (
+    Advice,
     CheckpointSaved,
     Control,
     EvalEnd,
     Event,
     Notice,
+    PhaseChange,
     Progress,
     RunEnd,
     RunInfo,
@@ -55,6 +57,7 @@ class LiveView:
         self._step: StepEnd | None = None
         self._losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._evals: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self._phase = ""
         self._tasks: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
@@ -82,6 +85,10 @@ class LiveView:
                 self._say(text.eval_line(event))
             case CheckpointSaved():
                 self._say(text.saved_line(event), style="dim")
+            case PhaseChange():
+                self._phase = event.phase
+            case Advice():
+                self._say(text.advice_line(event), style="yellow")
             case Notice():
                 self._console.print(Text.assemble((f"{event.level}: ", LEVELS[event.level]), event.message))
             case Progress():
@@ -170,7 +177,8 @@ class LiveView:
         rate = Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")
         grid.add_row(loss, held_out, epoch)
         second = Table.grid(padding=(0, 2))
-        second.add_row(rate, grad, speed, memory)
+        phase = Text.assemble(("phase ", "dim"), self._phase) if self._phase else Text()
+        second.add_row(rate, grad, speed, memory, phase)
         return Group(grid, second)
 
     def _task_bars(self) -> RenderableType | None:

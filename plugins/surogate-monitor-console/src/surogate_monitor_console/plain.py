@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from surogate_core.train.events import (
+    Advice,
     CheckpointSaved,
     Control,
     EvalEnd,
     Event,
     Notice,
+    PhaseChange,
     Progress,
     RunEnd,
     RunInfo,
@@ -56,6 +58,10 @@ class PlainView:
                 self._print(text.eval_line(event))
             case CheckpointSaved():
                 self._print(text.saved_line(event))
+            case PhaseChange():
+                self._print(text.phase_line(event))
+            case Advice():
+                self._print(text.advice_line(event))
             case Notice():
                 self._print(event.message if event.level == "info" else f"{event.level}: {event.message}")
             case Progress():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surogate_core.train.events import CheckpointSaved, EvalEnd, RunEnd, RunInfo, RunStart
+from surogate_core.train.events import Advice, CheckpointSaved, EvalEnd, PhaseChange, RunEnd, RunInfo, RunStart
 
 TREND_WINDOW = 20
 """Losses whose two halves the trend compares."""
@@ -98,6 +98,16 @@ def eval_line(event: EvalEnd) -> str:
     gap = f"  gap {event.gap:+.4f}" if event.gap is not None else ""
     tokens = f"{count(event.label_tokens)} label tokens in {duration(event.seconds)}"
     return f"step {event.step}: held-out loss {event.loss:.4f}{gap}  ({tokens})"
+
+
+def phase_line(event: PhaseChange) -> str:
+    """A change of phase."""
+    return f"step {event.step}: {event.previous} → {event.phase}"
+
+
+def advice_line(event: Advice) -> str:
+    """What was seen, and the key to change."""
+    return f"step {event.step}: {event.message} Advice on {event.key}: {event.suggestion}."
 
 
 def saved_line(event: CheckpointSaved) -> str:

@@ -1,0 +1,138 @@
+"""The rules: which key each is about, what it says, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from surogate_core.train.events import Advice
+from surogate_monitor_adaptive.windows import Detector
+
+COOLDOWN = 200
+"""Steps between two advices of one rule."""
+
+HIGH_LR = 0.5
+"""Share of the peak learning rate from which on a rate is high."""
+
+AFTER_WARMUP = 100
+"""Steps after the warm-up in which trouble is blamed on it."""
+
+SETTLING = 50
+"""Steps after a reduction of the learning rate before it is judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is said when a rule fires."""
+
+    key: str
+    message: str
+    suggestion: str
+
+
+RULES: Mapping[str, Rule] = {
+    # ----------------------------------------------------------- one detector each
+    "loss_spike": Rule(
+        key="auto_lr_reduction",
+        message="The loss or the gradient norm jumped far above its recent mean.",
+        suggestion="auto_lr_reduction=true halves the rate by itself; else lower learning_rate or max_grad_norm",
+    ),
+    "divergence": Rule(
+        key="learning_rate",
+        message="The loss is rising, by more than noise.",
+        suggestion="lower learning_rate by a factor of 2 to 10 and resume from an earlier checkpoint",
+    ),
+    "plateau": Rule(
+        key="num_epochs",
+        message="The loss no longer falls and the learning rate is low already.",
+        suggestion="end here (early_stop=true does so), or train on more or other data",
+    ),
+    "gradient_acceleration": Rule(
+        key="max_grad_norm",
+        message="The gradient norm rises steeply.",
+        suggestion="lower max_grad_norm or learning_rate before the loss follows",
+    ),
+    "expert_imbalance": Rule(
+        key="router_aux_loss_coef",
+        message="The busiest expert gets more than 3 times its share of tokens.",
+        suggestion="raise router_aux_loss_coef",
+    ),
+    "expert_collapse": Rule(
+        key="router_aux_loss_coef",
+        message="The busiest expert gets more than 10 times its share of tokens: routing has collapsed.",
+        suggestion="raise router_aux_loss_coef by a factor of 10, lower learning_rate, resume from before",
+    ),
+    "experts_underused": Rule(
+        key="router_aux_loss_coef",
+        message="More than a fifth of the experts get no token.",
+        suggestion="raise router_aux_loss_coef, or use larger batches",
+    ),
+    "experts_idle": Rule(
+        key="router_aux_loss_coef",
+        message="More than half of the experts get no token.",
+        suggestion="raise router_aux_loss_coef by a factor of 10, resume from before",
+    ),
+    "aux_loss_spike": Rule(
+        key="router_z_loss_coef",
+        message="The router's auxiliary loss jumped.",
+        suggestion="raise router_z_loss_coef, or lower learning_rate",
+    ),
+    # ----------------------------------------------------------- several together
+    "plateau_high_lr": Rule(
+        key="learning_rate",
+        message="The loss no longer falls and the learning rate is still high.",
+        suggestion="lower learning_rate, or let it decay sooner (lr_scheduler_type, fewer steps)",
+    ),
+    "divergence_with_routing_collapse": Rule(
+        key="router_aux_loss_coef",
+        message="The loss is rising and routing has collapsed.",
+        suggestion="raise router_aux_loss_coef and lower learning_rate; resume from before the collapse",
+    ),
+    "vanishing_gradients": Rule(
+        key="learning_rate",
+        message="Gradients are below 1 % of what they were and the loss is still high.",
+        suggestion="start anew with a lower learning_rate; torch_dtype=float32 shows whether they underflow",
+    ),
+    "loss_spike_with_low_utilization": Rule(
+        key="router_aux_loss_coef",
+        message="The loss jumped while many experts got no token.",
+        suggestion="raise router_aux_loss_coef before touching learning_rate",
+    ),
+    "lr_reductions_not_helping": Rule(
+        key="datasets",
+        message="The learning rate was reduced repeatedly and the loss is no lower than before.",
+        suggestion="look at the rows of these steps; if they are sound, resume from before with a lower learning_rate",
+    ),
+    "warmup_too_short": Rule(
+        key="warmup_steps",
+        message="The run became unstable right after its warm-up.",
+        suggestion="raise warmup_steps",
+    ),
+}
+"""Rule → what it says; the last six are the advisor's."""
+
+
+@dataclass(slots=True)
+class Advisor(Detector):
+    """Tells each rule's advice, at most once in `COOLDOWN` steps."""
+
+    told: dict[str, int] = field(default_factory=dict)
+    """Rule → the step at which it was told last."""
+
+    def tell(self, step: int, rule: str, evidence: Mapping[str, Any], *, suggestion: str = "") -> list[Advice]:
+        """The rule's advice, unless it was told lately."""
+        if rule in self.told and step - self.told[rule] < COOLDOWN:
+            return []
+        self.told = {**self.told, rule: step}
+        text = RULES[rule]
+        return [
+            Advice(
+                step=step,
+                rule=rule,
+                message=text.message,
+                key=text.key,
+                suggestion=suggestion or text.suggestion,
+                evidence=dict(evidence),
+            )
+        ]

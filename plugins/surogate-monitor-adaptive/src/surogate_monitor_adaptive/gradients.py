@@ -1,0 +1,70 @@
+"""The gradient norm over the last steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from surogate_monitor_adaptive.windows import Detector, mean, relative, slope
+
+WINDOW = 20
+"""Gradient norms that are looked at."""
+
+ACCELERATION = 1.0
+"""Rise of the trend over the window, as a share of the mean, above which the norm accelerates."""
+
+HALVES = 1.5
+"""And the newer half's median over the older's: one outlier bends a line, but no median."""
+
+VANISHED = 0.01
+"""Share of the highest window mean below which gradients have vanished."""
+
+UNLEARNED = 0.5
+"""Share of the first window's mean loss above which the model has not simply learned all there is."""
+
+
+def acceleration_of(norms: Sequence[float]) -> float:
+    """Rise of the least-squares line over the window, relative to the mean."""
+    return relative(slope(norms) * len(norms), mean(norms))
+
+
+def accelerates(norms: Sequence[float]) -> bool:
+    """Whether the norms of a full window rise steeply."""
+    half = len(norms) // 2
+    before, after = sorted(norms[:half])[half // 2], sorted(norms[-half:])[half // 2]
+    return acceleration_of(norms) > ACCELERATION and after > HALVES * before
+
+
+@dataclass(slots=True)
+class GradientTracker(Detector):
+    """Mean, maximum and trend of the norm, one value a step."""
+
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    highest_mean: float = 0.0
+    first_loss: float | None = None
+    """Mean of the first full window."""
+
+    def observe(self, norm: float, loss: float) -> None:
+        """Take a finite norm and loss."""
+        self.norms, self.losses = [*self.norms, norm][-WINDOW:], [*self.losses, loss][-WINDOW:]
+        if len(self.norms) == WINDOW:
+            self.highest_mean = max(self.highest_mean, mean(self.norms))
+            if self.first_loss is None:
+                self.first_loss = mean(self.losses)
+
+    @property
+    def accelerating(self) -> bool:
+        """Whether the norm rises steeply."""
+        return len(self.norms) == WINDOW and accelerates(self.norms)
+
+    @property
+    def vanishing(self) -> bool:
+        """Whether gradients are all but gone while the loss is still high."""
+        if len(self.norms) < WINDOW or self.first_loss is None:
+            return False
+        return mean(self.norms) < VANISHED * self.highest_mean and mean(self.losses) > UNLEARNED * self.first_loss
+
+    def figures(self) -> dict[str, float]:
+        """Mean, maximum and trend a step of the window."""
+        return {"mean": mean(self.norms), "max": max(self.norms), "trend": slope(self.norms)}

@@ -1,0 +1,240 @@
+"""The monitor: events to the detectors, what they find to the advisor, controls only when asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from surogate_core.train.budget import TOKENS_PER_PARAMETER, token_budget
+from surogate_core.train.events import Control, EvalEnd, Event, Notice, RoutingStats, RunInfo, RunStart, StepEnd
+from surogate_core.train.lr import warmup_length
+from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor
+from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
+from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
+from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
+from surogate_monitor_adaptive.phases import PhaseDetector, PlateauDetector, improvement_of, surely_rising
+from surogate_monitor_adaptive.routing import RoutingMonitor
+from surogate_monitor_adaptive.windows import Detector, mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveOptions:
+    """Options of the adaptive monitor."""
+
+    phases: bool = True
+    """Tell changes of phase."""
+    advice: bool = True
+    """Tell advice."""
+
+
+@dataclass(slots=True)
+class Counters(Detector):
+    """What the monitor itself remembers."""
+
+    total_tokens: int = 0
+    loss_before_reductions: float | None = None
+    """Usual loss before the first reduction of the learning rate."""
+    judge_at: int | None = None
+    """The step at which the last reduction is judged."""
+
+
+class AdaptiveMonitor:
+    """Phases and advice over the run's events; scales the rate and stops the run only where the config says so.
+
+    All that it depends on is in the events and in its state, so that a run that goes on from a checkpoint is
+    told and controlled as if it had never been interrupted.
+    """
+
+    def __init__(self, options: AdaptiveOptions, info: RunInfo):
+        config = info.config
+        self._options = options
+        self._reduces = bool(config.get("auto_lr_reduction", False))
+        self._stops = bool(config.get("early_stop", False))
+        self._peak_lr = float(config.get("learning_rate", 0.0))
+        self._warmup_keys = int(config.get("warmup_steps", 0)), float(config.get("warmup_ratio", 0.0))
+        self._warmup = 0
+        self._parameters = 0
+        self._phases, self._plateau = PhaseDetector(), PlateauDetector()
+        self._gradients, self._guard, self._routing = GradientTracker(), LossGuard(), RoutingMonitor()
+        self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
+
+    def on_event(self, event: Event) -> Control | None:
+        """What the event gives rise to; None for most."""
+        match event:
+            case RunStart():
+                return self._run_start(event)
+            case StepEnd():
+                return self._step_end(event)
+            case RoutingStats():
+                return self._routing_stats(event)
+            case EvalEnd():
+                return self._eval_end(event)
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What every detector remembers."""
+        return {name: detector.state() for name, detector in self._detectors().items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        for name, detector in self._detectors().items():
+            detector.load_state(state[name])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    # --------------------------------------------------------------------------- events
+
+    def _run_start(self, event: RunStart) -> Control | None:
+        steps, ratio = self._warmup_keys
+        self._warmup = warmup_length(total_steps=event.steps, warmup_steps=steps, warmup_ratio=ratio)
+        self._parameters = event.parameters
+        if not self._options.advice:
+            return None
+        budget, planned = token_budget(event.parameters), event.train_tokens * event.epochs
+        message = (
+            f"Token budget: {TOKENS_PER_PARAMETER} × {event.parameters:,} parameters = {budget:,} tokens; "
+            f"this run trains on {planned:,.0f}, {planned / max(1, budget):.3%} of it."
+        )
+        data = {"budget": budget, "planned": planned}
+        return Control(events=(Notice(level="info", message=message, data=data),))
+
+    def _step_end(self, event: StepEnd) -> Control | None:
+        step, loss, norm = event.step, event.loss, event.grad_norm
+        self._counters.total_tokens = event.total_tokens
+        # Before the guard takes the step: what was usual until now.
+        usual = mean(self._guard.losses) if self._guard.losses else loss
+        told: list[Event] = []
+        jump = self._guard.observe(loss, norm)
+        reduction, proceed = None, False
+        if jump is not None:
+            evidence = {"what": jump, "loss": loss, "usual_loss": usual, "grad_norm": norm}
+            told += self._advisor.tell(step, "loss_spike", evidence)
+            if self._routing.underused(step):
+                told += self._advisor.tell(step, "loss_spike_with_low_utilization", evidence)
+            told += self._blame_warmup(step, evidence)
+            if self._reduces:
+                proceed = jump == "not finite" and not self._guard.exhausted
+                reduction = self._guard.reduce(step)
+                if reduction is not None:
+                    self._remember(step, usual)
+        if math.isfinite(loss) and math.isfinite(norm):
+            told += self._finite_step(event)
+        reason = self._stop_reason(step) if self._stops else None
+        return self._control(told, reduction, proceed=proceed, stop=reason, why=jump or "")
+
+    def _finite_step(self, event: StepEnd) -> list[Event]:
+        step, loss = event.step, event.loss
+        told: list[Event] = []
+        phases, gradients, routing = self._phases, self._gradients, self._routing
+        if (change := phases.observe(step, loss)) is not None and self._options.phases:
+            told.append(change)
+        if phases.phase == "diverging" and surely_rising(phases.losses):
+            evidence = {"improvement": improvement_of(phases.losses), "steps": phases.steps_in("diverging", step)}
+            if routing.collapsed(step):
+                told += self._advisor.tell(step, "divergence_with_routing_collapse", evidence)
+            else:
+                told += self._advisor.tell(step, "divergence", evidence)
+            told += self._blame_warmup(step, evidence)
+        if self._plateau.observe(step, loss):
+            high = event.lr >= HIGH_LR * self._peak_lr
+            rates = {"lr": event.lr, "peak_lr": self._peak_lr}
+            flat = {"flat_steps": self._plateau.flat_steps(step), "best_mean_loss": self._plateau.best}
+            told += self._advisor.tell(step, "plateau_high_lr" if high else "plateau", {**flat, **rates})
+        gradients.observe(event.grad_norm, loss)
+        if gradients.accelerating:
+            figures = {**gradients.figures(), "acceleration": acceleration_of(gradients.norms)}
+            told += self._advisor.tell(step, "gradient_acceleration", figures)
+        if gradients.vanishing:
+            figures = {**gradients.figures(), "highest_mean": gradients.highest_mean}
+            told += self._advisor.tell(step, "vanishing_gradients", figures)
+        return told + self._judge(step)
+
+    def _routing_stats(self, event: RoutingStats) -> Control | None:
+        evidence = {"imbalance": event.imbalance, "utilization": event.utilization, "aux_loss": event.aux_loss}
+        told = [a for rule in self._routing.observe(event) for a in self._advisor.tell(event.step, rule, evidence)]
+        return self._control(told, None)
+
+    def _eval_end(self, event: EvalEnd) -> Control | None:
+        flops = training_flops(self._parameters, self._counters.total_tokens)
+        reason = self._stop.at_evaluation(event.loss, flops)
+        return self._control([], None, stop=reason if self._stops else None)
+
+    # --------------------------------------------------------------------------- pieces
+
+    def _blame_warmup(self, step: int, evidence: Mapping[str, Any]) -> list[Event]:
+        if step > self._warmup + AFTER_WARMUP:
+            return []
+        better = max(2 * self._warmup, AFTER_WARMUP)
+        evidence = {**evidence, "warmup_steps": self._warmup}
+        return [*self._advisor.tell(step, "warmup_too_short", evidence, suggestion=f"warmup_steps={better}")]
+
+    def _remember(self, step: int, usual: float) -> None:
+        counters = self._counters
+        if counters.loss_before_reductions is None:
+            counters.loss_before_reductions = usual
+        counters.judge_at = step + SETTLING
+
+    def _judge(self, step: int) -> list[Event]:
+        """Whether repeated reductions have brought the loss back, `SETTLING` steps after the last."""
+        counters, before = self._counters, self._counters.loss_before_reductions
+        if counters.judge_at is None or step < counters.judge_at or before is None:
+            return []
+        counters.judge_at = None
+        now = mean(self._phases.losses[-SETTLING:])
+        if self._guard.reductions < TEMPORARY or now < before:
+            return []
+        evidence = {"reductions": self._guard.reductions, "loss_before": before, "loss_now": now}
+        return [*self._advisor.tell(step, "lr_reductions_not_helping", evidence)]
+
+    def _stop_reason(self, step: int) -> str | None:
+        diverging = self._phases.steps_in("diverging", step)
+        return self._stop.at_step(diverging=diverging, plateau=self._plateau.flat_steps(step))
+
+    def _control(
+        self,
+        told: Iterable[Event],
+        reduction: Reduction | None,
+        *,
+        proceed: bool = False,
+        stop: str | None = None,
+        why: str = "",
+    ) -> Control | None:
+        events = tuple(event for event in told if self._options.advice or event.name != "advice")
+        if not (events or reduction or proceed or stop):
+            return None
+        reason = f"early stop: {stop}" if stop else ""
+        if reduction:
+            reason = reason or f"loss guard, reduction {reduction.number}: the step's {_thing(why)}"
+        return Control(
+            lr_scale=reduction.scale if reduction else None,
+            fade_steps=reduction.fade_steps if reduction else 0,
+            proceed=proceed,
+            stop=stop is not None,
+            events=events,
+            reason=reason,
+        )
+
+    def _detectors(self) -> dict[str, Detector]:
+        return {
+            "phases": self._phases,
+            "plateau": self._plateau,
+            "gradients": self._gradients,
+            "guard": self._guard,
+            "routing": self._routing,
+            "early_stop": self._stop,
+            "advisor": self._advisor,
+            "counters": self._counters,
+        }
+
+
+def _thing(jump: str) -> str:
+    return "loss or gradient norm is not finite" if jump == "not finite" else f"{jump} jumped"
+
+
+def replay(events: Iterable[Event], info: RunInfo, options: AdaptiveOptions | None = None) -> list[Control]:
+    """The controls, in order, with which a new monitor answers the events of a run, recorded or made up."""
+    monitor = AdaptiveMonitor(options or AdaptiveOptions(), info)
+    return [control for event in events if (control := monitor.on_event(event)) is not None]

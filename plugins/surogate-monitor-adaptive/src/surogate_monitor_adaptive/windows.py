@@ -1,0 +1,54 @@
+"""Statistics of a window of values, and the state of what watches one. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one value."""
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation of at least one value, as of a whole population."""
+    centre = mean(values)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / len(values))
+
+
+def slope(values: Sequence[float]) -> float:
+    """Rise a step of the least-squares line through at least two values."""
+    centre, middle = mean(values), (len(values) - 1) / 2
+    products = math.fsum((at - middle) * (value - centre) for at, value in enumerate(values))
+    return products / (len(values) * (len(values) ** 2 - 1) / 12)
+
+
+def scatter(values: Sequence[float]) -> float:
+    """Standard deviation around the least-squares line: noise without the trend."""
+    rise, middle = slope(values), (len(values) - 1) / 2
+    return deviation([value - rise * (at - middle) for at, value in enumerate(values)])
+
+
+def relative(change: float, to: float) -> float:
+    """`change` as a share of the size of `to`."""
+    return change / max(abs(to), 1e-12)
+
+
+@dataclass(slots=True)
+class Detector:
+    """Something that watches a stream; its fields are JSON values, and all that it remembers."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return asdict(self)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; raises `ValueError` for that of another version."""
+        names = {field.name for field in fields(self)}
+        if state.keys() != names:
+            raise ValueError(f"{type(self).__name__}: the state has other fields: {sorted(state.keys() ^ names)}")
+        for name in names:
+            setattr(self, name, state[name])

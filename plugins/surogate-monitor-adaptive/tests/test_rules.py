@@ -1,0 +1,451 @@
+"""Every rule on a curve that fires it, at an expected step, and on a near miss that does not.
+
+`pytest -v` lists each rule with the step at which it fires.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
+from surogate_monitor_adaptive.monitor import replay
+
+from surogate_core.train.events import Advice, Control, EvalEnd, Event, PhaseChange, RoutingStats, RunInfo, RunStart
+from surogate_core.train.events import StepEnd as Step
+
+Value = Callable[[int], float]
+"""Step, 1 for the first → value."""
+
+
+def info(**config: Any) -> RunInfo:
+    values = {"learning_rate": 1e-3, "warmup_steps": 0, "warmup_ratio": 0.0, **config}
+    return RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
+
+
+def start(steps: int = 2000) -> RunStart:
+    return RunStart(
+        model="m",
+        parameters=1000,
+        trainable_parameters=1000,
+        train_tokens=5000,
+        steps=steps,
+        start_step=0,
+        tokens_per_step=100,
+        epochs=2.0,
+        device="cpu",
+    )
+
+
+def step(number: int, loss: float, norm: float = 1.0, lr: float = 1e-3) -> Step:
+    return Step(
+        step=number,
+        epoch=0.0,
+        loss=loss,
+        grad_norm=norm,
+        lr=lr,
+        tokens=100,
+        label_tokens=100,
+        total_tokens=100 * number,
+        seconds=0.1,
+        tokens_per_second=1000.0,
+        eta_seconds=0.0,
+        peak_memory_bytes=0,
+    )
+
+
+def evaluation(number: int, loss: float) -> EvalEnd:
+    return EvalEnd(step=number, loss=loss, label_tokens=1, seconds=0.1, gap=None)
+
+
+def falling(at: int) -> float:
+    """A loss that converges all the time."""
+    return 2.0 + 2.0 * math.exp(-at / 300)
+
+
+def curve(steps: int, loss: Value, norm: Value = lambda at: 1.0, lr: Value = lambda at: 1e-3) -> list[Event]:
+    return [start(steps), *(step(at, loss(at), norm(at), lr(at)) for at in range(1, steps + 1))]
+
+
+def routed(events: Sequence[Event], routing: Callable[[int], RoutingStats]) -> Iterator[Event]:
+    """The events, each step's routing before it."""
+    for event in events:
+        if isinstance(event, Step):
+            yield routing(event.step)
+        yield event
+
+
+def advices(controls: Sequence[Control]) -> list[Advice]:
+    return [event for control in controls for event in control.events if isinstance(event, Advice)]
+
+
+def told(rule: str, events: Sequence[Event], **config: Any) -> list[int]:
+    return [advice.step for advice in advices(replay(events, info(**config))) if advice.rule == rule]
+
+
+def even(at: int) -> RoutingStats:
+    return RoutingStats(step=at, imbalance=1.5, utilization=0.95, aux_loss=1.0)
+
+
+def jumping(at: int, *, to: int, **changed: Any) -> RoutingStats:
+    return RoutingStats(**{"step": at, "imbalance": 1.5, "utilization": 0.95, **(changed if at == to else {})})
+
+
+def rising_after(at: int, begin: int, rate: float) -> float:
+    return 2.0 + rate * max(0, at - begin)
+
+
+def calm(at: int) -> float:
+    """A loss that goes up and down by 1 %."""
+    return 2.0 + 0.02 * (-1) ** at
+
+
+def spiky(height: float, at_step: int = 300) -> Value:
+    return lambda at: calm(at) + (height if at == at_step else 0.0)
+
+
+def rising_norm(at: int, rate: float) -> float:
+    return 1.0 + max(0.0, at - 300) * rate
+
+
+LONG_WARMUP = {"warmup_steps": 100}
+
+CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
+    # rule: (step at which it fires first, the curve, the near miss, config of both)
+    "loss_spike": (300, curve(320, spiky(0.6)), curve(320, spiky(0.4)), {}),
+    "divergence": (
+        250,
+        curve(600, lambda at: rising_after(at, 200, 0.003)),
+        curve(600, lambda at: rising_after(at, 200, 0.0002)),
+        {},
+    ),
+    "plateau": (
+        800,
+        curve(900, lambda at: max(falling(at), falling(600)), lr=lambda at: 4e-4),
+        curve(900, falling, lr=lambda at: 4e-4),
+        {},
+    ),
+    "plateau_high_lr": (
+        800,
+        curve(900, lambda at: max(falling(at), falling(600)), lr=lambda at: 6e-4),
+        curve(900, lambda at: max(falling(at), falling(600)), lr=lambda at: 4e-4),
+        {},
+    ),
+    "gradient_acceleration": (
+        306,
+        curve(340, falling, lambda at: rising_norm(at, 0.4)),
+        curve(340, falling, lambda at: rising_norm(at, 0.05)),
+        {},
+    ),
+    "vanishing_gradients": (
+        320,
+        curve(340, lambda at: 4.0, lambda at: 1.0 if at <= 300 else 0.001),
+        curve(340, lambda at: 4.0, lambda at: 1.0 if at <= 300 else 0.02),
+        {},
+    ),
+    "expert_imbalance": (
+        40,
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=3.1))),
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=2.9))),
+        {},
+    ),
+    "expert_collapse": (
+        40,
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=10.1))),
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=9.9))),
+        {},
+    ),
+    "experts_underused": (
+        40,
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.79))),
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.81))),
+        {},
+    ),
+    "experts_idle": (
+        40,
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.49))),
+        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.51))),
+        {},
+    ),
+    "aux_loss_spike": (
+        40,
+        list(
+            routed(
+                curve(60, falling),
+                lambda at: RoutingStats(
+                    step=at, imbalance=1, utilization=1, aux_loss=1.5 if at == 40 else 1 + at % 2 / 10
+                ),
+            )
+        ),
+        list(
+            routed(
+                curve(60, falling),
+                lambda at: RoutingStats(
+                    step=at, imbalance=1, utilization=1, aux_loss=1.15 if at == 40 else 1 + at % 2 / 10
+                ),
+            )
+        ),
+        {},
+    ),
+    "divergence_with_routing_collapse": (
+        250,
+        list(
+            routed(
+                curve(600, lambda at: rising_after(at, 200, 0.003)),
+                lambda at: RoutingStats(step=at, imbalance=11 if at > 210 else 1, utilization=1),
+            )
+        ),
+        list(routed(curve(600, lambda at: rising_after(at, 200, 0.003)), even)),
+        {},
+    ),
+    "loss_spike_with_low_utilization": (
+        300,
+        list(
+            routed(
+                curve(320, spiky(0.6)),
+                lambda at: RoutingStats(step=at, imbalance=1, utilization=0.7 if at > 250 else 1),
+            )
+        ),
+        list(
+            routed(
+                curve(320, spiky(0.6)),
+                lambda at: RoutingStats(step=at, imbalance=1, utilization=0.7 if at < 150 else 1),
+            )
+        ),
+        {},
+    ),
+    # Reductions at 300, 310, … 340 (five jumps); the loss stays above and is judged 50 steps after the last.
+    "lr_reductions_not_helping": (
+        390,
+        curve(420, lambda at: calm(at) + (1.0 if 300 <= at <= 345 else 0.2 if at > 345 else 0)),
+        curve(420, lambda at: calm(at) + (1.0 if 300 <= at <= 345 else -0.2 if at > 345 else 0)),
+        {"auto_lr_reduction": True},
+    ),
+    "warmup_too_short": (200, curve(240, spiky(1.0, 200)), curve(240, spiky(1.0, 201)), LONG_WARMUP),
+}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert CASES.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize("rule", CASES, ids=lambda rule: f"{rule}-{CASES[rule][0]}")
+def test_a_rule_fires_at_its_step_and_not_on_the_near_miss(rule: str) -> None:
+    expected, events, near_miss, config = CASES[rule]
+    steps = told(rule, events, **config)
+    assert steps[:1] == [expected]
+    assert told(rule, near_miss, **config) == []
+
+
+def test_advice_has_evidence_and_a_key() -> None:
+    (advice,) = [a for a in advices(replay(curve(320, spiky(0.6)), info())) if a.rule == "loss_spike"]
+    assert advice.evidence["what"] == "loss"
+    assert advice.evidence["loss"] - advice.evidence["usual_loss"] > 0.5
+    assert (advice.key, advice.suggestion) == ("auto_lr_reduction", RULES["loss_spike"].suggestion)
+
+
+def test_the_warmup_that_is_advised() -> None:
+    (advice,) = [a for a in advices(replay(curve(240, spiky(1.0, 200)), info(**LONG_WARMUP))) if "warmup" in a.rule]
+    assert (advice.key, advice.suggestion, advice.evidence["warmup_steps"]) == ("warmup_steps", "warmup_steps=200", 100)
+
+
+def test_cooldown_of_each_rule() -> None:
+    def spikes(at: int) -> float:
+        return falling(at) + (1.0 if at in (300, 499, 500, 501) else 0.0)
+
+    assert told("loss_spike", curve(600, spikes)) == [300, 300 + COOLDOWN]
+
+
+def test_a_jump_within_the_noise_is_none() -> None:
+    def noisy(at: int) -> float:
+        return 2.0 + 0.3 * (-1) ** at + (0.85 if at == 300 else 0.0)
+
+    assert told("loss_spike", curve(320, noisy)) == [300]
+    assert told("loss_spike", curve(320, lambda at: noisy(at) - (0.3 if at == 300 else 0.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "norm"),
+    [("gradient", 2.0, 10.1), ("gradient", 2.0, 101.0), ("not finite", math.nan, 1.0), ("not finite", 2.0, math.inf)],
+)
+def test_other_jumps(kind: str, loss: float, norm: float) -> None:
+    events = [start(), *(step(at, 2.0) for at in range(1, 30)), step(30, loss, norm)]
+    (advice,) = [a for a in advices(replay(events, info())) if a.rule == "loss_spike"]
+    assert (advice.step, advice.evidence["what"]) == (30, kind)
+
+
+def test_gradients_that_are_large_from_the_beginning_are_no_jump() -> None:
+    assert told("loss_spike", curve(300, falling, lambda at: 150.0)) == []
+    assert told("loss_spike", curve(300, falling, lambda at: 30.0 if at < 200 else 99.0)) == []
+
+
+# ------------------------------------------------------------------------------- phases
+
+
+def phases(events: Sequence[Event]) -> list[tuple[int, str, str]]:
+    found = [e for control in replay(events, info()) for e in control.events if isinstance(e, PhaseChange)]
+    return [(e.step, e.previous, e.phase) for e in found]
+
+
+@pytest.mark.parametrize(
+    ("loss", "phase"),
+    [
+        (lambda at: 2.0 - 0.0011 * 2 * at / 50, "converging"),
+        (lambda at: 2.0 - 0.0008 * 2 * at / 50, "plateau"),
+        (lambda at: 2.0 + 0.009 * 2 * at / 50, "plateau"),
+        (lambda at: 2.0 + 0.012 * 2 * at / 50, "diverging"),
+        (lambda at: 2.0 + 0.32 * (-1) ** at, "unstable"),
+        (lambda at: 2.0 + 0.28 * (-1) ** at, "plateau"),
+        (lambda at: 12 * math.exp(-at / 80), "converging"),
+    ],
+)
+def test_phase(loss: Value, phase: str) -> None:
+    assert phases(curve(200, loss))[-1][2] == phase
+
+
+def test_the_first_phase_is_told_when_it_has_lasted() -> None:
+    # 50 steps of warm-up, then 25 in which the phase must last.
+    assert phases(curve(74, falling)) == []
+    assert phases(curve(75, falling)) == [(75, "warmup", "converging")]
+
+
+def test_a_phase_that_does_not_last_is_not_told() -> None:
+    def bump(at: int, length: int) -> float:
+        return falling(at) + (0.3 if 300 <= at < 300 + length else 0.0)
+
+    assert phases(curve(500, lambda at: bump(at, 3))) == [(75, "warmup", "converging")]
+    assert [p for _, _, p in phases(curve(500, lambda at: bump(at, 40)))] == ["converging", "diverging", "converging"]
+
+
+# --------------------------------------------------------------------------- loss guard
+
+
+def controls_at(events: Sequence[Event], **config: Any) -> list[tuple[int, float | None, int]]:
+    """(step, scale, fade) of what changes the rate."""
+    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
+
+    monitor = AdaptiveMonitor(AdaptiveOptions(), info(**config))
+    answers = [(getattr(event, "step", 0), monitor.on_event(event)) for event in events]
+    return [(at, c.lr_scale, c.fade_steps) for at, c in answers if c is not None and c.lr_scale is not None]
+
+
+def test_two_reductions_blend_back_and_five_are_for_good() -> None:
+    def high(at: int) -> float:
+        # Ten jumps in a row, then a quiet step, so that the level never passes for normal.
+        return falling(at) + (1.0 if at >= 300 and at % 10 != 9 else 0.0)
+
+    expected = [(300, 0.5, 50), (310, 0.5, 50), *((at, 0.5, 0) for at in range(320, 370, 10))]
+    assert controls_at(curve(500, high), auto_lr_reduction=True) == expected
+    assert controls_at(curve(500, high)) == []
+
+
+def test_a_new_level_becomes_normal() -> None:
+    found = controls_at(curve(900, lambda at: 2.0 + (1.0 if at >= 300 else 0.0)), auto_lr_reduction=True)
+    assert [at for at, _, _ in found] == [300, 310, 320, 330, 340]
+
+
+def test_what_is_not_finite_is_survived_until_no_reduction_is_left() -> None:
+    events = [start(), *(step(at, 2.0 if at < 30 else math.nan) for at in range(1, 120))]
+    answers = [control for control in replay(events, info(auto_lr_reduction=True)) if control.proceed]
+    assert len(answers) == 61  # steps 30 to 90; the seventh reduction is at 90
+    assert [c.lr_scale for c in answers].count(0.5) == 7
+    assert not any(control.proceed for control in replay(events, info()))
+
+
+# --------------------------------------------------------------------------- early stop
+
+
+def stopped(events: Sequence[Event], **config: Any) -> tuple[int, str] | None:
+    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
+
+    monitor = AdaptiveMonitor(AdaptiveOptions(), info(**{"early_stop": True, **config}))
+    for event in events:
+        control = monitor.on_event(event)
+        if control is not None and control.stop:
+            return getattr(event, "step", 0), control.reason
+    return None
+
+
+def evaluated(loss: Value, count: int, every: int = 10) -> list[Event]:
+    events: list[Event] = [start()]
+    for at in range(1, count * every + 1):
+        events.append(step(at, falling(at)))
+        if at % every == 0:
+            events.append(evaluation(at, loss(at // every)))
+    return events
+
+
+def test_stops_when_converged() -> None:
+    # Improvements of 0.1 % an evaluation; five losses make a score, and five scores must be high.
+    at, reason = stopped(evaluated(lambda n: 2.0 * 0.999**n, 20)) or (0, "")
+    assert at == 90
+    assert reason.startswith("early stop: converged: score 0.9")
+    assert stopped(evaluated(lambda n: 2.0 * 0.999**n, 8)) is None
+    assert stopped(evaluated(lambda n: 2.0 * 0.994**n, 20)) is None
+    assert stopped(evaluated(lambda n: 2.0 * 0.999**n, 20), early_stop=False) is None
+
+
+def test_stops_when_the_loss_falls_too_slowly_for_its_flops() -> None:
+    def kinked(n: int, share: float) -> float:
+        return 10.0 - 0.1 * min(n, 20) - 0.1 * share * max(0, n - 20)
+
+    at, reason = stopped(evaluated(lambda n: kinked(n, 0.1), 40)) or (0, "")
+    # 5 evaluations reach back; below half from the third after the kink; five in a row.
+    assert at == 270
+    assert "of its best rate a FLOP" in reason
+    assert stopped(evaluated(lambda n: kinked(n, 0.6), 40)) is None
+
+
+def test_stops_after_diverging_for_200_steps() -> None:
+    at, reason = stopped(curve(600, lambda at: 2.0 + 0.02 * at)) or (0, "")
+    assert (at, reason) == (250, "early stop: the loss has been rising for 200 steps")
+    assert stopped(curve(249, lambda at: 2.0 + 0.02 * at)) is None
+
+
+def test_stops_after_a_plateau_of_500_steps() -> None:
+    at, reason = stopped(curve(900, lambda at: 2.0)) or (0, "")
+    assert (at, reason) == (550, "early stop: the loss has not improved for 500 steps")
+    assert stopped(curve(900, falling)) is None
+
+
+# ------------------------------------------------------------------------------- budget
+
+
+def test_the_token_budget_is_told_at_the_start() -> None:
+    (control,) = replay([start()], info())
+    (notice,) = control.events
+    assert notice.data == {"budget": 20_000, "planned": 10_000.0}  # type: ignore[attr-defined]
+    expected = "Token budget: 20 × 1,000 parameters = 20,000 tokens; this run trains on 10,000, 50.000% of it."
+    assert notice.message == expected  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------- false alarms
+
+
+def healthy(seed: int, steps: int = 1000) -> list[Event]:
+    """A power law with 2 % of noise, spells of correlated noise, and a cosine rate after 5 % of warm-up."""
+    random_ = random.Random(seed)
+    drift, events = 0.0, [start(steps)]
+    top, exponent, floor = random_.uniform(6, 9), random_.uniform(0.25, 0.4), random_.uniform(1.2, 2.2)
+    for at in range(1, steps + 1):
+        drift = 0.9 * drift + random_.gauss(0, 0.003)
+        loss = (floor + (top - floor) * (1 + at / 5) ** -exponent) * (1 + drift + random_.gauss(0, 0.02))
+        norm = (0.5 + 3 * (1 + at / 5) ** -0.5) * math.exp(random_.gauss(0, 0.2))
+        warm = min(1.0, at / 50)
+        lr = 1e-3 * warm * (0.5 + 0.5 * math.cos(math.pi * at / steps))
+        events.append(step(at, loss, norm, lr))
+    return events
+
+
+def test_no_false_alarms_on_20_healthy_seeds() -> None:
+    config = {"warmup_steps": 50, "auto_lr_reduction": True, "early_stop": True}
+    alarms = {}
+    for seed in range(20):
+        found = replay(healthy(seed), info(**config))
+        bad = [a.rule for a in advices(found)] + [c.reason for c in found if c.lr_scale or c.stop]
+        if bad:
+            alarms[seed] = bad
+    assert not alarms
