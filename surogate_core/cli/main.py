@@ -22,6 +22,7 @@ usage:
                                                tokenise and pack the data, show what is trained
   surogate merge --base-model P --checkpoint-dir P --output P
                                                fold a LoRA adapter into its base model
+  surogate report DIR… [--output FILE]         curves and figures of past runs
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
   surogate plugins list|show NAME              what is installed
   surogate doctor                              what this machine can run, and why not the rest
@@ -38,7 +39,7 @@ examples:
 exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
 """
 
-COMMANDS = ("sft", "pt", "tokenize", "merge", "plan", "plugins", "doctor")
+COMMANDS = ("sft", "pt", "tokenize", "merge", "report", "plan", "plugins", "doctor")
 PREFIXES = ("+", "~", "-")
 
 
@@ -86,6 +87,7 @@ def _dispatch(arguments: list[str]) -> int:
         "pt": lambda rest: _train(rest, "pt"),
         "tokenize": _tokenize,
         "merge": _merge,
+        "report": _report_runs,
         "plan": _plan,
         "plugins": _plugins,
         "doctor": _doctor,
@@ -111,6 +113,12 @@ def _merge(arguments: list[str]) -> int:
     from surogate_core.cli import merge
 
     return merge.main(arguments)
+
+
+def _report_runs(arguments: list[str]) -> int:
+    from surogate_core.cli import report
+
+    return report.main(arguments)
 
 
 def _plan(arguments: list[str]) -> int:

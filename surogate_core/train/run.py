@@ -23,6 +23,7 @@ from surogate_core.data.preview import suspicious_examples
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
+from surogate_core.report.write import write_report
 from surogate_core.train import atomic
 from surogate_core.train.adapters import LoraAdapter, folded
 from surogate_core.train.budget import adjusted_epochs, token_budget
@@ -103,6 +104,7 @@ class _Run:
                 raise shown from error
             finally:
                 self.bus.close()
+                self._write_report()
 
     def _directories(self) -> dict[str, Path]:
         """Config key → each directory that the run writes to."""
@@ -259,6 +261,13 @@ class _Run:
             "plugins_in_use": sorted(identity["plugins"]),
             "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
             "data": data.digest,
+            "data_report": {
+                "rows_read": data.report.rows_read,
+                "bad_rows": data.report.bad_row_count,
+                "datasets": [dataclasses.asdict(d) for d in data.report.datasets],
+                "train": dataclasses.asdict(data.report.train),
+                "eval": dataclasses.asdict(data.report.eval) if data.report.eval else None,
+            },
             "base_commit": identity["base_commit"],
             "essential": identity["essential"],
         }
@@ -406,6 +415,15 @@ class _Run:
             )
         self._progress("exporting", 1, 1)
         return self._export_places()[0]
+
+    def _write_report(self) -> None:
+        """Leave report.html and report.md, however the run ended; a failure at it changes nothing."""
+        if all(chosen.name != "jsonl" for chosen in self.config.monitor):
+            return
+        try:
+            write_report([self.output])
+        except Exception as error:
+            log.warning("no report was written", error=repr(error), exc_info=True)
 
     def _end(self, reason: str, export: Path | None, message: str) -> RunEnd:
         state = self.loop.state if self.loop else None
