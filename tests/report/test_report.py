@@ -1,0 +1,303 @@
+"""The report: whole, safe, self-contained, thin, and right about the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.main import main
+from surogate_core.report.curves import POINTS, Curve, chart, figure, thinned
+from surogate_core.report.records import read_run
+from surogate_core.report.write import write_report
+
+HOSTILE = "<script>alert(1)</script>|`\"'&"
+
+
+def record(event: str, **fields: Any) -> str:
+    return json.dumps({"event": event, "time": 1.0, **fields}) + "\n"
+
+
+def step(at: int, loss: float | str, **changes: Any) -> str:
+    fields = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "seconds": 0.1}
+    return record("step_end", step=at, loss=loss, total_tokens=100 * at, **{**fields, **changes})
+
+
+def make_run(directory: Path, *, steps: int = 30, end: str | None = "finished") -> Path:
+    directory.mkdir(parents=True)
+    lines = [
+        record(
+            "run_start", model="m", parameters=1000, trainable_parameters=10, device="cpu", steps=steps, notes=["hi"]
+        ),
+        record("eval_end", step=0, loss=5.0),
+        *(step(at, 5.0 - at / steps) for at in range(1, steps + 1)),
+        record("eval_end", step=steps, loss=4.25),
+        record("phase_change", step=10, phase="converging", previous="warmup", improvement=0.01),
+        record("phase_change", step=20, phase="plateau", previous="converging", improvement=0.0),
+        record(
+            "advice",
+            step=25,
+            rule="plateau",
+            message="It stands.",
+            key="lr_key",
+            suggestion="turn",
+            evidence={"x": 1.5},
+        ),
+        record("notice", level="warning", message="a warning"),
+        record("notice", level="info", message="not shown"),
+    ]
+    if end:
+        lines.append(record("run_end", reason=end, step=steps, message="so it ended", export_path="out/model"))
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    (directory / "config.yaml").write_text(f"learning_rate: 0.001\nname: {json.dumps(HOSTILE)}\n")
+    counts = dict.fromkeys(("documents", "split", "unlabelled", "rows", "tokens", "label_tokens"), 7)
+    data = {
+        "rows_read": 1234,
+        "bad_rows": 5,
+        "datasets": [{"key": "datasets[0]", "path": HOSTILE, "rows": 1234, "bad_rows": 5}],
+        "train": {**counts, "deleted": 11, "truncated": 12},
+        "eval": None,
+    }
+    plugins = [{"name": "core", "distribution": "surogate", "version": "0.1.0"}]
+    (directory / "run.json").write_text(json.dumps({"plugins": plugins, "data_report": data}))
+    return directory
+
+
+class Page(HTMLParser):
+    """What a page holds: tags, attributes, text; fails on tags that do not close."""
+
+    VOID = frozenset({"meta", "line", "rect", "circle", "polyline"})
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self._open = "", list[str]()
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def points(self) -> list[int]:
+        return [len((attrs["points"] or "").split()) for tag, attrs in self.tags if tag == "polyline"]
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+def test_the_page_of_a_run(tmp_path: Path) -> None:
+    files = write_report([make_run(tmp_path / "run")])
+    assert [file.name for file in files] == ["report.html", "report.md"]
+    text = files[0].read_text()
+    page = Page(text)
+    # Loss, held-out, lr, gradient norm, throughput, memory.
+    assert page.points() == [30, 2, 30, 30, 30, 30]
+    assert page.count("svg") == 6
+    assert page.count("script") == page.count("link") == page.count("img") == 0
+    assert "http" not in text.replace("http-equiv", "")
+    fills = [attrs["fill"] for tag, attrs in page.tags if tag == "rect"]
+    assert fills == ["#10b981", "#f59e0b"] * 6
+    for part in (
+        "finished",
+        "so it ended",
+        "out/model",
+        "It stands.",
+        "lr_key",
+        "x 1.5",
+        "a warning",
+        "hi",
+        "surogate",
+    ):
+        assert part in page.text, part
+    for part in ("1,234", "documents too long and dropped", "11", "documents too long and cut", "12", HOSTILE):
+        assert part in page.text, part
+    assert "not shown" not in page.text
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "report.md",
+        "run.json",
+    ]
+
+
+def test_the_markdown_of_a_run(tmp_path: Path) -> None:
+    text = write_report([make_run(tmp_path / "run")])[1].read_text()
+    lines = text.splitlines()
+    assert lines[0] == "# run"
+    assert "| loss | 4.9667 → 4.3167 (mean of the last 20) |" in lines
+    assert "| held-out loss | 5.0000 → 4.2500 |" in lines
+    assert "| 25 | It stands. | lr_key | turn | x 1.5 |" in lines
+    assert "| 10 | converging | warmup | +1.00% |" in lines
+    assert "| training: documents too long and dropped | 11 |" in lines
+    course = lines[lines.index("## Course") + 4 : lines.index("## Advice") - 1]
+    assert [line.split("|")[1].strip() for line in (course[0], course[-1])] == ["1", "30"]
+    assert "<script>" not in text[: text.index("```yaml")]
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ("stopped", "stopped early"),
+        ("signal", "interrupted"),
+        ("failed", "failed"),
+        (None, "no end is recorded: killed, or still running"),
+    ],
+)
+def test_outcomes(tmp_path: Path, end: str | None, shown: str) -> None:
+    assert read_run(make_run(tmp_path / "run", end=end)).outcome == shown
+
+
+def test_what_a_killed_and_resumed_run_left(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", end="failed")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step_end", "st\n')
+        file.write(record("run_start", model="m", steps=31))
+        file.write(step(30, 1.0) + step(31, "NaN"))
+    found = read_run(run)
+    assert found.outcome.startswith("no end")
+    assert list(found.steps) == list(range(1, 32))
+    assert found.series["loss"][29] == 1.0
+    assert math.isnan(found.series["loss"][30])
+    page = Page(write_report([run])[0].read_text())
+    assert page.points()[0] == 30
+    assert "steps that were not finite" in page.text
+
+
+def test_a_run_that_failed_before_its_start(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(record("run_end", reason="failed", message="no such data set"))
+    page = Page(write_report([run])[0].read_text())
+    assert page.points() == []
+    assert "no such data set" in page.text
+    assert page.text.count("nothing recorded") == 6
+
+
+def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=20)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(a), str(b)]) == 0
+    assert capsys.readouterr().out.split() == ["report.html", "report.md"]
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.points() == [30, 20, 2, 2, *[30, 20] * 4]
+    assert page.count("rect") == 0
+    assert "| a | finished | 30 of 30 |" in (tmp_path / "report.md").read_text()
+    assert main(["report", str(a), f"--output={tmp_path}/new/x.md"]) == 0
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no run is named. Fix: surogate report OUTPUT_DIR"),
+        (["gone"], "surogate report gone: there is no such directory. Fix: name a run's output_dir."),
+        (["empty"], "surogate report empty: there is no metrics.jsonl. Fix:"),
+        (["run", "--output", "x.pdf"], "--output x.pdf: the name must end in .html or .md. Fix: x.html"),
+        (["run", "--output"], "a file must follow"),
+        (["run", "--serve"], "--serve is not known"),
+    ],
+)
+def test_wrong_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], message: str
+) -> None:
+    make_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_name_that_the_metrics_were_given(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").rename(run / "m.jsonl")
+    (run / "config.yaml").write_text("monitor:\n- name: console\n- {name: jsonl, file: m.jsonl}\n")
+    assert len(read_run(run).steps) == 30
+
+
+def test_a_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    before = write_report([run])[0].read_bytes()
+    monkeypatch.setattr(
+        "surogate_core.train.atomic.write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(Exception, match=r"disk is full|No space"):
+        write_report([run])
+    assert (run / "report.html").read_bytes() == before
+
+
+# ------------------------------------------------------------------------------- curves
+
+
+def test_thinning_keeps_spikes_ends_and_gaps() -> None:
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[54_321] = (54_321.0, 9.0)
+    points[77_777] = (77_777.0, -3.0)
+    points[12_345] = (12_345.0, math.nan)
+    thin = thinned(points)
+    assert len(thin) <= POINTS
+    assert (thin[0], thin[-1]) == (points[0], points[-1])
+    assert {points[54_321], points[77_777]} <= set(thin)
+    assert any(x == 12_345.0 for x, _ in thin)
+    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
+    assert thinned(points[:POINTS]) == points[:POINTS]
+
+
+def test_a_chart_of_hostile_values() -> None:
+    curve = Curve(label=HOSTILE, points=[(1, 1.0), (2, math.inf), (3, 1e30), (4, math.nan), (5, 1e-30)])
+    page = Page(chart(HOSTILE, [curve]))
+    assert page.points() == [1, 1, 1]
+    assert page.count("script") == 0
+    assert "nothing recorded" in chart("t", [Curve(label="", points=[(1, math.nan)])])
+    assert Page(chart("t", [Curve(label="", points=[(1, 0.0)])])).count("circle") == 1
+    assert Page(chart("t", [Curve(label="", points=[(1, 5.0), (2, 5.0)])])).points() == [2]
+
+
+def test_figures() -> None:
+    values = (0.0, 0.5, 1234.0, 93_512.0, 1.2e6, 3e9, 2e-5, -4.0)
+    assert [figure(v) for v in values] == ["0", "0.5", "1234", "93.51k", "1.2M", "3G", "2.0e-05", "-4"]
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100_000)
+    file = write_report([run], output=tmp_path / "r.html")[0]
+    assert max(Page(file.read_text()).points()) <= POINTS
+    assert file.stat().st_size < 200_000
+
+
+CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    file = write_report([make_run(tmp_path / "run")])[0]
+    shot = tmp_path / "shot.png"
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1400,1600",
+        f"--screenshot={shot}",
+    ]
+    subprocess.run([*command, file.as_uri()], check=True, capture_output=True, timeout=120)
+    assert shot.read_bytes().startswith(b"\x89PNG")
