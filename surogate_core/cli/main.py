@@ -23,7 +23,7 @@ usage:
   surogate merge --base-model P --checkpoint-dir P --output P
                                                fold a LoRA adapter into its base model
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
-  surogate plugins list|show NAME              what is installed
+  surogate plugins list|show NAME|lock|verify  what is installed, and whether it is what was locked
   surogate doctor                              what this machine can run, and why not the rest
   surogate --version
 
