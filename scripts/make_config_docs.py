@@ -74,6 +74,16 @@ An entry of `datasets` or `validation_datasets` has `path`, `type`, `subset` (nu
 `SUROGATE_PLUGINS_BLOCK` and `SUROGATE_PLUGINS_ALLOW` (names, with commas between) narrow it further: a plugin must
 be permitted by both.
 
+`plugins.policy=locked` compares what is installed with the file `plugins.lock`, which `surogate plugins lock` wrote,
+before anything is imported. Whatever is absent, added or altered is refused, all in one message; `surogate plugins
+verify` says the same without a run. Editable installs are refused unless `plugins.allow_editable=true`.
+
+`SUROGATE_PLUGINS_POLICY`, `SUROGATE_PLUGINS_LOCK` and `SUROGATE_PLUGINS_ALLOW_EDITABLE` are a policy of the
+environment, beside that of the configuration. A third is the machine's, in `/etc/surogate/policy.toml` on Linux and in
+the system's configuration directory elsewhere, with the keys `policy`, `allow`, `block`, `lock` (an absolute path) and
+`allow_editable`. Each can only forbid: what one of the three refuses, no other lets in. [security.md](security.md) says
+what that protects from, and what it does not.
+
 ## Keys
 """
 

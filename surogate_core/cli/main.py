@@ -24,7 +24,7 @@ usage:
                                                fold a LoRA adapter into its base model
   surogate report DIR… [--output FILE]         curves and figures of past runs
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
-  surogate plugins list|show NAME              what is installed
+  surogate plugins list|show NAME|lock|verify  what is installed, and whether it is what was locked
   surogate doctor                              what this machine can run, and why not the rest
   surogate --version
 

@@ -1,4 +1,4 @@
-"""`surogate plugins`: what is installed, read from metadata and files without importing a plugin."""
+"""`surogate plugins`: what is installed, read from metadata and files; `list` and `show` import no plugin."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from surogate_core.cli import plugin_lock
 from surogate_core.errors import UserError
 from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.contract import incompatible, supported_api
 from surogate_core.plugins.discovery import (
     InstalledPlugin,
     core_plugin,
@@ -36,6 +38,7 @@ class _Row:
             "version": self.plugin.version,
             "module": self.plugin.module,
             "state": self.state,
+            "api": supported_api(self.plugin),
             "hooks": list(self.view.hooks),
             "options": self.options,
             "offers": [f"{kind} {name}" for kind, name in self.view.bundles],
@@ -50,14 +53,17 @@ def main(argv: Sequence[str]) -> int:
 
     if argv and argv[0] in planned.PLUGIN_COMMANDS:
         raise UserError(f"surogate plugins {argv[0]}: {planned.MESSAGE}")
-    parser = argparse.ArgumentParser(prog="surogate plugins", description="What plugins are installed.")
-    commands = parser.add_subparsers(dest="command", metavar="list|show", required=True)
+    parser = argparse.ArgumentParser(prog="surogate plugins", description="The plugins that are installed.")
+    commands = parser.add_subparsers(dest="command", metavar="list|show|lock|verify", required=True)
     listing = commands.add_parser("list", help="every installed plugin")
     showing = commands.add_parser("show", help="one plugin in full")
     showing.add_argument("name", metavar="NAME", help="entry-point name or distribution")
     for sub in (listing, showing):
         sub.add_argument("--json", action="store_true", help="machine-readable")
+    plugin_lock.add_commands(commands)
     arguments = parser.parse_args(list(argv))
+    if arguments.command in ("lock", "verify"):
+        return plugin_lock.main(arguments)
     rows = _rows()
     if arguments.command == "list":
         chosen = rows
@@ -88,6 +94,7 @@ def _rows() -> list[_Row]:
             options = config_options(conf_dir())
         unmet = unmet_requirements(plugin)
         refusal = policy.refusal(plugin.name) if plugin.entry_point is not None else None
+        refusal = refusal or incompatible(plugin)
         state = refusal or view.problem or ("requirements not met" if unmet else "ok")
         rows.append(_Row(plugin=plugin, view=view, options=[f"{g}={o}" for g, o in sorted(options)], state=state))
     return rows
@@ -135,6 +142,7 @@ def _print_one(row: _Row) -> None:
         "distribution": f"{row.plugin.distribution} {row.plugin.version}",
         "module": row.plugin.module,
         "state": row.state,
+        "hook API": supported_api(row.plugin),
         "hooks": "\n".join(row.view.hooks) or "none",
         "config options": "\n".join(row.options) or "none",
         "offers": "\n".join(f"{kind} {name}" for kind, name in row.view.bundles) or "none",

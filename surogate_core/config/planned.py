@@ -36,7 +36,7 @@ NAMES = frozenset(
 COMMANDS = frozenset({"grpo"})
 """Sub-commands of `surogate`."""
 
-PLUGIN_COMMANDS = frozenset({"check", "lock", "verify", "new"})
+PLUGIN_COMMANDS = frozenset({"check", "new"})
 """Sub-commands of `surogate plugins`."""
 
 MESSAGE = "not available in this version."

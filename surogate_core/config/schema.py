@@ -47,12 +47,16 @@ class ModelSelection:
 class PluginPolicy:
     """Which plugins may be imported."""
 
-    policy: Literal["open", "allowlist"] = "open"
-    """`open` loads every installed plugin, `allowlist` only those named in `allow`."""
+    policy: Literal["open", "allowlist", "locked"] = "open"
+    """`open` loads every installed plugin, `allowlist` only those in `allow`, `locked` only what equals `lock`."""
     allow: list[str] = field(default_factory=list)
     """Entry-point names that may be loaded under `allowlist`."""
     block: list[str] = field(default_factory=list)
     """Entry-point names that are never loaded."""
+    lock: str = "surogate.lock"
+    """The file that `surogate plugins lock` wrote, read under `locked`."""
+    allow_editable: bool = False
+    """Whether a locked plugin may be an editable install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING
 
+from surogate_core.plugins.policy import LockRule, as_policy, system_policy
+
 if TYPE_CHECKING:
     from surogate_core.config.schema import PluginPolicy
 
@@ -19,6 +21,12 @@ CORE = "core"
 
 BLOCK_VARIABLE = "SUROGATE_PLUGINS_BLOCK"
 ALLOW_VARIABLE = "SUROGATE_PLUGINS_ALLOW"
+POLICY_VARIABLE = "SUROGATE_PLUGINS_POLICY"
+LOCK_VARIABLE = "SUROGATE_PLUGINS_LOCK"
+EDITABLE_VARIABLE = "SUROGATE_PLUGINS_ALLOW_EDITABLE"
+
+DEFAULT_LOCK = "surogate.lock"
+"""The lock where none is named, in the working directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +103,14 @@ def unmet_requirements(plugin: InstalledPlugin) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPolicy:
-    """What may be imported, by the configuration and by the environment; both must agree."""
+    """What may be imported, by the configuration, the environment and the machine's owner; all must agree."""
 
     block: Mapping[str, str] = field(default_factory=dict)
     """Blocked entry-point name → where that is said."""
     allow: tuple[tuple[str, frozenset[str]], ...] = ()
     """Allow lists: (where it is said, names); a plugin must be in every one."""
+    locks: tuple[LockRule, ...] = ()
+    """Locks that what may be imported must equal."""
 
     def refusal(self, name: str) -> str | None:
         """Why the plugin may not be imported, or None."""
@@ -113,18 +123,37 @@ class ImportPolicy:
 
 
 def import_policy(policy: PluginPolicy | None = None, environ: Mapping[str, str] | None = None) -> ImportPolicy:
-    """The configuration's policy joined with the environment's."""
+    """The policies of the configuration, the environment and the machine, joined: each can only forbid.
+
+    Raises `UserError` when the environment's or the machine's is not sound.
+    """
     environ = os.environ if environ is None else environ
     block: dict[str, str] = {}
     allow: list[tuple[str, frozenset[str]]] = []
+    locks: list[LockRule] = []
+    system = system_policy()
+    if system is not None:
+        block.update(dict.fromkeys(system.block, system.file))
+        if system.policy == "allowlist":
+            allow.append((f"`allow` of {system.file}", frozenset(system.allow)))
+        elif system.policy == "locked":
+            locks.append(LockRule(where=system.file, file=system.lock, allow_editable=system.allow_editable))
+    block.update(dict.fromkeys(_names(environ.get(BLOCK_VARIABLE, "")), BLOCK_VARIABLE))
+    asked = as_policy(environ.get(POLICY_VARIABLE) or "open", POLICY_VARIABLE)
+    if asked == "allowlist" or ALLOW_VARIABLE in environ:
+        allow.append((ALLOW_VARIABLE, frozenset(_names(environ.get(ALLOW_VARIABLE, "")))))
+    if asked == "locked":
+        # Not the configuration's `lock` and `allow_editable`: a configuration that somebody sent would loosen it.
+        editable = environ.get(EDITABLE_VARIABLE, "").lower() in ("1", "true")
+        file = environ.get(LOCK_VARIABLE) or DEFAULT_LOCK
+        locks.append(LockRule(where=POLICY_VARIABLE, file=file, allow_editable=editable))
     if policy is not None:
         block.update(dict.fromkeys(policy.block, "plugins.block"))
         if policy.policy == "allowlist":
             allow.append(("plugins.allow", frozenset(policy.allow)))
-    block.update(dict.fromkeys(_names(environ.get(BLOCK_VARIABLE, "")), BLOCK_VARIABLE))
-    if ALLOW_VARIABLE in environ:
-        allow.append((ALLOW_VARIABLE, frozenset(_names(environ[ALLOW_VARIABLE]))))
-    return ImportPolicy(block=block, allow=tuple(allow))
+        elif policy.policy == "locked":
+            locks.append(LockRule(where="plugins.policy", file=policy.lock, allow_editable=policy.allow_editable))
+    return ImportPolicy(block=block, allow=tuple(allow), locks=tuple(locks))
 
 
 def _names(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from surogate_core import hookspecs
 from surogate_core.bundles import KINDS, Bundle
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.contract import incompatible, verify
 from surogate_core.plugins.discovery import CORE, ImportPolicy, InstalledPlugin, core_plugin, installed_plugins
 from surogate_core.plugins.static import StaticView, config_options, search_path_dir, static_view
 
@@ -160,7 +161,9 @@ class Registry:
                 )
         for plugin, reason in self.blocked.values():
             if static_view(plugin.module).offers(group, name):
-                return Missing(message=f"{plugin.label} offers it but is {reason}.", fix="Change the plugin policy.")
+                fix = f"Install a version of {plugin.distribution} for it." if incompatible(plugin) else ""
+                fix = "Change the plugin policy." if self.policy.refusal(plugin.name) else fix
+                return Missing(message=f"{plugin.label} offers it but is {reason}.", fix=fix)
         distribution = catalogue().distribution_of(group, name)
         installed = {p.distribution for p in self.plugins.values()}
         if distribution is not None and distribution not in installed:
@@ -189,6 +192,9 @@ class Registry:
 def load_plugins(policy: ImportPolicy | None = None) -> Registry:
     """Import what the policy allows, one at a time in the order of names, and register it.
 
+    Raises `PluginError` with every difference when what may be imported is not what a lock of the policy holds; then
+    nothing was imported.
+
     Raises `PluginError` when two distributions use the same entry-point name or ship the same
     config option. Import errors are remembered in `Registry.broken`.
     """
@@ -199,9 +205,10 @@ def load_plugins(policy: ImportPolicy | None = None) -> Registry:
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager=manager, policy=policy)
     found = installed_plugins()
+    verify(policy, found)
     _refuse_equal_names(found, policy)
     for plugin in found:
-        reason = policy.refusal(plugin.name)
+        reason = policy.refusal(plugin.name) or incompatible(plugin)
         if reason is not None:
             manager.set_blocked(plugin.name)
             registry.blocked[plugin.name] = (plugin, reason)

@@ -29,6 +29,8 @@ class StaticView:
     bundles: tuple[tuple[str, str], ...] = ()
     """(kind, name)."""
     config_dir: Path | None = None
+    api: str | None = None
+    """`SUROGATE_API` of the module, or None where it states none."""
     problem: str = ""
     """Why there is nothing to see, or empty."""
 
@@ -54,12 +56,13 @@ def view_files(module: Path, package: Path, *, whole_package: bool = True) -> St
         tree = ast.parse(module.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
         hooks: tuple[str, ...] = ()
-        declared = None
+        declared, api = None, None
         problem = f"{module} cannot be read: {error}"
     else:
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _is_hookimpl(n)]
         hooks = tuple(sorted({f.name for f in functions}))
         declared = next((_returned_text(f) for f in functions if f.name == "surogate_config_path"), None)
+        api = stated_api(tree)
         problem = ""
     config_dir = search_path_dir(declared) if declared else None
     if config_dir is None and whole_package:
@@ -67,7 +70,9 @@ def view_files(module: Path, package: Path, *, whole_package: bool = True) -> St
     files = sorted(package.rglob("*.py")) if whole_package else [module]
     bundles = sorted({b for f in files for b in _bundles(f)})
     options = config_options(config_dir) if config_dir is not None else {}
-    return StaticView(hooks=hooks, options=options, bundles=tuple(bundles), config_dir=config_dir, problem=problem)
+    return StaticView(
+        hooks=hooks, options=options, bundles=tuple(bundles), config_dir=config_dir, api=api, problem=problem
+    )
 
 
 def config_options(config_dir: Path) -> dict[tuple[str, str], Path]:
@@ -120,6 +125,19 @@ def module_file(name: str) -> Path | None:
         return file if file.is_file() else None
     stem = root.joinpath(*rest)
     return next((f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()), None)
+
+
+def stated_api(tree: ast.Module) -> str | None:
+    """The text that a module assigns to `SUROGATE_API`; ``not a literal`` where it is computed."""
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(t, ast.Name) and t.id == "SUROGATE_API" for t in targets):
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            literal = value.value if isinstance(value, ast.Constant) else None
+            return literal if isinstance(literal, str) else "not a literal"
+    return None
 
 
 def _is_hookimpl(function: ast.FunctionDef) -> bool:

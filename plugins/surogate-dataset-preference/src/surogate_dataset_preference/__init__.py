@@ -9,6 +9,8 @@ from surogate_core import hookimpl
 if TYPE_CHECKING:
     from surogate_core.bundles import DatasetFormat
 
+SUROGATE_API = ">=1,<2"
+
 
 @hookimpl
 def surogate_dataset() -> DatasetFormat:

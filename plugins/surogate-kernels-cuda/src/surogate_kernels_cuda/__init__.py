@@ -10,6 +10,8 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     import torch
 
+SUROGATE_API = ">=1,<2"
+
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""

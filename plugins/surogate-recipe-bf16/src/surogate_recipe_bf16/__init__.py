@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from surogate_core.dsl.slots import LinearSlot
 
+SUROGATE_API = ">=1,<2"
+
 
 def linear(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
     """y = x Wᵀ in the dtype of x and W; fp32 accumulation is the GEMM's own."""

@@ -1,0 +1,81 @@
+"""`surogate plugins lock` and `verify`: the set of plugins, pinned to the byte. No plugin is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from surogate_core.errors import UserError
+from surogate_core.plugins.contract import rule_differences
+from surogate_core.plugins.discovery import DEFAULT_LOCK, EDITABLE_VARIABLE, import_policy, installed_plugins
+from surogate_core.plugins.lock import installed_lock, requirements, write_lock
+
+
+def add_commands(commands: Any) -> None:
+    """Add both sub-commands to a parser's."""
+    locking = commands.add_parser(
+        "lock", help="write the installed set to a file", description="Write what the plugin policy lets in to a file."
+    )
+    locking.add_argument("--output", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
+    locking.add_argument(
+        "--require-hashes",
+        action="store_true",
+        help="print requirements with hashes for pip and uv instead of writing the lock",
+    )
+    locking.add_argument(
+        "--wheels", metavar="DIR", type=Path, help="directory of wheels to take hashes from, for --require-hashes"
+    )
+    verifying = commands.add_parser(
+        "verify",
+        help="compare the installed set with the file",
+        description="Compare the installed plugins with a lock. Exit code 0: equal; 1: not equal; 2: no sound lock.",
+    )
+    verifying.add_argument("--lock", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
+    verifying.add_argument("--allow-editable", action="store_true", help="accept editable installs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the sub-command; the exit code."""
+    return _verify(arguments) if arguments.command == "verify" else _lock(arguments)
+
+
+def _lock(arguments: argparse.Namespace) -> int:
+    # The locks of the policy do not count here: they may be what is to be written anew.
+    policy = import_policy()
+    lock = installed_lock(p for p in installed_plugins() if policy.refusal(p.name) is None)
+    if arguments.require_hashes:
+        if arguments.wheels is not None and not arguments.wheels.is_dir():
+            raise UserError(f"--wheels {arguments.wheels}: there is no such directory.")
+        text, unknown = requirements(lock, arguments.wheels)
+        print(text, end="")
+        if unknown:
+            names = ", ".join(unknown)
+            print(
+                f"surogate: the hashes of these wheels are not known, so pip will refuse them: {names}. Installers "
+                "record only those of wheels given by file or URL. Fix: pip wheel or download them, then --wheels DIR",
+                file=sys.stderr,
+            )
+        return 0
+    write_lock(lock, arguments.output)
+    files = sum(len(d.files) for d in lock.distributions.values())
+    print(f"{arguments.output}: {len(lock.distributions)} distributions, {files} files")
+    editable = [d.name for d in lock.distributions.values() if d.editable]
+    if editable:
+        print(f"editable, refused by `locked` unless plugins.allow_editable=true: {', '.join(editable)}")
+    startup = [f"{d.name} ({p})" for d in lock.distributions.values() for p in d.files if p.endswith(".pth")]
+    if startup:
+        print(f"these bring a .pth file, which may run code whenever Python starts: {', '.join(startup)}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    allow_editable = arguments.allow_editable or os.environ.get(EDITABLE_VARIABLE, "").lower() in ("1", "true")
+    found = rule_differences(import_policy(), installed_plugins(), file=arguments.lock, allow_editable=allow_editable)
+    for line in found:
+        print(line)
+    if not found:
+        print(f"{arguments.lock}: the installed plugins are the locked ones")
+    return 1 if found else 0

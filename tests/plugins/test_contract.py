@@ -1,0 +1,69 @@
+"""The hook API that a plugin states is read from its source, and one that does not fit is never imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core import API_VERSION
+from surogate_core.errors import PluginError
+from surogate_core.plugins import import_policy, load_plugins
+from surogate_core.plugins.contract import incompatible, supported_api
+from surogate_core.plugins.discovery import installed_plugins
+
+BODY = """
+from surogate_core import bundles, hookimpl
+
+@hookimpl
+def surogate_recipe():
+    return bundles.Recipe(name="wanted", linear=lambda *a: None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ('SUROGATE_API = ">=2,<3"', "it was written for hook API >=2,<3, and this surogate has version 1"),
+        ('SUROGATE_API: str = "<1"', "it was written for hook API <1, and this surogate has version 1"),
+        ('SUROGATE_API = "one"', "its SUROGATE_API is 'one', not a range such as '>=1,<2'"),
+        ("SUROGATE_API = str(1)", "its SUROGATE_API is 'not a literal', not a range such as '>=1,<2'"),
+        ("SUROGATE_API = 1", "its SUROGATE_API is 'not a literal', not a range such as '>=1,<2'"),
+    ],
+)
+def test_an_incompatible_plugin_is_refused_with_the_reason_and_not_imported(
+    install_plugin: Any, tmp_path: Path, statement: str, reason: str
+) -> None:
+    trace = f"__import__('pathlib').Path({str(tmp_path / 'imported')!r}).touch()\n"
+    install_plugin("old", trace + statement + BODY)
+    registry = load_plugins(import_policy(None, {}))
+    assert reason in registry.blocked["old"][1]
+    with pytest.raises(PluginError, match=r"plugin old .* offers it but is refused: .*Install a version of dist-old"):
+        registry.get("recipe", "wanted")
+    assert not (tmp_path / "imported").exists()
+    assert "plugin_old" not in sys.modules
+
+
+@pytest.mark.parametrize("statement", ['SUROGATE_API = ">=1,<2"', 'SUROGATE_API = "==1"', ""])
+def test_a_compatible_plugin_loads(install_plugin: Any, statement: str) -> None:
+    install_plugin("new", statement + BODY)
+    assert load_plugins(import_policy(None, {})).owner("recipe", "wanted") == "new"
+
+
+def test_a_plugin_that_states_nothing_was_written_for_version_one(install_plugin: Any) -> None:
+    install_plugin("silent", BODY)
+    (plugin,) = (p for p in installed_plugins() if p.name == "silent")
+    assert supported_api(plugin) == ">=1,<2"
+    assert incompatible(plugin, api=1) is None
+    assert incompatible(plugin, api=2) is not None
+
+
+def test_our_own_plugins_state_a_range_and_fit() -> None:
+    from surogate_core.plugins.static import static_view
+
+    ours = [p for p in installed_plugins() if p.distribution.startswith("surogate-")]
+    assert ours
+    assert not [p.name for p in ours if static_view(p.module).api is None]
+    assert not [p.name for p in ours if incompatible(p, API_VERSION)]
