@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from surogate_core.dsl.slots import LinearSlot
     from surogate_core.train.events import Control, Event, RunInfo
 
+FLAT_ALIGNMENT = 256
+"""Elements that a parameter's offset in a flat group is a multiple of (1 KiB of fp32): a block of 8-bit state
+never holds two parameters."""
+
 TensorKind = Literal["weights", "residuals", "gradients", "master", "optimizer"]
 """The kinds of tensor that a store can hold."""
 
@@ -111,7 +115,8 @@ class ParamGroup:
     """Trainable parameters that share hyper-parameters, as flat fp32 tensors.
 
     `master` and `grad` are 1-D of equal length; `shapes` maps each parameter's name to its
-    (offset in elements, shape) in them, in order.
+    (offset in elements, shape) in them, in order. Offsets and the length are multiples of
+    `FLAT_ALIGNMENT`; between parameters are zeros, which an update must leave zeros.
     """
 
     name: str
@@ -119,6 +124,8 @@ class ParamGroup:
     grad: Tensor
     shapes: Mapping[str, tuple[int, tuple[int, ...]]]
     weight_decay: float
+    hidden: frozenset[str] = frozenset()
+    """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter."""
 
 
 class Optimizer(Protocol):

@@ -107,7 +107,7 @@ def test_plugins_of_one_kind_have_the_same_files(kind):
     shapes = defaultdict(list)
     for plugin in PLUGINS:
         if plugin.name.startswith(f"surogate-{kind}-"):
-            package, own = package_of(plugin), plugin.name.removeprefix(f"surogate-{kind}-")
+            package, own = package_of(plugin), plugin.name.removeprefix(f"surogate-{kind}-").replace("-", "_")
             names = {f.name.replace(own, "NAME") for f in package.glob("*.py")}
             shapes[frozenset(names)].append(plugin.name)
     assert len(shapes) <= 1, dict(shapes)

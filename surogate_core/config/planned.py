@@ -27,7 +27,6 @@ NAMES = frozenset(
         ("task", "grpo"),
         ("recipe", "fp8-hybrid"),
         ("recipe", "nvfp4"),
-        ("optimizer", "adamw_8bit"),
         ("optimizer", "normuon"),
     }
 )

@@ -15,13 +15,10 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup, Store
+from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import LinearSlot, Panel
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
-
-ALIGNMENT = 64
-"""Elements that each parameter's offset in a flat group is a multiple of (256 bytes of fp32)."""
 
 Source = Callable[[TensorSpec], Tensor]
 """Gives the initial value of a tensor, of its shape, in any float dtype, on any device."""
@@ -142,11 +139,20 @@ class Parameters:
             dtype = self.compute_dtype(spec)
             start = ranges.get(dtype, (size, size))[0]
             shapes[spec.hf_name] = (size, spec.shape)
-            size += -(-math.prod(spec.shape) // ALIGNMENT) * ALIGNMENT
+            size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             ranges[dtype] = (start, size)
         master = torch.zeros(size, dtype=torch.float32, device=self.device)
         grad = torch.zeros_like(master)
-        self.groups.append(ParamGroup(name=name, master=master, grad=grad, shapes=shapes, weight_decay=weight_decay))
+        self.groups.append(
+            ParamGroup(
+                name=name,
+                master=master,
+                grad=grad,
+                shapes=shapes,
+                weight_decay=weight_decay,
+                hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
+            )
+        )
         for dtype, (start, stop) in ranges.items():
             compute = master
             if dtype != torch.float32:

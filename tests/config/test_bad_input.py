@@ -41,7 +41,7 @@ Problems = Callable[..., list[Problem]]
         (["plugins.blok=[a]"], "plugins.blok", "no such key", ""),
         (["model=hf"], "model.path", "must be set", "model=DIR_OR_HUB_ID"),
         (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
-        (["optimizer=adamw_8bit"], "optimizer=adamw_8bit", "not available in this version", ""),
+        (["optimizer=normuon"], "optimizer=normuon", "not available in this version", ""),
         (["recipe=nvfp4"], "recipe=nvfp4", "not available in this version", ""),
         (["zero_level=2"], "zero_level", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),

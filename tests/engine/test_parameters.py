@@ -10,9 +10,10 @@ import torch
 from surogate_model_qwen3.model import build
 from tiny_engine import lora, make_engine, tensor_source, tiny_config
 
+from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
-from surogate_core.engine.parameters import ALIGNMENT, Parameters, RandomSource, distinct, pieces
+from surogate_core.engine.parameters import Parameters, RandomSource, distinct, pieces
 from surogate_core.engine.stores import DeviceStore
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def test_groups_are_flat_aligned_and_do_not_overlap(adapters: LoRA | None) -> No
     for group in parameters.groups:
         end = 0
         for name, (offset, shape) in group.shapes.items():
-            assert offset % ALIGNMENT == 0
+            assert offset % FLAT_ALIGNMENT == 0
             assert offset >= end
             end = offset + math.prod(shape)
             master = parameters.masters()[name]
@@ -47,7 +48,17 @@ def test_groups_are_flat_aligned_and_do_not_overlap(adapters: LoRA | None) -> No
             assert parameters.gradients_by_name()[name].data_ptr() == group.grad[offset:].data_ptr()
         assert group.master.shape == group.grad.shape
         assert group.master.dtype == group.grad.dtype == torch.float32
-        assert len(group.master) - end < ALIGNMENT
+        assert len(group.master) - end < FLAT_ALIGNMENT
+
+
+def test_hidden_matrices_are_named() -> None:
+    """Those that an optimizer for matrices takes: no embedding, head, norm, bias or adapter."""
+    groups = make_parameters().groups
+    hidden = {name for group in groups for name in group.hidden}
+    shapes = {name: shape for group in groups for name, (_, shape) in group.shapes.items()}
+    assert hidden == {name for name in shapes if ".layers." in name and name.endswith("_proj.weight")}
+    assert all(len(shapes[name]) == 2 for name in hidden)
+    assert not any(group.hidden for group in make_parameters(adapters=lora()).groups)
 
 
 def test_norms_and_biases_do_not_decay() -> None:
