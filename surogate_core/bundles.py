@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from surogate_core.data.tokenize import EncodeContext, Encoded
     from surogate_core.dsl import Model
-    from surogate_core.dsl.slots import LinearSlot
+    from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_core.train.events import Control, Event, RunInfo
 
 FLAT_ALIGNMENT = 256
@@ -97,17 +97,52 @@ class DatasetFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSettings:
+    """The flat precision keys of the configuration that every recipe may read."""
+
+    fp8_amax_history: int = 1024
+    no_fp4_stochastic_rounding: bool = False
+
+
+class RecipeState(Protocol):
+    """What a recipe carries from one optimizer step to the next, for all slots of the model at once."""
+
+    @property
+    def rows(self) -> Tensor:
+        """[P, K] fp32, one row a slot: what `linear` reads as `slot.row`. Updated in place."""
+
+    def update(self, observed: Tensor, skip: Tensor) -> None:
+        """Take in what the slots saw since the last update, with no host synchronisation.
+
+        `observed`: [P, K] fp32, the largest of each figure over the micro-steps, NaN where one was.
+        `skip`: 0-d fp32, 1 when the gradients are not finite: nothing may change then.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """The live state tensors by name; loading copies into them in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A precision recipe: how linear slots multiply."""
 
     name: str
-    linear: Callable[[Tensor, Tensor, LinearSlot, Any], Tensor]
+    linear: Callable[[Tensor, Tensor, TracedSlot, Any], Tensor]
     """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
     plain: bool = False
     """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
     options: type = NoOptions
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot run the recipe natively, or None."""
+    prepare: Callable[[Any, RecipeSettings, torch.device], Any] = lambda options, settings, device: options
+    """(options, the run's precision keys, device) → what the callables get as options; `MachineError` if it cannot."""
+    note: Callable[[Any], str | None] = lambda options: None
+    """(prepared options) → what the run says of them once, or None."""
+    state: Callable[[int, torch.device, Any], RecipeState] | None = None
+    """(number of slots, device, prepared options) → the recipe's state, or None if it has none."""
+    pack: Callable[[Tensor, LinearSlot, Any], Tensor] | None = None
+    """(frozen weight_OI, slot, prepared options) → the one tensor, of any shape and dtype, that `linear` is given
+    in its place; called once a weight. Traced for its shape, so plain torch ops only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ SOURCES = sorted(
     for f in top.rglob("*.py")
     if "tests" not in f.relative_to(ROOT).parts
 )
-KINDS_WITH_EQUAL_FILES = ("model", "optimizer", "recipe")
-"""Plugins of these kinds have modules of the same names; monitors and data sets differ in what they need."""
+KINDS_WITH_EQUAL_FILES = ("model", "optimizer")
+"""Plugins of these kinds have modules of the same names; recipes, monitors and data sets differ in what they need."""
 
 
 def relative(path: Path) -> str:

@@ -29,16 +29,24 @@ def main(argv: Sequence[str]) -> int:
     config, registry = load(arguments, None)
 
     from surogate_core.engine.prediction import predict
-    from surogate_core.train.setup import engine_settings, kernel_table, resolve_device, resolve_lora, resolve_model
+    from surogate_core.train.setup import (
+        engine_settings,
+        kernel_table,
+        prepare_recipe,
+        resolve_device,
+        resolve_lora,
+        resolve_model,
+    )
 
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
     settings = engine_settings(config, device=device, borders=config.per_device_train_batch_size * BORDERS_PER_ROW)
+    recipe, recipe_options = prepare_recipe(config, registry, device)
     prediction = predict(
         resolved.model,
         settings=settings,
-        recipe=registry.get("recipe", config.recipe.name),
-        recipe_options=config.recipe.options,
+        recipe=recipe,
+        recipe_options=recipe_options,
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
         offloader=registry.get("offload", config.offload.name),

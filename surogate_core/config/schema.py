@@ -182,6 +182,14 @@ class RunConfig:
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))
     """The precision recipe and its own options."""
+    fp8_amax_history: Positive = 1024
+    """Optimizer steps whose largest absolute values decide a scale of recipe fp8-hybrid."""
+    no_fp4_stochastic_rounding: bool = False
+    """Round the gradients of recipe nvfp4 to the nearest value instead of stochastically."""
+    skip_quant_first_layers: NonNegative = 0
+    """Layers from the first whose projections a recipe leaves in the model's dtype."""
+    skip_quant_last_layers: NonNegative = 0
+    """Layers up to the last whose projections a recipe leaves in the model's dtype."""
 
     # ------------------------------------------------------------------------- placement
     offload: Selection = field(default_factory=lambda: Selection(name="none"))

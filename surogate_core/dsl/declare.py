@@ -183,10 +183,13 @@ class Block:
         gemm_options: Any,
         seed: Tensor | None,
         panels: Sequence[tuple[Panel, Tensor]] = (),
+        rows: Sequence[Tensor] = (),
+        packed: frozenset[str] = frozenset(),
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
-        Slots of a panel take their weights from its tensor.
+        Slots of a panel take their weights from its tensor. `rows` are the slots' rows of the recipe's
+        state, none where it has none; `packed` names the slots whose weights the recipe has packed.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
@@ -202,8 +205,10 @@ class Block:
                 gemm_options=gemm_options,
                 seed=seed,
                 panel=of_slot.get(s.name),
+                row=rows[number] if rows else None,
+                packed=s.name in packed,
             )
-            for s in slots
+            for number, s in enumerate(slots)
         }
         return bound
 

@@ -6,7 +6,7 @@ Shape suffixes: N tokens, I input features, O output features, R adapter rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -46,7 +46,29 @@ class LinearSlot:
     """Position among the block's slots; separates the slots' dropout masks."""
 
 
-Gemm = Callable[[Tensor, Tensor, LinearSlot, Any], Tensor]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedSlot(LinearSlot):
+    """A slot with what a recipe may read besides the operands."""
+
+    seed: Tensor | None = None
+    """0-d int32, another in every micro-step and layer; None outside training."""
+    row: Tensor | None = None
+    """[K] fp32, the slot's row of the recipe's state; what the backward returns as its gradient is observed."""
+    packed: bool = False
+    """Whether the weight is what the recipe's `pack` made of a frozen one."""
+
+    @classmethod
+    def of(cls, slot: LinearSlot, *, seed: Tensor | None, row: Tensor | None, packed: bool) -> TracedSlot:
+        """The slot with these tensors."""
+        return cls(**{f.name: getattr(slot, f.name) for f in fields(LinearSlot)}, seed=seed, row=row, packed=packed)
+
+
+Gemm = Callable[[Tensor, Tensor, TracedSlot, Any], Tensor]
+
+
+def plain_gemm(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
+    """x Wᵀ in the dtype of both: slots of layers that a recipe leaves alone."""
+    return x_NI @ weight_OI.t()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +127,10 @@ class BoundSlot:
     seed: Tensor | None
     """0-d int32 dropout seed of this block in this micro-step; None outside training."""
     panel: BoundPanel | None = None
+    row: Tensor | None = None
+    """[K] fp32: the slot's row of the recipe's state."""
+    packed: bool = False
+    """Whether the weight is what the recipe made of a frozen one."""
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         with ops.region(self.slot.group):
@@ -115,7 +141,8 @@ class BoundSlot:
         if self.panel is not None:
             y_NO = self.panel.output(slot.name, x_NI)
         else:
-            y_NO = self.gemm(x_NI, tensors["weight"], slot, self.gemm_options)
+            traced = TracedSlot.of(slot, seed=self.seed, row=self.row, packed=self.packed)
+            y_NO = self.gemm(x_NI, tensors["weight"], traced, self.gemm_options)
         if slot.bias:
             y_NO = y_NO + tensors["bias"].to(y_NO.dtype)
         adapter = slot.adapter

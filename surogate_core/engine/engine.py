@@ -13,13 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Objective, Offloader, Optimizer, OptimizerSettings, OptimizerSpec, Recipe, Store
+from surogate_core.bundles import (
+    Objective,
+    Offloader,
+    Optimizer,
+    OptimizerSettings,
+    OptimizerSpec,
+    Recipe,
+    RecipeState,
+    Store,
+)
 from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
-from surogate_core.engine.programs import ProgramBuilder, plan_panels
+from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_packing, plan_panels
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.kernels.registry import KernelTable
 
@@ -48,6 +57,10 @@ class EngineSettings:
     """Seed of dropout; a mask depends on it, the step, the micro-step, the layer and the slot."""
     weighted: bool = False
     """Whether every micro-batch carries loss weights."""
+    plain_first: int = 0
+    """Layers from the first that the recipe leaves alone."""
+    plain_last: int = 0
+    """Layers up to the last that the recipe leaves alone."""
 
 
 @dataclass(slots=True)
@@ -158,6 +171,8 @@ class Engine:
         self.residuals: Store = offloader.store("residuals", settings.device, offloader_options)
         self.inputs = Inputs.allocate(settings, len(layers))
         tables = {name: Signature.of(t) for name, t in self._tables().items()}
+        plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
+        self._allocate_recipe_state(recipe, recipe_options)
         self.parameters = Parameters(
             found,
             panels=plan_panels(
@@ -170,6 +185,7 @@ class Engine:
                 width=model.width,
                 tables=tables,
             ),
+            packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
             weights=self.weights,
             device=settings.device,
             dtype=settings.dtype,
@@ -186,6 +202,8 @@ class Engine:
             parameters=self.parameters,
             recipe=recipe,
             recipe_options=recipe_options,
+            plain=plain,
+            columns=0 if self.recipe_state is None else self.recipe_state.rows.shape[1],
             objective=objective,
             kernels=kernels,
             device=settings.device,
@@ -211,6 +229,17 @@ class Engine:
             self._micro_step, self._update = capture(self)
             progress("capturing CUDA graphs", 1, 1)
 
+    def _allocate_recipe_state(self, recipe: Recipe, options: Any) -> None:
+        self.recipe_state: RecipeState | None = None
+        self._rows: dict[str, slice] = {}
+        count = 0
+        for piece in self.layers.values():
+            self._rows[piece.key] = slice(count, count + len(piece.slots))
+            count += len(piece.slots)
+        if recipe.state is not None:
+            self.recipe_state = recipe.state(count, self.settings.device, options)
+            self._observed = torch.zeros_like(self.recipe_state.rows)
+
     def _compile(self) -> None:
         for piece in self.layers.values():
             self.programs.layer(piece)
@@ -227,7 +256,10 @@ class Engine:
         seed = self.inputs.seeds_L[self._layer_number[key]]
         piece = self.layers[key]
         panels = (tensor for _, tensor in self.parameters.panel_tensors(piece))
-        return [*self.parameters.inputs(piece), *panels, x, *flow.tables, seed]
+        rows = []
+        if self.recipe_state is not None and self.programs.reads_rows(piece):
+            rows.append(self.recipe_state.rows[self._rows[key]])
+        return [*self.parameters.inputs(piece), *panels, *rows, x, *flow.tables, seed]
 
     def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
         flow = _Flow()
@@ -297,9 +329,13 @@ class Engine:
             return
         x, *kept = flow.residuals
         flow.residuals = ()
-        *flow.gradients, flow.dx = self.programs.layer(self.layers[key]).backward(
-            [*self._layer_inputs(key, flow, x), *kept, dx]
-        )
+        piece = self.layers[key]
+        *gradients, flow.dx = self.programs.layer(piece).backward([*self._layer_inputs(key, flow, x), *kept, dx])
+        if self.programs.reads_rows(piece):
+            # NaN stays NaN: the recipe is to see that there was one.
+            observed = self._observed[self._rows[key]]
+            torch.maximum(observed, gradients.pop(), out=observed)
+        flow.gradients = gradients
 
     def _reduce(self, key: str, flow: _Flow) -> None:
         if key == EMBED:
@@ -325,6 +361,9 @@ class Engine:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
         self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
+        if self.recipe_state is not None:
+            self.recipe_state.update(self._observed, skip)
+            self._observed.zero_()
         self.parameters.refresh()
         self._figures.copy_(torch.stack((self.loss_sum, norm)))
         self.loss_sum.zero_()
@@ -403,8 +442,11 @@ class Engine:
         return ops.rms_norm(flow.x, norm, eps) @ weight.t()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors that a checkpoint keeps, by file: masters by HF name, optimizer state."""
-        return {"trainable": dict(self.parameters.masters()), "optimizer": self.optimizer.state()}
+        """The live tensors that a checkpoint keeps, by file: masters by HF name, the optimizer's and recipe's state."""
+        files = {"trainable": dict(self.parameters.masters()), "optimizer": self.optimizer.state()}
+        if self.recipe_state is not None:
+            files["recipe"] = self.recipe_state.state()
+        return files
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy a checkpoint's tensors into the live ones; names and shapes must agree."""

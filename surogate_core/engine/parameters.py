@@ -25,6 +25,16 @@ Source = Callable[[TensorSpec], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """How a recipe keeps a frozen weight."""
+
+    pack: Callable[[Tensor], Tensor]
+    """The weight in the model's dtype → the tensor that programs receive in its place."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A part of the model that is traced as one: the embedding, a layer, or the head."""
 
@@ -105,10 +115,14 @@ class Parameters:
         adapter_dtype: torch.dtype,
         weight_decay: float,
         panels: Mapping[str, Sequence[Panel]] | None = None,
+        packed: Mapping[str, Packed] | None = None,
     ):
         self.pieces = found
         self.panels: Mapping[str, Sequence[Panel]] = panels or {}
         """Key of a piece → the panels that its programs multiply with."""
+        self.packed: Mapping[str, Packed] = packed or {}
+        """HF name of a frozen weight → how the recipe keeps it."""
+        self._source: Source | None = None
         self.weights = weights
         self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
         self.specs = {spec.hf_name: spec for spec in distinct(found)}
@@ -170,10 +184,17 @@ class Parameters:
 
     def compute_dtype(self, spec: TensorSpec) -> torch.dtype:
         """Dtype in which a piece receives the tensor."""
+        if spec.hf_name in self.packed:
+            return self.packed[spec.hf_name].dtype
         return self.adapter_dtype if spec.role == "adapter" else self.dtype
+
+    def compute_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Shape in which a piece receives the tensor."""
+        return self.packed[spec.hf_name].shape if spec.hf_name in self.packed else spec.shape
 
     def fill(self, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Set every tensor from the source and hand the frozen ones to the weights store."""
+        self._source = source
         total = len(self.specs)
         in_panel = {
             self._spec(piece, f"{slot.name}.weight").hf_name: panel.shape.weight(tensor, number)
@@ -191,6 +212,8 @@ class Parameters:
                 place = in_panel.get(spec.hf_name)
                 if place is None:
                     place = value.to(self.device, self.dtype).contiguous()
+                    if spec.hf_name in self.packed:
+                        place = self.packed[spec.hf_name].pack(place)
                 else:
                     place.copy_(value)
                 self._frozen[spec.hf_name] = place
@@ -261,6 +284,10 @@ class Parameters:
             frozen = iter(self.weights.fetch(piece.key))
             for spec in piece.specs:
                 value = self._master[spec.hf_name] if spec.trainable else next(frozen)
+                if spec.hf_name in self.packed:
+                    # What a recipe keeps is rounded; the weight itself is read or drawn again.
+                    assert self._source is not None
+                    value = self._source(spec)
                 if spec.role != "adapter" and spec.hf_name not in seen:
                     seen.add(spec.hf_name)
                     yield spec.hf_name, value.to(self.dtype).contiguous()

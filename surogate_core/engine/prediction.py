@@ -13,7 +13,7 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.parameters import Parameters, pieces
-from surogate_core.engine.programs import ProgramBuilder, plan_panels
+from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_packing, plan_panels
 from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.kernels.registry import KernelTable
@@ -71,6 +71,9 @@ def predict(
         "cu_seqlens": torch.zeros(settings.borders, dtype=torch.int32, device="meta"),
     }
     signatures = {n: Signature(tuple(t.shape), t.dtype, settings.device) for n, t in tables.items()}
+    plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
+    slots = sum(len(piece.slots) for piece in found)
+    state = recipe.state(slots, torch.device("meta"), recipe_options) if recipe.state is not None else None
     parameters = Parameters(
         found,
         panels=plan_panels(
@@ -83,6 +86,7 @@ def predict(
             width=model.width,
             tables=signatures,
         ),
+        packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
         weights=DeviceStore("weights"),
         device=torch.device("meta"),
         dtype=settings.dtype,
@@ -94,6 +98,8 @@ def predict(
         parameters=parameters,
         recipe=recipe,
         recipe_options=recipe_options,
+        plain=plain,
+        columns=0 if state is None else state.rows.shape[1],
         objective=objective,
         kernels=kernels,
         device=settings.device,
@@ -110,7 +116,9 @@ def predict(
     residuals = sum(per_layer[builder.signature(piece)] for piece in layers)
 
     specs = parameters.specs.values()
-    frozen = sum(math.prod(s.shape) for s in specs if not s.trainable) * settings.dtype.itemsize
+    frozen = sum(
+        math.prod(parameters.compute_shape(s)) * parameters.compute_dtype(s).itemsize for s in specs if not s.trainable
+    )
     total, trainable = parameters.counts()
     flat = sum(g.master.numel() for g in parameters.groups)
     copies = sum(copy.nbytes for copy, _ in parameters.copies)
@@ -126,7 +134,12 @@ def predict(
 
     width = f"{settings.dtype}".removeprefix("torch.")
     held = [
-        Held(kind="weights", place=place("weights"), nbytes=frozen, detail=f"frozen, {width}"),
+        Held(
+            kind="weights",
+            place=place("weights"),
+            nbytes=frozen,
+            detail=f"frozen, {width}" + (f", {recipe.name} in the layers" if parameters.packed else ""),
+        ),
         Held(kind="compute copies", place="device", nbytes=copies, detail=f"of trained weights, {width}"),
         Held(kind="masters", place=place("master"), nbytes=flat * 4, detail="trained, float32"),
         Held(kind="gradients", place=place("gradients"), nbytes=flat * 4, detail="accumulated, float32"),
@@ -135,6 +148,12 @@ def predict(
             place=place("optimizer"),
             nbytes=int(flat * optimizer.state_bytes_per_parameter),
             detail=f"{optimizer.name}, {optimizer.state_bytes_per_parameter:g} bytes a parameter",
+        ),
+        Held(
+            kind="recipe state",
+            place="device",
+            nbytes=sum(t.nbytes for t in state.state().values()) if state else 0,
+            detail=f"{recipe.name}, {slots} projections",
         ),
         Held(
             kind="residuals",

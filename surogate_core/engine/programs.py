@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import Objective, Offloader, Recipe
 from surogate_core.dsl.declare import Model
-from surogate_core.dsl.slots import Panel
+from surogate_core.dsl.slots import LinearSlot, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Compiler,
     Program,
@@ -25,7 +26,7 @@ from surogate_core.dsl.trace import (
     with_gradients,
     without_gradients,
 )
-from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.engine.parameters import Packed, Parameters, Piece
 from surogate_core.kernels import ops, registry
 
 
@@ -60,6 +61,42 @@ def plan_panels(
     return panels
 
 
+def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[str]:
+    """The keys of the layers that the recipe leaves alone: so many from the first and from the last."""
+    keys = [piece.key for piece in found if piece.block is not None]
+    return frozenset(keys[:first] + keys[max(len(keys) - last, 0) :])
+
+
+def _packed(
+    pack: Callable[[Tensor, LinearSlot, Any], Tensor], slot: LinearSlot, options: Any, weight_OI: Tensor
+) -> Tensor:
+    return pack(weight_OI, slot, options)
+
+
+def plan_packing(
+    found: Sequence[Piece], *, recipe: Recipe, recipe_options: Any, plain: frozenset[str], dtype: torch.dtype
+) -> dict[str, Packed]:
+    """How the recipe keeps each frozen weight of a slot, by HF name; none where it keeps them as they are."""
+    pack = recipe.pack
+    if pack is None:
+        return {}
+    planned: dict[LinearSlot, tuple[tuple[int, ...], torch.dtype]] = {}
+    packed: dict[str, Packed] = {}
+    for piece in found:
+        frozen = {s.name: s.hf_name for s in piece.specs if not s.trainable}
+        for slot in piece.slots:
+            name = frozen.get(f"{slot.name}.weight")
+            if name is None or piece.key in plain:
+                continue
+            if slot not in planned:
+                with FakeTensorMode(), torch.no_grad():
+                    value = pack(torch.empty(slot.outputs, slot.inputs, dtype=dtype), slot, recipe_options)
+                planned[slot] = tuple(value.shape), value.dtype
+            shape, kept = planned[slot]
+            packed[name] = Packed(pack=partial(_packed, pack, slot, recipe_options), shape=shape, dtype=kept)
+    return packed
+
+
 @dataclass(slots=True, kw_only=True)
 class ProgramBuilder:
     """Everything that shapes the programs of a run."""
@@ -68,6 +105,10 @@ class ProgramBuilder:
     parameters: Parameters
     recipe: Recipe
     recipe_options: Any
+    plain: frozenset[str]
+    """Keys of the layers that multiply plainly whatever the recipe."""
+    columns: int
+    """K, figures of a slot's row in the recipe's state; 0 where it has none."""
     objective: Objective
     kernels: registry.KernelTable
     device: torch.device
@@ -94,7 +135,12 @@ class ProgramBuilder:
         self.progress(task, 1, 1)
 
     def _inputs(self, piece: Piece) -> list[Signature]:
-        return [Signature(s.shape, self.parameters.compute_dtype(s), self.device, s.trainable) for s in piece.specs]
+        shape, dtype = self.parameters.compute_shape, self.parameters.compute_dtype
+        return [Signature(shape(s), dtype(s), self.device, s.trainable) for s in piece.specs]
+
+    def reads_rows(self, piece: Piece) -> bool:
+        """Whether the piece's programs read the recipe's state, and their backward returns what they observed."""
+        return self.columns > 0 and bool(piece.slots) and piece.key not in self.plain
 
     def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
         return Signature((tokens, self.model.width), self.parameters.dtype, self.device, requires_grad)
@@ -104,12 +150,19 @@ class ProgramBuilder:
         activation = self._activation(self.tokens, requires_grad=True)
         panels = [Signature.of(tensor) for _, tensor in self.parameters.panel_tensors(piece)]
         panels = [Signature(s.shape, s.dtype, self.device) for s in panels]
-        return [*self._inputs(piece), *panels, activation, *self.tables.values(), seed]
+        rows = []
+        if self.reads_rows(piece):
+            rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
+        return [*self._inputs(piece), *panels, *rows, activation, *self.tables.values(), seed]
 
     def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
         block, names = piece.block, list(self.tables)
         panels = self.parameters.panels.get(piece.key, ())
-        count = len(piece.specs) + len(panels)
+        reads_rows = self.reads_rows(piece)
+        count = len(piece.specs) + len(panels) + reads_rows
+        names_of_packed = {s.name for s in piece.specs if s.hf_name in self.parameters.packed}
+        packed = frozenset(s.name for s in piece.slots if f"{s.name}.weight" in names_of_packed)
+        plain = piece.key in self.plain
         assert block is not None
 
         def run(*flat: Tensor) -> Tensor:
@@ -118,10 +171,12 @@ class ProgramBuilder:
             bound = block.bind(
                 tensors,
                 piece.slots,
-                gemm=self.recipe.linear,
+                gemm=plain_gemm if plain else self.recipe.linear,
                 gemm_options=self.recipe_options,
                 seed=seed if training else None,
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
+                rows=flat[count - 1].unbind(0) if reads_rows else (),
+                packed=packed,
             )
             return bound.forward(x, tables)
 
@@ -130,10 +185,13 @@ class ProgramBuilder:
     def signature(self, piece: Piece) -> Any:
         """Equal for layers that share their programs."""
         panels = tuple(self.parameters.panels.get(piece.key, ()))
-        return type(piece.block), piece.slots, panels, tuple(self._inputs(piece))
+        return type(piece.block), piece.slots, panels, tuple(self._inputs(piece)), piece.key in self.plain
 
     def layer(self, piece: Piece) -> Program:
-        """Forward and backward of a layer: ([*tensors, *panels, x_ND, *tables, seed])."""
+        """Forward and backward of a layer: ([*tensors, *panels(, rows), x_ND, *tables, seed]).
+
+        The gradient of the rows is what their slots observed.
+        """
         key = self.signature(piece)
         if key not in self._layers:
             with self._making(f"differentiating {type(piece.block).__name__}"):

@@ -175,17 +175,21 @@ def _hash32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def dropout_mask(shape: torch.Size, seed: Tensor, *, salt: int, p: float) -> Tensor:
-    """[shape] bool, True with probability 1 − p: a function of (seed, salt, element number) only.
+def random_bits(shape: torch.Size, seed: Tensor, *, salt: int) -> Tensor:
+    """[shape] int32, every bit random: a function of (seed, salt, element number) only.
 
     Counter-based, so that recomputed blocks, replayed graphs and resumed runs draw the same
-    mask, and CPUs and GPUs agree. `seed`: 0-d int32.
+    bits, and CPUs and GPUs agree. `seed`: 0-d int32.
     """
-    count = shape.numel()
     key = _hash32(seed + salt * 0x1E3779B9)
-    counter = torch.arange(count, dtype=torch.int32, device=seed.device)
+    counter = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
+    return _hash32(counter ^ key).view(shape)
+
+
+def dropout_mask(shape: torch.Size, seed: Tensor, *, salt: int, p: float) -> Tensor:
+    """[shape] bool, True with probability 1 − p: a function of (seed, salt, element number), see `random_bits`."""
     threshold = round(p * 2**32) - 2**31
-    return (_hash32(counter ^ key) >= threshold).view(shape)
+    return random_bits(shape, seed, salt=salt) >= threshold
 
 
 class _Dropout(Function):

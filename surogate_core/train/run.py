@@ -41,6 +41,7 @@ from surogate_core.train.setup import (
     is_out_of_memory,
     out_of_memory,
     pinned,
+    prepare_recipe,
     resolve_device,
     resolve_lora,
     resolve_model,
@@ -124,9 +125,9 @@ class _Run:
         device = resolve_device(config)
         if unused:
             log.info("tensors of the model directory that the model does not use", names=unused)
-        recipe = registry.get("recipe", config.recipe.name)
+        recipe, recipe_options = prepare_recipe(config, registry, device)
         left_out = unused_note(unused, tied=resolved.model.tied)
-        notes = [n for n in (recipe.unavailable(device), left_out, *resolved.notes) if n]
+        notes = [n for n in (recipe.note(recipe_options), left_out, *resolved.notes) if n]
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
@@ -192,6 +193,8 @@ class _Run:
             "recipe": config.recipe.name,
             "lora": config.lora,
         }
+        if self.registry.get("recipe", config.recipe.name).state is not None:
+            essential["fp8_amax_history"] = config.fp8_amax_history
         if config.lora:
             essential["lora_rank"] = config.lora_rank
             essential["lora_alpha"] = config.lora_alpha

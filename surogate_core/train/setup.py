@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, OptimizerSettings
+from surogate_core.bundles import ModelFamily, OptimizerSettings, Recipe, RecipeSettings
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.hub import commit_of, split_revision
 from surogate_core.dsl import Model
@@ -245,7 +245,18 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
         max_grad_norm=config.max_grad_norm,
         seed=config.train_seed,
         weighted=weighted,
+        plain_first=config.skip_quant_first_layers,
+        plain_last=config.skip_quant_last_layers,
     )
+
+
+def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) -> tuple[Recipe, Any]:
+    """The recipe, and its options made ready for the device; `MachineError` where that cannot run it."""
+    recipe: Recipe = registry.get("recipe", config.recipe.name)
+    settings = RecipeSettings(
+        fp8_amax_history=config.fp8_amax_history, no_fp4_stochastic_rounding=config.no_fp4_stochastic_rounding
+    )
+    return recipe, recipe.prepare(config.recipe.options, settings, device)
 
 
 def build_engine(
@@ -262,11 +273,12 @@ def build_engine(
     settings = engine_settings(
         config, device=device, borders=sample.cu_seqlens.numel(), weighted=sample.weights is not None
     )
+    recipe, recipe_options = prepare_recipe(config, registry, device)
     return Engine(
         resolved.model,
         settings=settings,
-        recipe=registry.get("recipe", config.recipe.name),
-        recipe_options=config.recipe.options,
+        recipe=recipe,
+        recipe_options=recipe_options,
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
         optimizer_settings=OptimizerSettings(

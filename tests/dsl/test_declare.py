@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA
-from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.engine.parameters import distinct, pieces
 from surogate_core.errors import UserError
 
@@ -133,7 +133,7 @@ def test_a_bound_block_computes_with_what_it_was_given() -> None:
     h = x * t["norm"]
     up = h @ t["up.weight"].t() + t["up.bias"] + 2.0 * h @ t["up.lora_A"].t() @ t["up.lora_B"].t()
     torch.testing.assert_close(bound.forward(x, {}), x + up @ t["down.weight"].t())
-    assert seen == [(slots[0], "options"), (slots[1], "options")]
+    assert seen == [(TracedSlot.of(s, seed=None, row=None, packed=False), "options") for s in slots]
     assert block.tensors == {}, "binding must not touch the block itself"
 
 

@@ -41,6 +41,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 torch.set_num_threads(1)
 
 REFERENCES_ONLY = KernelPack(name="none", kernels=tuple[Kernel, ...])
+BF16 = Recipe(name="bf16", linear=linear, plain=True)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -107,6 +108,8 @@ def make_engine(
     offloader: Offloader = NO_OFFLOAD,
     optimizer_settings: OptimizerSettings | None = None,
     device: str = "cpu",
+    recipe: Recipe = BF16,
+    recipe_options: Any = None,
     build: Callable[[Mapping[str, Any]], Model] = build,
     **settings: Any,
 ) -> Engine:
@@ -132,8 +135,8 @@ def make_engine(
             recompute=recompute or Recompute(block=False),
             **{**defaults, **settings},
         ),
-        recipe=Recipe(name="bf16", linear=linear, plain=True),
-        recipe_options=None,
+        recipe=recipe,
+        recipe_options=recipe_options,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
         optimizer_settings=optimizer_settings or OptimizerSettings(),

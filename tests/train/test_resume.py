@@ -23,7 +23,18 @@ LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[al
 KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 
-@pytest.mark.parametrize("mode", [(), LORA, ("optimizer=adamw_8bit",)], ids=["full", "lora", "adamw_8bit"])
+OTHERS = [
+    pytest.param(("optimizer=adamw_8bit",), id="adamw_8bit"),
+    *[
+        pytest.param((f"recipe={recipe}", "fp8_amax_history=3", *mode), marks=pytest.mark.slow, id=f"{recipe}-{kind}")
+        for recipe in ("fp8-hybrid", "nvfp4")
+        for kind, mode in (("full", ()), ("lora", LORA))
+    ],
+]
+"""The recipes' graphs are large and take seconds to trace in every run."""
+
+
+@pytest.mark.parametrize("mode", [pytest.param((), id="full"), pytest.param(LORA, id="lora"), *OTHERS])
 def test_every_checkpoint_continues_bit_identically(
     mode: tuple[str, ...], tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
 ) -> None:

@@ -1,0 +1,147 @@
+"""The FP8 product of a linear slot, forward and backward.
+
+Suffixes: N tokens, I inputs, O outputs. y = x Wᵀ in e4m3 × e4m3; dx = dy W and dW = dyᵀ x with dy in
+e5m2 and the other operand in e4m3. Each tensor has one scale, and products are accumulated in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.errors import MachineError
+from surogate_recipe_fp8.scaling import E4M3_MAX, E5M2_MAX, scale_of
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import RecipeSettings
+    from surogate_core.dsl.slots import LinearSlot, TracedSlot
+    from surogate_recipe_fp8 import FP8Options
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LIMIT = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
+HEADER = 16
+"""Bytes before the codes of a packed weight: the inverse of its scale, and the alignment of what follows."""
+MULTIPLE = 16
+"""Sides of a product that cuBLASLt takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The recipe's options, made ready for a device."""
+
+    native: bool
+    """Whether products run on FP8 tensor cores; else values are rounded to FP8 and multiplied in fp32."""
+    margin: int
+    history: int
+    note: str
+
+    @classmethod
+    def of(cls, options: FP8Options, settings: RecipeSettings, device: torch.device, reason: str | None) -> Prepared:
+        """`reason`: why the device has no FP8 products, or None. `MachineError` where emulation is off."""
+        if reason is not None and options.emulate == "never":
+            raise MachineError(
+                f"recipe=fp8-hybrid with recipe.emulate=never: {device.type} has no FP8 products, GPUs of SM89 and "
+                f"newer have. Fix: set recipe.emulate=auto to emulate, or recipe=bf16."
+            )
+        native = reason is None and options.emulate != "always"
+        note = "recipe fp8-hybrid multiplies in e4m3, gradients in e5m2 × e4m3; torch_dtype is of what is between."
+        if not native:
+            why = "recipe.emulate=always" if reason is None else reason.partition(";")[0]
+            note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
+        return cls(native=native, margin=options.margin, history=settings.fp8_amax_history, note=note)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """0-d fp32: the largest absolute value; NaN where there is one."""
+    return x.abs().amax().float()
+
+
+def scale_in_use(row: Tensor, role: int, amax: Tensor, kind: torch.dtype, margin: int) -> Tensor:
+    """The delayed scale of a role; before there is one, that of the tensor's own largest value, or 1."""
+    return torch.where(row[role] > 0, row[role], scale_of(amax, LIMIT[kind], margin=margin, old=1.0))
+
+
+def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """x · scale in fp32, saturated and rounded to nearest, ties to even. Infinity saturates, NaN stays."""
+    return (x.float() * scale).clamp(-LIMIT[kind], LIMIT[kind]).to(kind)
+
+
+def multiply(
+    a_MK: Tensor, b_NK: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, native: bool
+) -> Tensor:
+    """(a · inverse_a)(b · inverse_b)ᵀ, [M, N] in `out`, from FP8 codes with K contiguous."""
+    if native and all(n % MULTIPLE == 0 for n in (*a_MK.shape, b_NK.shape[0])) and out != torch.float64:
+        product: Tensor = torch._scaled_mm(a_MK, b_NK.t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=out)
+        return product
+    return ((a_MK.float() @ b_NK.float().t()) * (inverse_a * inverse_b)).to(out)
+
+
+def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
+    """A frozen weight as bytes [16 + 2·O·I]: 1 / its scale as fp32, its e4m3 codes, and those of its transpose."""
+    scale = scale_of(amax_of(weight_OI), E4M3_MAX, margin=options.margin, old=1.0)
+    codes_OI = quantise(weight_OI, scale, E4M3)
+    header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
+    header[0] = 1 / scale
+    parts = [header.view(torch.uint8), *(c.contiguous().view(torch.uint8).view(-1) for c in (codes_OI, codes_OI.t()))]
+    return torch.cat(parts)
+
+
+def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [O, I], codes [I, O], 1 / scale 0-d) of what `pack` made; views of it."""
+    size = outputs * inputs
+    codes_OI = packed[HEADER : HEADER + size].view(E4M3).view(outputs, inputs)
+    codes_IO = packed[HEADER + size :].view(E4M3).view(inputs, outputs)
+    return codes_OI, codes_IO, packed[:4].view(torch.float32)[0]
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
+        margin = options.margin
+        amax_x = amax_of(x_NI)
+        scale_x = scale_in_use(row, 0, amax_x, E4M3, margin)
+        x_codes = quantise(x_NI, scale_x, E4M3)
+        if slot.packed:
+            w_codes, _, inverse_w = unpack(weight, slot.outputs, slot.inputs)
+            amax_w = torch.zeros_like(amax_x)
+        else:
+            amax_w = amax_of(weight)
+            scale_w = scale_in_use(row, 1, amax_w, E4M3, margin)
+            w_codes, inverse_w = quantise(weight, scale_w, E4M3), 1 / scale_w
+        inverse_x = 1 / scale_x
+        # Of a frozen weight no gradient is asked, so of the activation only the largest value is kept.
+        kept_x = None if slot.packed else x_codes
+        kept_w = None if slot.packed else w_codes
+        ctx.save_for_backward(kept_x, weight if slot.packed else kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
+        ctx.slot, ctx.options = slot, options
+        ctx.dtypes = x_NI.dtype, weight.dtype
+        return multiply(x_codes, w_codes, inverse_x, inverse_w, x_NI.dtype, options.native)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_codes, weight, inverse_x, inverse_w, amax_x, amax_w, row = ctx.saved_tensors
+        slot, options = ctx.slot, ctx.options
+        amax_dy = amax_of(dy_NO)
+        scale_dy = scale_in_use(row, 2, amax_dy, E5M2, options.margin)
+        dy_codes, inverse_dy = quantise(dy_NO, scale_dy, E5M2), 1 / scale_dy
+        codes_IO = unpack(weight, slot.outputs, slot.inputs)[1] if slot.packed else weight.t().contiguous()
+        dtype_x, dtype_w = ctx.dtypes
+        dx_NI = multiply(dy_codes, codes_IO, inverse_dy, inverse_w, dtype_x, options.native)
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            transposed = dy_codes.t().contiguous(), x_codes.t().contiguous()
+            dweight = multiply(*transposed, inverse_dy, inverse_x, dtype_w, options.native)
+        return dx_NI, dweight, torch.stack((amax_x, amax_w, amax_dy)), None, None
+
+
+def linear(x_NI: Tensor, weight: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
+    """y = x Wᵀ in x's dtype. `weight` is [O, I], or what `pack` made of it."""
+    assert slot.row is not None
+    y_NO: Tensor = _Linear.apply(x_NI, weight, slot.row, slot, options)
+    return y_NO

@@ -1,0 +1,61 @@
+"""Scales of FP8 tensors, delayed: what one step saw decides the scale of the next.
+
+The rule is Transformer Engine's (`DelayedScaling`, amax_compute_algo "max"); formats are those of
+arXiv 2209.05433. A scale multiplies a value before it is rounded to FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
+FP32_MAX = torch.finfo(torch.float32).max
+
+ROLES = ("activation", "weight", "gradient")
+"""Columns of a slot's row, in order."""
+LIMITS = (E4M3_MAX, E4M3_MAX, E5M2_MAX)
+"""The largest value of each role's format."""
+
+
+def scale_of(amax: Tensor, limit: Tensor | float, *, margin: int, old: Tensor | float) -> Tensor:
+    """(limit / amax) / 2^margin in fp32; `old` where amax is 0, inf or NaN; fp32's largest where it overflows."""
+    # A number divided by a tensor is its reciprocal times the number in torch: one more rounding.
+    wide = limit if isinstance(limit, Tensor) else torch.full_like(amax, limit)
+    scale = (wide / amax) * 2.0**-margin
+    scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, old)
+
+
+class DelayedScaling:
+    """A ring of the largest absolute values of each slot and role, and the scales that follow from it.
+
+    `rows`: [P, 3] fp32 scales, in the order of `ROLES`; 0 is none yet, and then a tensor's own largest
+    value decides. The ring is [history, P, 3] fp32.
+    """
+
+    def __init__(self, slots: int, *, history: int, margin: int, device: torch.device):
+        self.rows = torch.zeros(slots, len(ROLES), dtype=torch.float32, device=device)
+        self.ring = torch.zeros(history, slots, len(ROLES), dtype=torch.float32, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.limits = torch.tensor(LIMITS, dtype=torch.float32, device=device)
+        self.margin = margin
+
+    def update(self, observed: Tensor, skip: Tensor) -> None:
+        """Enter a step's values and compute the scales of the next; see `RecipeState.update`.
+
+        A value that is not finite keeps its scale and enters the ring as 0: it would else hold the scale
+        for a whole history.
+        """
+        finite = torch.isfinite(observed)
+        kept = self.ring.index_select(0, self.position)[0]
+        entry = torch.where(finite, observed, 0.0)
+        self.ring.index_copy_(0, self.position, torch.where(skip > 0, kept, entry)[None])
+        scales = scale_of(self.ring.amax(0), self.limits, margin=self.margin, old=self.rows)
+        self.rows.copy_(torch.where(finite & (skip == 0), scales, self.rows))
+        self.position.copy_((self.position + (skip == 0).long()) % self.ring.shape[0])
+
+    def state(self) -> dict[str, Tensor]:
+        """Scales, ring and the ring's next entry, live."""
+        return {"scales": self.rows, "amax_history": self.ring, "amax_position": self.position}

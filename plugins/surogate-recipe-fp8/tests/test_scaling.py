@@ -1,0 +1,167 @@
+"""Scales and codes against transcriptions of their definitions, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from surogate_recipe_fp8.gemm import E4M3, E5M2, pack, quantise, unpack
+from surogate_recipe_fp8.scaling import E4M3_MAX, E5M2_MAX, FP32_MAX, DelayedScaling, scale_of
+from torch import Tensor
+
+from surogate_core.dsl.slots import LinearSlot
+
+MILLION = 1_000_000
+HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]
+SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
+
+
+def magnitudes(format: torch.dtype) -> list[float]:
+    """Every finite value ≥ 0 of a format in the order of its codes, from its definition (arXiv 2209.05433)."""
+    exponent_bits, mantissa_bits, largest = (4, 3, E4M3_MAX) if format == E4M3 else (5, 2, E5M2_MAX)
+    bias = 2 ** (exponent_bits - 1) - 1
+    found = []
+    for exponent in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            fraction = mantissa / 2**mantissa_bits
+            value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
+            if value <= largest:
+                found.append(value)
+    assert found[-1] == largest
+    return found
+
+
+def rounded(values: np.ndarray, format: torch.dtype) -> np.ndarray:
+    """The code of each fp32 value: the nearest magnitude, of two the even code, saturated; the sign is the top bit."""
+    table = np.array(magnitudes(format))
+    size = np.minimum(np.abs(values).astype(np.float64), table[-1])
+    above = np.searchsorted(table, size)
+    below = np.maximum(above - 1, 0)
+    to_below, to_above = size - table[below], table[above] - size
+    take_below = (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0))
+    codes = np.where(take_below, below, above)
+    return np.where(np.signbit(values), codes | 0x80, codes).astype(np.uint8)
+
+
+def hostile_values(format: torch.dtype) -> Tensor:
+    """Random bits of fp32, random values of every size, each value of the format, each tie, and neighbours of ties."""
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (MILLION // 2,), generator=generator).to(torch.int32).view(torch.float32)
+    sized = torch.randn(MILLION // 2, generator=generator) * torch.exp2(
+        torch.randint(-24, 20, (MILLION // 2,), generator=generator).float()
+    )
+    table = torch.tensor(magnitudes(format))
+    ties = (table[1:] + table[:-1]) / 2
+    near = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, math.inf)]
+    special = torch.tensor([*HOSTILE, math.inf, -math.inf])
+    values = torch.cat([bits[~bits.isnan()], sized, table, -table, ties, -ties, *near, special])
+    assert values.numel() > 0.99 * MILLION
+    return values
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_codes(format: torch.dtype) -> None:
+    values = hostile_values(format)
+    codes = quantise(values, torch.tensor(1.0), format).view(torch.uint8).numpy()
+    expected = rounded(values.numpy(), format)
+    wrong = np.flatnonzero(codes != expected)
+    assert not wrong.size, [(values[i].item(), codes[i], expected[i]) for i in wrong[:5]]
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_scaled_codes(format: torch.dtype) -> None:
+    """The product with the scale is rounded to fp32 first."""
+    values, scale = hostile_values(format), np.float32(37.77)
+    codes = quantise(values, torch.tensor(scale), format).view(torch.uint8).numpy()
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(codes, rounded(values.numpy() * scale, format))
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_nan_stays(format: torch.dtype) -> None:
+    codes = quantise(torch.tensor([math.nan, 1.0]), torch.tensor(1.0), format).float()
+    assert codes[0].isnan()
+    assert codes[1] == 1
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("limit", [E4M3_MAX, E5M2_MAX])
+def test_scales(limit: float, margin: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.randint(0, 2**31, (MILLION,), generator=generator).to(torch.int32).view(torch.float32)
+    amax = torch.cat([bits, torch.tensor([abs(v) for v in HOSTILE] + [math.inf, math.nan])])
+    old = np.float32(0.125)
+    scales = scale_of(amax, limit, margin=margin, old=torch.tensor(old)).numpy()
+    with np.errstate(all="ignore"):
+        found = np.float32(limit) / amax.numpy() / np.float32(2**margin)
+    keep = (amax.numpy() == 0) | ~np.isfinite(amax.numpy())
+    expected = np.where(keep, old, np.where(np.isinf(found), np.float32(FP32_MAX), found))
+    np.testing.assert_array_equal(scales.view(np.int32), expected.astype(np.float32).view(np.int32))
+    assert np.isfinite(scales).all()
+
+
+def one_scale(history: deque[float], new: float, skip: bool, old: float, limit: float) -> float:
+    """One step of one scale, written out; the history is changed."""
+    if skip:
+        return old
+    history.append(new if math.isfinite(new) else 0.0)
+    largest = max(history)
+    if not math.isfinite(new) or largest == 0:
+        return old
+    with np.errstate(over="ignore"):
+        found = np.float32(limit) / np.float32(largest)
+    return float(FP32_MAX if np.isinf(found) else found)
+
+
+def test_a_ring_over_many_steps() -> None:
+    slots, length = 3, 5
+    scaling = DelayedScaling(slots, history=length, margin=0, device=torch.device("cpu"))
+    histories = [[deque([0.0] * length, maxlen=length) for _ in range(3)] for _ in range(slots)]
+    expected = torch.zeros(slots, 3)
+    generator = torch.Generator().manual_seed(3)
+    special = [0.0, math.inf, math.nan, 1e-45, FP32_MAX]
+    for step in range(60):
+        observed = torch.rand(slots, 3, generator=generator) * 10.0 ** (step % 7 - 3)
+        if step % 4 == 1:
+            observed[step % slots, step % 3] = special[step % len(special)]
+        skip = step % 9 == 5
+        scaling.update(observed, torch.tensor(float(skip)))
+        for slot in range(slots):
+            for role, limit in enumerate((E4M3_MAX, E4M3_MAX, E5M2_MAX)):
+                old, new = expected[slot, role].item(), observed[slot, role].item()
+                expected[slot, role] = one_scale(histories[slot][role], new, skip, old, limit)
+        torch.testing.assert_close(scaling.rows, expected, rtol=0, atol=0)
+    assert scaling.position.item() == sum(step % 9 != 5 for step in range(60)) % length
+
+
+def test_the_update_is_in_place() -> None:
+    """A captured graph and a checkpoint's loading write to the same memory."""
+    scaling = DelayedScaling(2, history=4, margin=0, device=torch.device("cpu"))
+    before = {name: tensor.data_ptr() for name, tensor in scaling.state().items()}
+    scaling.update(torch.ones(2, 3), torch.tensor(0.0))
+    assert {name: tensor.data_ptr() for name, tensor in scaling.state().items()} == before
+    assert scaling.rows.tolist() == [[448, 448, 57344]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_packed_weight_holds_both_layouts(dtype: torch.dtype) -> None:
+    from surogate_recipe_fp8 import FP8Options
+    from surogate_recipe_fp8.gemm import Prepared
+
+    from surogate_core.bundles import RecipeSettings
+
+    options = Prepared.of(FP8Options(), RecipeSettings(), torch.device("cpu"), "no FP8")
+    weight = torch.randn(SLOT.outputs, SLOT.inputs, generator=torch.Generator().manual_seed(4)).to(dtype)
+    packed = pack(weight, SLOT, options)
+    codes_OI, codes_IO, inverse = unpack(packed, SLOT.outputs, SLOT.inputs)
+    scale = np.float32(448) / weight.abs().max().float().numpy()
+    assert inverse.item() == np.float32(1) / scale
+    expected = rounded(weight.float().numpy() * scale, E4M3).reshape(weight.shape)
+    np.testing.assert_array_equal(codes_OI.view(torch.uint8).numpy(), expected)
+    np.testing.assert_array_equal(codes_IO.view(torch.uint8).numpy(), expected.T)
+    assert packed.numel() == 16 + 2 * weight.numel()
+    assert codes_OI.is_contiguous()
+    assert codes_IO.is_contiguous()

@@ -1,0 +1,220 @@
+"""The product with its gradients, and models trained with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from surogate_recipe_fp8 import FP8Options, surogate_recipe
+from surogate_recipe_fp8.gemm import E4M3, E5M2, Prepared, linear, multiply, pack, quantise
+from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
+from torch import Tensor
+
+from surogate_core.bundles import RecipeSettings
+from surogate_core.dsl.slots import LinearSlot, TracedSlot
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine
+from surogate_core.errors import MachineError
+
+CPU = torch.device("cpu")
+RECIPE = surogate_recipe()
+OPTIONS = RECIPE.prepare(FP8Options(), RecipeSettings(fp8_amax_history=3), CPU)
+SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
+State = Mapping[str, Mapping[str, Tensor]]
+MODES = {"full": None, "lora": lora(dropout=0.1)}
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((24, 48), (32, 48), (24, 32)))
+    return x, w * 0.05, dy * 1e-6
+
+
+def dequantised(x: Tensor, format: torch.dtype, scale: float) -> Tensor:
+    return quantise(x, torch.tensor(scale), format).double() / scale
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_products_are_of_the_quantised_operands(delayed: bool, frozen: bool) -> None:
+    """Without scales each tensor's own largest value gives its scale, later the row; the row's gradient is amax."""
+    x, w, dy = operands()
+    own = [448 / x.abs().max().item(), 448 / w.abs().max().item(), 57344 / dy.abs().max().item()]
+    used = [100.0, own[1] if frozen else 3000.0, 2e9] if delayed else own
+    row = (torch.tensor(used) if delayed else torch.zeros(3)).requires_grad_()
+    slot = TracedSlot.of(SLOT, seed=None, row=row, packed=frozen)
+    weight = pack(w, SLOT, OPTIONS) if frozen else w.clone().requires_grad_()
+    x_leaf = x.clone().requires_grad_()
+    y = linear(x_leaf, weight, slot, OPTIONS)
+    y.backward(dy)
+    xq, wq = dequantised(x, E4M3, used[0]), dequantised(w, E4M3, used[1])
+    dyq = dequantised(dy, E5M2, used[2])
+    assert relative_error(y, xq @ wq.t()) < 1e-6
+    assert relative_error(x_leaf.grad, dyq @ wq) < 1e-6
+    if not frozen:
+        assert relative_error(weight.grad, dyq.t() @ xq) < 1e-6
+    seen = [x.abs().max().item(), 0.0 if frozen else w.abs().max().item(), dy.abs().max().item()]
+    assert row.grad is not None
+    assert row.grad.tolist() == seen
+
+
+def test_an_infinite_activation_saturates_and_is_observed() -> None:
+    x, w, dy = operands()
+    x[0, 0] = torch.inf
+    row = torch.full((3,), 64.0, requires_grad=True)
+    y = linear(x.requires_grad_(), w.requires_grad_(), TracedSlot.of(SLOT, seed=None, row=row, packed=False), OPTIONS)
+    y.backward(dy)
+    assert y.isfinite().all()
+    assert row.grad is not None
+    assert row.grad[0].isinf()
+
+
+def snapshot(engine: Engine) -> State:
+    return {file: {n: t.clone() for n, t in named.items()} for file, named in engine.state().items()}
+
+
+@cache
+def made_once(mode: str, fp8: bool, block: bool, plain_first: int, plain_last: int) -> tuple[Engine, State]:
+    recipe = {"recipe": RECIPE, "recipe_options": OPTIONS} if fp8 else {}
+    layers = {"plain_first": plain_first, "plain_last": plain_last}
+    made = make_engine(lora=MODES[mode], recompute=Recompute(block=block), **recipe, **layers)
+    return made, snapshot(made)
+
+
+def engine(mode: str, *, fp8: bool = True, block: bool = False, plain_first: int = 0, plain_last: int = 0) -> Engine:
+    """An engine in its first state; equal ones are one, since tracing is what takes long."""
+    made, start = made_once(mode, fp8, block, plain_first, plain_last)
+    made.load_state(start)
+    return made
+
+
+def assert_equal(found: State, expected: State) -> None:
+    for file, named in expected.items():
+        for name, value in named.items():
+            torch.testing.assert_close(found[file][name], value, rtol=0, atol=0)
+
+
+def batches(step: int) -> list[Any]:
+    return [make_batch(random_documents([20, 12], seed=2 * step + i)) for i in range(2)]
+
+
+def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
+    return [engine.train_step(batches(step % 2), step=step, lr=1e-2).read() for step in steps]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_are_near_those_of_fp32(mode: str) -> None:
+    """e4m3 has 4 bits of precision, so single products are a few per cent off, and their mean much less."""
+    fp8, wide = (train(engine(mode, fp8=fp8), range(8)) for fp8 in (True, False))
+    assert [loss for loss, _ in fp8] == pytest.approx([loss for loss, _ in wide], rel=0.05)
+    assert fp8[-1][0] < 0.8 * fp8[0][0]
+    assert fp8 != wide
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputation_changes_no_bit(mode: str) -> None:
+    kept, again = engine(mode), engine(mode, block=True)
+    assert train(kept, range(4)) == train(again, range(4))
+    assert_equal(kept.state(), again.state())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
+    made = engine(mode)
+    expected = train(made, range(3))
+    saved = snapshot(made)
+    expected += train(made, range(3, 6))
+    end = snapshot(made)
+    made.load_state(saved)
+    assert train(made, range(3, 6)) == expected[3:]
+    assert_equal(made.state(), end)
+
+
+def test_without_its_state_a_resumed_run_would_differ() -> None:
+    """The saved scales matter: the test above would see it if they were lost."""
+    expected = train(engine("full"), range(6))
+    lost = engine("full")
+    train(lost, range(3))
+    for tensor in lost.state()["recipe"].values():
+        tensor.zero_()
+    assert train(lost, range(3, 6)) != expected[3:]
+
+
+def test_the_scales_of_a_step_follow_from_the_steps_before() -> None:
+    made = engine("full")
+    assert made.recipe_state is not None
+    assert not made.recipe_state.rows.any()
+    train(made, range(1))
+    state = made.recipe_state.state()
+    ring, rows = state["amax_history"], state["scales"]
+    assert ring[0].all()
+    assert not ring[1:].any()
+    limits = torch.tensor([448.0, 448.0, 57344.0])
+    torch.testing.assert_close(rows, limits / ring[0], rtol=0, atol=0)
+    before = rows.clone()
+    train(made, range(1, 2))
+    torch.testing.assert_close(rows, limits / ring[:2].amax(0), rtol=0, atol=0)
+    assert not torch.equal(rows, before)
+
+
+def test_evaluation_and_skipped_steps_leave_the_scales_alone() -> None:
+    made = engine("full")
+    train(made, range(2))
+    before = snapshot(made)
+    made.evaluate(batches(0))
+    for group in made.parameters.groups:
+        group.grad.fill_(torch.nan)
+    train(made, range(2, 3))
+    assert_equal(made.state(), before)
+
+
+def test_layers_that_are_left_alone() -> None:
+    wide = train(engine("full", fp8=False), range(3))
+    assert train(engine("full", plain_first=1, plain_last=1), range(3)) == wide
+    assert train(engine("full"), range(3)) != wide
+    half = engine("lora", plain_first=1)
+    train(half, range(1))
+    assert half.recipe_state is not None
+    slots = len(half.layers["layer 0"].slots)
+    assert not half.recipe_state.rows[:slots].any()
+    # A frozen weight's scale is in its codes.
+    assert half.recipe_state.rows[slots:, [0, 2]].all()
+
+
+def test_frozen_weights_are_kept_as_codes_and_exported_as_they_were() -> None:
+    made, plain = engine("lora", plain_first=1), engine("lora", fp8=False)
+    dtypes = {key: {t.dtype for t in made.weights.fetch(key)} for key in made.layers}
+    assert dtypes == {"layer 0": {torch.float32}, "layer 1": {torch.float32, torch.uint8}}
+    expected = dict(plain.parameters.base_tensors())
+    exported = dict(made.parameters.base_tensors())
+    assert exported.keys() == expected.keys()
+    for name, value in exported.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_where_it_runs() -> None:
+    assert "EMULATED FP8 (cpu has no FP8 products)" in (RECIPE.note(OPTIONS) or "")
+    assert "no FP8 products" in (RECIPE.unavailable(CPU) or "")
+    with pytest.raises(MachineError, match=r"recipe\.emulate=never: cpu has no FP8 products.*Fix: set"):
+        RECIPE.prepare(FP8Options(emulate="never"), RecipeSettings(), CPU)
+    here = Prepared.of(FP8Options(), RecipeSettings(), torch.device("cuda"), None)
+    assert here.native
+    assert "EMULATED" not in here.note
+    forced = Prepared.of(FP8Options(emulate="always"), RecipeSettings(), torch.device("cuda"), None)
+    assert not forced.native
+    assert "EMULATED FP8 (recipe.emulate=always)" in forced.note
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_native_products_agree_with_emulated_ones(format: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = quantise(torch.randn(64, 256, generator=generator), torch.tensor(100.0), format).cuda()
+    b = quantise(torch.randn(128, 256, generator=generator), torch.tensor(100.0), E4M3).cuda()
+    inverse = torch.tensor(0.01, device="cuda")
+    for out in (torch.bfloat16, torch.float32):
+        native, emulated = (multiply(a, b, inverse, inverse, out, native) for native in (True, False))
+        assert relative_error(native, emulated) < (2**-8 if out == torch.bfloat16 else 1e-3)

@@ -1,0 +1,63 @@
+"""Surogate plugin: the nvfp4 precision recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from surogate_core import bundles, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NVFP4Options:
+    """Options of `recipe=nvfp4`."""
+
+    emulate: Literal["auto", "never", "always"] = "auto"
+    """auto and always emulate; never refuses to, and so refuses to run until there are native products."""
+    four_over_six: bool = True
+    """Scale a block's largest value to 4 instead of 6 where that makes the squared error smaller."""
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the device has no native NVFP4 products: this version has them nowhere."""
+    return "this version has no native NVFP4 products; recipe nvfp4 is emulated"
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the option `recipe=nvfp4` is."""
+    return "pkg://surogate_recipe_nvfp4.conf"
+
+
+@hookimpl
+def surogate_recipe() -> bundles.Recipe:
+    """The recipe."""
+
+    # torch is imported when the recipe is used, not when it is listed.
+    def linear(*arguments: Any) -> Any:
+        from surogate_recipe_nvfp4.gemm import linear
+
+        return linear(*arguments)
+
+    def prepare(options: NVFP4Options, settings: bundles.RecipeSettings, device: torch.device) -> Any:
+        from surogate_recipe_nvfp4.gemm import Prepared
+
+        return Prepared.of(options, settings)
+
+    def pack(*arguments: Any) -> Any:
+        from surogate_recipe_nvfp4.gemm import pack
+
+        return pack(*arguments)
+
+    return bundles.Recipe(
+        name="nvfp4",
+        linear=linear,
+        options=NVFP4Options,
+        unavailable=unavailable,
+        prepare=prepare,
+        note=lambda prepared: prepared.note,
+        pack=pack,
+    )

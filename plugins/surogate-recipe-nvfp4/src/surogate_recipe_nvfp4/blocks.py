@@ -1,0 +1,157 @@
+"""NVFP4: E2M1 codes in blocks with E4M3 scales, and one fp32 scale a tensor (arXiv 2509.25149).
+
+Suffixes: R rows, K the inner dimension of a product, which blocks of 16 lie along; P and Q are R and K
+up to the next multiple of 16. All arithmetic is fp32 unless it says otherwise. Constants are computed
+rather than stored, so that a traced graph holds none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+FP32_MAX = torch.finfo(torch.float32).max
+E4M3 = torch.float8_e4m3fn
+
+MINUS = (3, 5, 6, 7, 8, 9, 10, 12, 14, 15)
+"""Where the random sign vector S of the Hadamard transform is −1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix [R, K] in NVFP4, padded with zeros."""
+
+    codes: Tensor
+    """[R or P, Q] uint8: bits 0–2 the number of the magnitude in 0, ½, 1, 1½, 2, 3, 4, 6, bit 3 the sign."""
+    scales: Tensor
+    """[R, Q/16] or [P/16, Q/16] E4M3, of blocks of 1×16 or 16×16."""
+    decode: Tensor
+    """0-d fp32: what all of it is multiplied by."""
+
+    def blocks(self, rows: int, inner: int) -> Tensor:
+        """[rows, inner] fp32: codes times block scales, exact; times `decode` it is the matrix."""
+        height = self.codes.shape[0] // self.scales.shape[0]
+        scales = self.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
+        return (values(self.codes) * scales)[:rows, :inner]
+
+    def t(self) -> Quantised:
+        """The transpose, where blocks are square."""
+        return Quantised(self.codes.t(), self.scales.t(), self.decode)
+
+
+def values(codes: Tensor) -> Tensor:
+    """The fp32 value of each E2M1 code."""
+    index = (codes & 7).float()
+    size = torch.where(index < 4, index * 0.5, torch.where(index < 6, index - 2, index * 2 - 8))
+    return torch.where(codes >= 8, -size, size)
+
+
+def encode(x: Tensor, bits: Tensor | None = None) -> Tensor:
+    """E2M1 codes of fp32 values clamped to ±6: to nearest with ties to the even code, or stochastically.
+
+    With `bits` (int32, of x's shape) a value between two neighbours becomes the upper with the probability
+    of its distance from the lower, in steps of 2⁻²⁴, so that the mean is the value.
+    """
+    size = x.abs().clamp(max=E2M1_MAX)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    number = size / step
+    if bits is None:
+        number = number.round()
+    else:
+        lower = number.floor()
+        uniform = ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
+        number = lower + (uniform < number - lower)
+    rounded = number * step
+    index = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, rounded / 2 + 4))
+    return torch.where(torch.signbit(x), index + 8, index).nan_to_num(0).to(torch.uint8)
+
+
+def _tensor_scale(amax: Tensor, top: float) -> Tensor:
+    """s_enc = top / amax: 1 where amax is 0 or inf, fp32's largest where it overflows; NaN stays."""
+    scale = torch.full_like(amax, top) / amax
+    scale = torch.where(torch.isposinf(scale), FP32_MAX, scale)
+    return torch.where((amax == 0) | torch.isposinf(amax), 1.0, scale)
+
+
+def _tiles(x_PQ: Tensor, height: int) -> Tensor:
+    """[rows of blocks, blocks of a row, height, 16]."""
+    rows, inner = x_PQ.shape
+    return x_PQ.reshape(rows // height, height, inner // BLOCK, BLOCK).transpose(1, 2)
+
+
+def _untiled(tiles: Tensor) -> Tensor:
+    rows, blocks, height, width = tiles.shape
+    return tiles.transpose(1, 2).reshape(rows * height, blocks * width)
+
+
+def _encode_blocks(tiles: Tensor, scales: Tensor, decode: Tensor, bits: Tensor | None) -> Tensor:
+    """Codes of tiles at their block scales; 0 in a block whose scale is 0."""
+    divisor = (scales.float() * decode)[..., None, None]
+    ratio = torch.where(divisor == 0, 0.0, tiles / torch.where(divisor == 0, 1.0, divisor))
+    return encode(ratio, bits)
+
+
+def quantise(x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | None = None) -> Quantised:
+    """Round a matrix to NVFP4 in blocks of 16×16 (`square`) or 1×16.
+
+    `bits`: [R, K] int32 for stochastic rounding. `four_over_six` (arXiv 2512.02010) scales a block to 4 where
+    that has a strictly smaller squared error, both rounded to nearest: a choice that depended on the random
+    bits would bias the mean. Errors are summed in fp64.
+    """
+    rows, inner = x_RK.shape
+    height = BLOCK if square else 1
+    padding = (0, -inner % BLOCK, 0, -rows % height)
+    tiles = _tiles(pad(x_RK.float(), padding), height)
+    tiled_bits = None if bits is None else _tiles(pad(bits, padding), height)
+    amax_blocks = tiles.abs().amax((-1, -2))
+    s_enc = _tensor_scale(amax_blocks.amax(), 1536.0 if four_over_six else E4M3_MAX * E2M1_MAX)
+    decode = 1 / s_enc
+    if not four_over_six:
+        scales = (amax_blocks * s_enc / E2M1_MAX).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        return Quantised(_untiled(_encode_blocks(tiles, scales, decode, tiled_bits)), scales, decode)
+    unrounded = amax_blocks / E2M1_MAX * s_enc
+    candidates = [(unrounded * factor).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3) for factor in (1.0, 1.5)]
+    nearest = [_encode_blocks(tiles, scales, decode, None) for scales in candidates]
+    six, four = (
+        (values(codes).double() * (scales.double() * decode.double())[..., None, None] - tiles.double())
+        .square()
+        .sum((-1, -2))
+        for codes, scales in zip(nearest, candidates, strict=True)
+    )
+    take_four = four < six
+    # torch.where does not take float8.
+    chosen = torch.where(take_four, candidates[1].float(), candidates[0].float()).to(E4M3)
+    if tiled_bits is None:
+        codes = torch.where(take_four[..., None, None], nearest[1], nearest[0])
+    else:
+        codes = _encode_blocks(tiles, chosen, decode, tiled_bits)
+    return Quantised(_untiled(codes), chosen, decode)
+
+
+def hadamard(x_RK: Tensor) -> Tensor:
+    """x · H in groups of 16 along K, padded with zeros: H = ¼ · diag(S) · H₁₆ (Sylvester), orthogonal. [R, Q] fp32."""
+    rows, inner = x_RK.shape
+    x = pad(x_RK.float(), (0, -inner % BLOCK)).reshape(-1, BLOCK)
+    mask = sum(1 << i for i in MINUS)
+    x = x * (1 - 2 * ((mask >> torch.arange(BLOCK, device=x.device)) & 1))
+    for width in (1, 2, 4, 8):
+        pairs = x.view(-1, BLOCK // (2 * width), 2, width)
+        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
+        x = torch.stack((upper + lower, upper - lower), dim=2).view(-1, BLOCK)
+    return (x * 0.25).view(rows, -1)
+
+
+def pack_codes(codes_RQ: Tensor) -> Tensor:
+    """[R, Q/2] uint8: two codes a byte, the first in the low half."""
+    return codes_RQ[:, ::2] | (codes_RQ[:, 1::2] << 4)
+
+
+def unpack_codes(packed: Tensor) -> Tensor:
+    """[R, Q] uint8 of what `pack_codes` made."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).view(packed.shape[0], -1)

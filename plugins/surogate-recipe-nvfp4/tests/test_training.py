@@ -1,0 +1,181 @@
+"""The product with its gradients, and models trained with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe
+from surogate_recipe_nvfp4.blocks import hadamard, quantise
+from surogate_recipe_nvfp4.gemm import FIRST_SALT, Prepared, linear, pack, unpack
+from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
+from torch import Tensor
+
+from surogate_core.bundles import RecipeSettings
+from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
+from surogate_core.dsl.slots import LinearSlot, TracedSlot
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine
+from surogate_core.errors import MachineError
+from surogate_core.kernels import ops
+
+CPU = torch.device("cpu")
+RECIPE = surogate_recipe()
+OPTIONS = RECIPE.prepare(NVFP4Options(), RecipeSettings(), CPU)
+SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=5)
+State = Mapping[str, Mapping[str, Tensor]]
+MODES = {"full": None, "lora": lora(dropout=0.1)}
+EPS = Setting("rms_norm_eps", default=1e-6)
+
+
+class _Block(Block):
+    """Two projections and no attention: small graphs are traced quickly."""
+
+    eps = EPS
+    norm = Param("norm.weight", Dim("hidden_size"))
+    up = Linear("up_proj", Dim("hidden_size"), Dim("intermediate_size"), group="ffn")
+    down = Linear("down_proj", Dim("intermediate_size"), Dim("hidden_size"), group="ffn")
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        return x + self.down(torch.relu(self.up(ops.rms_norm(x, self.norm, self.eps))))
+
+
+class _Model(Model):
+    architecture = "Small"
+    embed = Embedding("model.embed_tokens.weight", Dim("vocab_size"), Dim("hidden_size"))
+    layers = Stack(_Block, Dim("num_hidden_layers"), "model.layers.{i}.")
+    head = LMHead("lm_head.weight", "model.norm.weight", EPS, tied=Setting("tie_word_embeddings", default=True))
+
+
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+
+
+def wide(x: Tensor, **how: Any) -> Tensor:
+    """The dequantised matrix in fp64."""
+    found = quantise(x, **how)
+    return found.blocks(*x.shape).double() * found.decode.double()
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) -> None:
+    """1×16 blocks along the inner dimension, 16×16 for the weight; Hadamard and no four-over-six for dW alone."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((20, 40), (24, 40), (20, 24)))
+    options = RECIPE.prepare(NVFP4Options(), RecipeSettings(no_fp4_stochastic_rounding=not stochastic), CPU)
+    seed = torch.tensor(123, dtype=torch.int32)
+    slot = TracedSlot.of(SLOT, seed=seed, row=None, packed=frozen)
+    weight = pack(w, SLOT, options) if frozen else w.clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
+    y = linear(leaf, weight, slot, options)
+    y.backward(dy)
+    wq = wide(w, square=True, four_over_six=True)
+    assert relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
+    numbers = FIRST_SALT + 2 * SLOT.index, FIRST_SALT + 2 * SLOT.index + 1
+    rotated = hadamard(dy.t())
+    bits = [
+        ops.random_bits(t.shape, seed, salt=n) if stochastic else None
+        for t, n in zip((dy, rotated), numbers, strict=True)
+    ]
+    dyq = wide(dy, square=False, four_over_six=True, bits=bits[0])
+    assert relative_error(leaf.grad, dyq @ wq) < 1e-6
+    if not frozen:
+        a = wide(rotated, square=False, four_over_six=False, bits=bits[1])
+        b = wide(hadamard(x.t()), square=False, four_over_six=False)
+        assert relative_error(weight.grad, a @ b.t()) < 1e-6
+
+
+def test_four_over_six_can_be_turned_off() -> None:
+    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(0))
+    slot = TracedSlot.of(SLOT, seed=None, row=None, packed=False)
+    w = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+    options = RECIPE.prepare(NVFP4Options(four_over_six=False), RecipeSettings(), CPU)
+    expected = wide(x, square=False, four_over_six=False) @ wide(w, square=True, four_over_six=False).t()
+    assert relative_error(linear(x, w, slot, options), expected) < 1e-6
+    assert relative_error(linear(x, w, slot, OPTIONS), expected) > 1e-3
+
+
+def test_a_packed_weight_holds_it_and_its_transpose() -> None:
+    w = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+    packed = pack(w, SLOT, OPTIONS)
+    expected = wide(w, square=True, four_over_six=True)
+    for transposed, shape in ((False, (24, 40)), (True, (40, 24))):
+        found = unpack(packed, 24, 40, transposed=transposed)
+        value = found.blocks(*shape).double() * found.decode.double()
+        assert torch.equal(value.t() if transposed else value, expected)
+    assert packed.numel() == 16 + 2 * (32 * 48 // 2 + 32 * 48 // 256)
+
+
+def snapshot(engine: Engine) -> State:
+    return {file: {n: t.clone() for n, t in named.items()} for file, named in engine.state().items()}
+
+
+@cache
+def made_once(mode: str, fp4: bool, block: bool, stochastic: bool) -> tuple[Engine, State]:
+    options = RECIPE.prepare(NVFP4Options(), RecipeSettings(no_fp4_stochastic_rounding=not stochastic), CPU)
+    recipe = {"recipe": RECIPE, "recipe_options": options} if fp4 else {}
+    made = make_engine(CONFIG, build=_Model, lora=MODES[mode], recompute=Recompute(block=block), **recipe)
+    return made, snapshot(made)
+
+
+def engine(mode: str, *, fp4: bool = True, block: bool = False, stochastic: bool = True) -> Engine:
+    """An engine in its first state; equal ones are one, since tracing is what takes long."""
+    made, start = made_once(mode, fp4, block, stochastic)
+    made.load_state(start)
+    return made
+
+
+def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
+    batches = [make_batch(random_documents([20, 12], seed=i)) for i in range(2)]
+    return [engine.train_step(batches, step=step, lr=1e-2).read() for step in steps]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_are_near_those_of_fp32(mode: str) -> None:
+    """e2m1 has 2 bits of precision and 32 features average little out: the step's descent is slower."""
+    fp4, plain = (train(engine(mode, fp4=fp4), range(8)) for fp4 in (True, False))
+    assert [loss for loss, _ in fp4] == pytest.approx([loss for loss, _ in plain], rel=0.15)
+    assert fp4[-1][0] < 0.9 * fp4[0][0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputation_changes_no_bit(mode: str) -> None:
+    kept, again = engine(mode), engine(mode, block=True)
+    assert train(kept, range(4)) == train(again, range(4))
+    for name, value in kept.state()["trainable"].items():
+        torch.testing.assert_close(value, again.state()["trainable"][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
+    """There is no state but what the optimizer has: random bits are a function of the step."""
+    made = engine(mode)
+    assert made.state().keys() == {"trainable", "optimizer"}
+    train(made, range(2))
+    saved, expected = snapshot(made), train(made, range(2, 4))
+    made.load_state(saved)
+    assert train(made, range(2, 4)) == expected
+    made.load_state(saved)
+    assert train(made, range(3, 5)) != expected
+
+
+def test_rounding_to_nearest_is_another_run() -> None:
+    assert train(engine("full"), range(2)) != train(engine("full", stochastic=False), range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_qwen3(mode: str) -> None:
+    made = [make_engine(lora=MODES[mode], recipe=RECIPE, recipe_options=OPTIONS), make_engine(lora=MODES[mode])]
+    fp4, plain = (train(one, range(8)) for one in made)
+    assert [loss for loss, _ in fp4] == pytest.approx([loss for loss, _ in plain], rel=0.15)
+
+
+def test_where_it_runs() -> None:
+    assert "EMULATED NVFP4" in (RECIPE.note(OPTIONS) or "")
+    assert "emulated" in (RECIPE.unavailable(CPU) or "")
+    with pytest.raises(MachineError, match=r"recipe\.emulate=never.*Fix: set recipe\.emulate=auto"):
+        Prepared.of(NVFP4Options(emulate="never"), RecipeSettings())
