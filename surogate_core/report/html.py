@@ -23,8 +23,9 @@ figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
 svg text { font-size: 11px; fill: var(--pale); } text.y { text-anchor: end; } text.x { text-anchor: middle; }
 polyline { fill: none; stroke-width: 1.4; stroke-linejoin: round; } .grid { stroke: var(--line); }
 .band { opacity: .13; } .mark { stroke: #d97706; stroke-width: 1.5; stroke-dasharray: 4 3; }
-table { border-collapse: collapse; } th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0;
-  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0;
+  border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
 .none, .pale { color: var(--pale); } pre { overflow: auto; background: color-mix(in srgb, var(--pale) 12%, transparent);
   padding: 1rem; border-radius: 8px; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 1rem; }

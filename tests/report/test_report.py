@@ -276,6 +276,7 @@ def test_figures() -> None:
     assert [figure(v) for v in values] == ["0", "0.5", "1234", "93.51k", "1.2M", "3G", "2.0e-05", "-4"]
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=100_000)
     file = write_report([run], output=tmp_path / "r.html")[0]
@@ -286,6 +287,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     assert CHROMIUM is not None

@@ -76,6 +76,19 @@ def test_resume_is_exact_while_a_reduction_blends_back(
     assert ends[0]["loop"] == ends[1]["loop"]
 
 
+@pytest.mark.gpu
+def test_a_checkpoint_changes_no_rate_on_a_gpu(
+    tmp_path: Path, base: list[str], run_here: RunHere, records: Records
+) -> None:
+    # There a step is reported after the next was launched, unless a checkpoint follows it.
+    keys = [*base, *WILD, "auto_lr_reduction=true", "device=cuda"]
+    for every in (1, 0):
+        run_here(tmp_path / str(every), *keys, f"save_steps={every}")
+    rates = [[line["lr"] for line in records(tmp_path / str(every), "step_end")] for every in (1, 0)]
+    assert rates[0] == rates[1]
+    assert any("learning rate × 0.5" in line["message"] for line in records(tmp_path / "0", "notice"))
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on_exactly(
     tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from surogate_core.train.lr import learning_rate, warmup_length
+from surogate_core.train.lr import faded, learning_rate, warmup_length
 
 PEAK = 3e-4
 
@@ -95,3 +95,7 @@ def test_bounds_and_continuity(kind, total: int, warmup: int, cooldown: int, fin
     slopes = [1 / warm if warm else 0, 1 / cool if cool else 0, math.pi / 2 / (total - warm) if total > warm else 0]
     steepest = PEAK * max(slopes) * (1 + 1e-9)
     assert all(abs(b - a) <= steepest for a, b in pairwise(rates))
+
+
+def test_a_factor_that_blends_back() -> None:
+    assert [faded(0.5, since=s, steps=4) for s in range(6)] == [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]

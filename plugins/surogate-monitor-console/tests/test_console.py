@@ -17,7 +17,18 @@ from surogate_monitor_console.live import LiveView
 from surogate_monitor_console.options import ConsoleOptions, build
 from surogate_monitor_console.plain import PlainView
 
-from surogate_core.train.events import CheckpointSaved, EvalEnd, Notice, Progress, RunEnd, RunInfo, RunStart, StepEnd
+from surogate_core.train.events import (
+    Advice,
+    CheckpointSaved,
+    EvalEnd,
+    Notice,
+    PhaseChange,
+    Progress,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    StepEnd,
+)
 
 INFO = RunInfo(
     run_name="brisk-otter",
@@ -231,6 +242,30 @@ def test_live_view() -> None:
     ):
         assert part in output, part
     assert output.rstrip().endswith("Your own data: datasets=…")
+
+
+PHASE = PhaseChange(step=75, phase="plateau", previous="warmup", improvement=0.0)
+ADVICE = Advice(step=80, rule="r", message="It [stands].", key="learning_rate", suggestion="lower it")
+
+
+def test_phase_and_advice_on_plain_lines() -> None:
+    view, stream, _ = plain()
+    view.on_event(PHASE)
+    view.on_event(ADVICE)
+    lines = stream.getvalue().splitlines()
+    assert lines == ["step 75: warmup → plateau", "step 80: It [stands]. Advice on learning_rate: lower it."]
+
+
+def test_phase_and_advice_in_the_live_view() -> None:
+    view, console, _ = terminal()
+    view.on_event(START)
+    view.on_event(step(75))
+    assert "phase" not in drawn(view)[2]
+    view.on_event(PHASE)
+    view.on_event(ADVICE)
+    assert drawn(view)[2].endswith("phase plateau")
+    view.close()
+    assert "step 80: It [stands]. Advice on learning_rate: lower it." in console.export_text()
 
 
 @pytest.mark.parametrize("width", [40, 60, 200])

@@ -1,0 +1,51 @@
+"""The option of the adaptive monitor."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+import surogate_monitor_adaptive
+
+from surogate_core.train.events import Notice, RunInfo, RunStart
+
+
+def test_the_option_has_the_defaults() -> None:
+    from omegaconf import OmegaConf
+
+    spec = surogate_monitor_adaptive.surogate_monitor()
+    yaml = resources.files("surogate_monitor_adaptive.conf.monitor").joinpath("adaptive.yaml").read_text()
+    values = dict(OmegaConf.create(yaml))
+    assert values.pop("name") == spec.name == "adaptive"
+    assert spec.options(**values) == spec.options()
+
+
+@pytest.mark.parametrize("advice", [True, False])
+def test_advice_can_be_turned_off(advice: bool) -> None:
+    spec = surogate_monitor_adaptive.surogate_monitor()
+    info = RunInfo(run_name="r", output_dir="o", task="sft", config={}, interactive=False)
+    monitor = spec.build(spec.options(advice=advice), info)
+    start = RunStart(
+        model="m",
+        parameters=1,
+        trainable_parameters=1,
+        train_tokens=1,
+        steps=9,
+        start_step=0,
+        tokens_per_step=1,
+        epochs=1.0,
+        device="cpu",
+    )
+    control = monitor.on_event(start)
+    assert [type(event) for event in control.events] == [Notice] if advice else control is None
+
+
+def test_state_of_another_version_is_refused() -> None:
+    spec = surogate_monitor_adaptive.surogate_monitor()
+    info = RunInfo(run_name="r", output_dir="o", task="sft", config={}, interactive=False)
+    monitor = spec.build(spec.options(), info)
+    state = monitor.state()
+    monitor.load_state(state)
+    state["guard"] = {"losses": []}
+    with pytest.raises(ValueError, match="LossGuard: the state has other fields"):
+        monitor.load_state(state)

@@ -1,0 +1,113 @@
+"""What TensorBoard's own reader finds in the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import surogate_monitor_tensorboard
+
+from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo, RunStart, StepEnd
+
+START = RunStart(
+    model="m",
+    parameters=1,
+    trainable_parameters=1,
+    train_tokens=1,
+    steps=9,
+    start_step=0,
+    tokens_per_step=1,
+    epochs=1.0,
+    device="cpu",
+)
+
+
+def step(number: int, loss: float) -> StepEnd:
+    return StepEnd(
+        step=number,
+        epoch=0.5,
+        loss=loss,
+        grad_norm=2.0,
+        lr=1e-3,
+        tokens=1,
+        label_tokens=1,
+        total_tokens=number,
+        seconds=0.1,
+        tokens_per_second=10.0,
+        eta_seconds=0.0,
+        peak_memory_bytes=2**30,
+    )
+
+
+def monitor(directory: Path) -> Any:
+    pytest.importorskip("tensorboard")
+    spec = surogate_monitor_tensorboard.surogate_monitor()
+    config = {"learning_rate": 1e-3, "name": "<script>"}
+    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
+    return spec.build(spec.options(), info)
+
+
+def read(directory: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(directory / "tensorboard"))
+    reader.Reload()
+    return reader
+
+
+def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
+    return [(s.step, s.value) for s in read(directory).Scalars(tag)]
+
+
+def test_scalars_and_texts_read_back(tmp_path: Path) -> None:
+    writer = monitor(tmp_path)
+    advice = Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn")
+    phase = PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0)
+    evaluation = EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None)
+    for event in (Progress(task="t", done=0), START, step(1, 3.0), step(2, 2.5), evaluation, phase, advice):
+        assert writer.on_event(event) is None
+    writer.close()
+    assert scalars(tmp_path, "train/loss") == [(1, 3.0), (2, 2.5)]
+    assert scalars(tmp_path, "eval/loss") == [(2, 1.25)]
+    assert scalars(tmp_path, "train/peak_memory_bytes") == [(1, 2.0**30), (2, 2.0**30)]
+    assert scalars(tmp_path, "train/lr")[0] == (1, pytest.approx(1e-3))
+    assert set(read(tmp_path).Tags()["tensors"]) == {
+        "config/text_summary",
+        "phase/text_summary",
+        "advice/plateau/text_summary",
+    }
+    (text,) = read(tmp_path).Tensors("advice/plateau/text_summary")
+    assert text.tensor_proto.string_val == [b"It stands. k: turn."]
+    assert (writer.state(), writer.load_state({})) == ({}, None)
+
+
+def test_a_resumed_run_hides_the_steps_of_a_killed_one(tmp_path: Path) -> None:
+    killed = monitor(tmp_path)
+    for event in (START, step(1, 1.0), step(2, 2.0), step(3, 3.0)):
+        killed.on_event(event)
+    killed.close()
+    resumed = monitor(tmp_path)
+    resumed.on_event(replace(START, start_step=1))
+    resumed.on_event(step(2, 20.0))
+    resumed.close()
+    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 20.0)]
+
+
+def test_nothing_is_written_by_a_run_that_never_starts(tmp_path: Path) -> None:
+    writer = monitor(tmp_path)
+    writer.on_event(step(1, 1.0))
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_option_has_the_defaults() -> None:
+    from omegaconf import OmegaConf
+
+    spec = surogate_monitor_tensorboard.surogate_monitor()
+    yaml = resources.files("surogate_monitor_tensorboard.conf.monitor").joinpath("tensorboard.yaml").read_text()
+    values = dict(OmegaConf.create(yaml))
+    assert values.pop("name") == spec.name == "tensorboard"
+    assert spec.options(**values) == spec.options()
