@@ -26,6 +26,7 @@ INTRODUCTION = """\
 | --- | --- |
 | `surogate plugins list` | what is installed, what it offers, and why it would not be loaded |
 | `surogate plugins show NAME` | one plugin in full |
+| `surogate plugins new NAME --kind KIND` | write a package that installs, with tests, README and CI file |
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
 
@@ -42,8 +43,8 @@ point names, as a literal that is a version specifier:
 SUROGATE_API = ">=1,<2"
 ```
 
-It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a run
-that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`.
+It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a
+run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`.
 """
 
 
