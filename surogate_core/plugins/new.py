@@ -81,6 +81,7 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
         f"{package}/__init__.py": f"{kind}/init.py",
         f"{package}/{facts.file}.py": f"{kind}/code.py",
         f"{package}/py.typed": "",
+        "tests/test_conformance.py": "common/test_conformance.py",
         f"tests/test_{name.replace('-', '_')}.py": f"{kind}/test.py",
     }
     if facts.has_option:

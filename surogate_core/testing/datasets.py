@@ -10,6 +10,7 @@ import numpy as np
 from surogate_core.bundles import DatasetFormat, FormatChoice
 from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.errors import UserError
 from surogate_core.testing.check import NotApplicable, ensure
 
 CHATML = (
@@ -55,7 +56,7 @@ def labels_are_inputs(spec: DatasetFormat) -> None:
         for around in (context(), context(template=False)):
             try:
                 found = _encode(spec, row, options, around)
-            except RowError:
+            except (RowError, UserError):
                 if around.tokenizer.chat_template:
                     raise
                 continue
@@ -76,7 +77,8 @@ def refuses_bad_rows(spec: DatasetFormat) -> None:
     """A row without its fields is a `RowError` with a reason; one with odd values is that, or a document."""
     for row, options in _examples(spec):
         variants: list[dict[str, Any]] = [{}] if spec.encode is not None else []
-        variants += [{**row, name: value} for name in row for value in (None, 3, [], {"a": 1})]
+        odd: tuple[Any, ...] = (None, 3, [], {"a": 1})
+        variants += [{**row, name: value} for name in row for value in odd]
         for number, bad in enumerate(variants):
             try:
                 if spec.encode is not None:

@@ -130,7 +130,8 @@ def _load_in_transformers(directory: Path, model_type: str) -> None:
 
     if model_type not in CONFIG_MAPPING:
         return
-    _, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    info = loaded[1]
     ensure(not info["missing_keys"], f"transformers misses {sorted(info['missing_keys'])[:5]}")
     ensure(not info["unexpected_keys"], f"transformers does not expect {sorted(info['unexpected_keys'])[:5]}")
 
@@ -139,22 +140,17 @@ def trains_with(recipes: Mapping[str, Recipe]) -> Callable[[ModelFamily], None]:
     """The check of a step under each recipe that this machine's CPU can run."""
 
     def trains_under_every_recipe(family: ModelFamily) -> None:
-        """Blocks are traced, full and with adapters, kept and computed again; losses and gradients are finite."""
+        """Blocks are traced, full and with adapters that are computed again; losses and gradients are finite."""
         config = _tiny(family)
         usable = {n: r for n, r in recipes.items() if r.unavailable(tiny.CPU) is None}
-        for name, recipe in {"reference": tiny.PLAIN, **usable}.items():
-            for lora in (None, tiny.adapters()):
-                losses = set()
-                for recompute in (False, True):
-                    settings: dict[str, Any] = {"recipe": recipe, "lora": lora, "recompute": recompute}
-                    made = tiny.engine(config=config, build=family.build, **settings)
-                    losses.add(made.accumulate([tiny.batch(tiny.documents())]))
-                    for tensor, gradient in made.parameters.gradients_by_name().items():
-                        ensure(
-                            bool(gradient.isfinite().all()), f"recipe {name}: the gradient of {tensor} is not finite"
-                        )
-                ensure(len(losses) == 1, f"recipe {name}: the loss depends on recomputing: {sorted(losses)}")
-                ensure(math.isfinite(losses.pop()), f"recipe {name}: the loss is not finite")
+        # Adapters are tried with recomputing and full training without; each engine costs a trace of every block.
+        for name, recipe in (usable or {"reference": tiny.PLAIN}).items():
+            for lora, recompute in ((None, False), (tiny.adapters(), True)):
+                made = tiny.engine(config=config, build=family.build, recipe=recipe, lora=lora, recompute=recompute)
+                loss = made.accumulate([tiny.batch(tiny.documents())])
+                ensure(math.isfinite(loss), f"recipe {name}: the loss is not finite")
+                for tensor, gradient in made.parameters.gradients_by_name().items():
+                    ensure(bool(gradient.isfinite().all()), f"recipe {name}: the gradient of {tensor} is not finite")
 
     return trains_under_every_recipe
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from surogate_core.bundles import Offloader
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 
 
 def _same(offloader: Offloader, *, lora: bool, recompute: bool) -> None:
-    settings = {"lora": tiny.adapters() if lora else None, "recompute": recompute}
+    settings: dict[str, Any] = {"lora": tiny.adapters() if lora else None, "recompute": recompute}
     made, plain = tiny.engine(offloader=offloader, **settings), tiny.engine(**settings)
     losses, expected = tiny.train(made, 3), tiny.train(plain, 3)
     ensure(losses == expected, f"losses are {losses}, without offloading {expected}")

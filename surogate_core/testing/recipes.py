@@ -32,7 +32,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 def _products(recipe: Recipe, x: Tensor, weight: Tensor) -> list[Tensor]:
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    y = recipe.linear(*leaves, SLOT, recipe.options())
+    y = recipe.linear(leaves[0], leaves[1], SLOT, recipe.options())
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
