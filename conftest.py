@@ -2,5 +2,7 @@
 
 from hypothesis import settings
 
+pytest_plugins = ["pytester"]
+
 settings.register_profile("repository", derandomize=True, deadline=None)
 settings.load_profile("repository")

@@ -26,10 +26,12 @@ INTRODUCTION = """\
 | --- | --- |
 | `surogate plugins list` | what is installed, what it offers, and why it would not be loaded |
 | `surogate plugins show NAME` | one plugin in full |
+| `surogate plugins new NAME --kind KIND` | write a package that installs, with tests, README and CI file |
+| `surogate plugins check [NAME …]` | run the conformance kit on one plugin, or on all; exit code 0 or 1 |
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
 
-None of them imports a plugin. [config.md](config.md#which-plugins-may-be-imported) has the policies,
+Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) has the policies,
 [security.md](security.md) what they protect from.
 
 ## The hook API
@@ -42,8 +44,49 @@ point names, as a literal that is a version specifier:
 SUROGATE_API = ">=1,<2"
 ```
 
-It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a run
-that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`.
+It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a
+run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`.
+
+## The conformance kit
+
+`surogate_core.testing` holds what every plugin of a kind must hold fast. `surogate plugins check NAME` runs it on an
+installed plugin:
+
+```text
+optimizer-adamw conforms: 10 checks hold, 0 do not
+```
+
+- every plugin: it states its hook API; its requirements are met; its import is light, silent and starts no thread;
+  what it offers is seen without import; options are frozen and have defaults.
+- `model`: presets build, and missing sizes are named; logits and every gradient equal transformers' class to 1e-5 in
+  fp32, where there is one; an export comes back with the same bits and loads in transformers; blocks are traced, full
+  and with adapters, under every recipe that runs on a CPU.
+- `recipe`: product and gradients: shape, dtype, relative error at most 0.25, the same bits twice; `plain` is true
+  only where it is; training and a bit-equal resume.
+- `optimizer`: a step moves every master, none with a learning rate of 0; gradients that are not finite change
+  nothing; state goes into another optimizer bit for bit and has the stated size; training and a bit-equal resume.
+- `dataset`: for the format's `examples`: labels are the token itself or -100, something is trained, equal rows give
+  equal documents, bad rows have a reason.
+- `monitor`: it takes every event, figures that are not finite too; its state is JSON and is restored; where it
+  raises, the run and the other monitors go on.
+- `kernels`: every kernel against its op's reference in float64, forward and backward, in each dtype and on each
+  device of this machine that it supports; equal bits twice.
+- `offload`: training with it has the bits of training without.
+
+A check that cannot apply on this machine is reported as skipped, with the reason: a kernel pack for NVIDIA GPUs is
+tried on a machine that has one. The kit has not been run on one yet. In a
+plugin's own tests the pytest plugin gives one test for each check:
+
+```python
+# pytest -p surogate_core.testing.pytest_plugin
+SUROGATE_PLUGIN = "optimizer-lion"
+
+
+def test_conformance(surogate_check):
+    surogate_check.run()
+```
+
+`surogate plugins new` writes that file too.
 """
 
 

@@ -86,6 +86,8 @@ class DatasetFormat:
     """Raised when the same row encodes differently; part of the shard cache's digest."""
     tasks: tuple[str, ...] | None = None
     """Tasks that can train on it; None is all that train on documents."""
+    examples: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = ()
+    """(row, fields of an entry) that the format reads; the conformance kit tries it with them."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless exactly one of `encode` and `choose` is given."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from surogate_core.cli import plugin_lock
@@ -21,6 +22,7 @@ from surogate_core.plugins.discovery import (
     installed_plugins,
     unmet_requirements,
 )
+from surogate_core.plugins.new import KINDS, new_plugin
 from surogate_core.plugins.static import StaticView, config_options, static_view
 
 
@@ -49,21 +51,32 @@ class _Row:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.config import planned
-
-    if argv and argv[0] in planned.PLUGIN_COMMANDS:
-        raise UserError(f"surogate plugins {argv[0]}: {planned.MESSAGE}")
     parser = argparse.ArgumentParser(prog="surogate plugins", description="The plugins that are installed.")
-    commands = parser.add_subparsers(dest="command", metavar="list|show|lock|verify", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="list|show|check|new|lock|verify", required=True)
     listing = commands.add_parser("list", help="every installed plugin")
     showing = commands.add_parser("show", help="one plugin in full")
     showing.add_argument("name", metavar="NAME", help="entry-point name or distribution")
     for sub in (listing, showing):
         sub.add_argument("--json", action="store_true", help="machine-readable")
+    checking = commands.add_parser("check", help="run the conformance kit on a plugin; exit code 0 or 1")
+    checking.add_argument("names", metavar="NAME", nargs="*", help="entry-point name or distribution; none: all")
+    making = commands.add_parser("new", help="write a package for a plugin")
+    making.add_argument("name", metavar="NAME", help="lower-case, with dashes; also what a config selects it by")
+    making.add_argument("--kind", required=True, choices=list(KINDS), help="what it offers")
+    making.add_argument("--output", metavar="DIR", type=Path, default=Path(), help="where; default: here")
     plugin_lock.add_commands(commands)
     arguments = parser.parse_args(list(argv))
     if arguments.command in ("lock", "verify"):
         return plugin_lock.main(arguments)
+    if arguments.command == "check":
+        from surogate_core.cli import plugin_check
+
+        return plugin_check.main(arguments.names)
+    if arguments.command == "new":
+        directory = new_plugin(arguments.name, arguments.kind, arguments.output)
+        point = f"{arguments.kind}-{arguments.name}"
+        print(f"{directory}\nnext: pip install -e '{directory}[dev]' && surogate plugins show {point}")
+        return 0
     rows = _rows()
     if arguments.command == "list":
         chosen = rows

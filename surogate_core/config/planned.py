@@ -35,7 +35,4 @@ NAMES = frozenset(
 COMMANDS = frozenset({"grpo"})
 """Sub-commands of `surogate`."""
 
-PLUGIN_COMMANDS = frozenset({"check", "new"})
-"""Sub-commands of `surogate plugins`."""
-
 MESSAGE = "not available in this version."

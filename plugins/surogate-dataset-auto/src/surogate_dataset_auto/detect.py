@@ -146,4 +146,6 @@ def _listed(value: Any) -> Any:
         return value
 
 
-FORMAT = DatasetFormat(name="auto", options=NoOptions, choose=choose, version=1)
+FORMAT = DatasetFormat(
+    name="auto", options=NoOptions, choose=choose, version=1, examples=(({"text": "Some words."}, {}),)
+)

@@ -177,4 +177,16 @@ def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any
     return [without_nulls(tool) for tool in tools] or None
 
 
-FORMAT = DatasetFormat(name="conversation", options=ConversationOptions, encode=encode, version=2)
+_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+]
+
+FORMAT = DatasetFormat(
+    name="conversation",
+    options=ConversationOptions,
+    encode=encode,
+    version=2,
+    examples=(({"messages": _TURNS}, {}), ({"messages": [*_TURNS, *_TURNS[1:]]}, {})),
+)

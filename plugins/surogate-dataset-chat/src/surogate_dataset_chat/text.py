@@ -37,4 +37,6 @@ def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext)
     return Encoded.from_mask(ids)
 
 
-FORMAT = DatasetFormat(name="text", options=TextOptions, encode=encode, version=1)
+FORMAT = DatasetFormat(
+    name="text", options=TextOptions, encode=encode, version=1, examples=(({"text": "Some words."}, {}),)
+)

@@ -94,4 +94,15 @@ def _prompt(options: InstructionOptions, instruction: str, given: str, system: s
     return prompts.fill(text, {"system": system, "instruction": instruction, "input": given})
 
 
-FORMAT = DatasetFormat(name="instruction", options=InstructionOptions, encode=encode, version=2)
+_FIELDS = {"instruction_field": "instruction", "output_field": "output"}
+
+FORMAT = DatasetFormat(
+    name="instruction",
+    options=InstructionOptions,
+    encode=encode,
+    version=2,
+    examples=(
+        ({"instruction": "Add.", "output": "3"}, _FIELDS),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, {**_FIELDS, "input_field": "input"}),
+    ),
+)

@@ -66,4 +66,11 @@ def _document(prompt: str, answer: str, context: EncodeContext) -> Encoded:
 
 
 # No task of this version learns from pairs; training on the chosen answers alone would not be what was asked for.
-FORMAT = DatasetFormat(name="preference", options=PreferenceOptions, encode=encode, tasks=(), version=2)
+FORMAT = DatasetFormat(
+    name="preference",
+    options=PreferenceOptions,
+    encode=encode,
+    tasks=(),
+    version=2,
+    examples=(({"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}, {}),),
+)

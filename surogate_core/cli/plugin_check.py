@@ -1,0 +1,67 @@
+"""`surogate plugins check`: the conformance kit on an installed plugin, and a short verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+
+from surogate_core.errors import PluginError
+from surogate_core.testing.check import Check, NotApplicable
+
+
+def main(names: list[str]) -> int:
+    """Try the plugins; 0 when every check that applies here holds."""
+    import torch
+
+    from surogate_core.plugins import import_policy, load_plugins
+    from surogate_core.testing import checks
+
+    # Tensors this small are done before a second thread wakes up.
+    torch.set_num_threads(1)
+    registry = load_plugins(import_policy())
+    bad = 0
+    for name in names or sorted(p for p in registry.plugins if p != "core"):
+        held, missed, failures = 0, [], []
+        try:
+            found = checks(name, registry)
+        except PluginError as error:
+            failures.append(str(error))
+            found = []
+        for check in found:
+            outcome = _run(check)
+            if outcome is None:
+                held += 1
+            elif outcome[0]:
+                missed.append(f"{check}: {outcome[1]}")
+            else:
+                failures.append(f"{check}: {outcome[1]}")
+        verdict = "fails" if failures else "conforms"
+        skipped = f", {len(missed)} not applicable" if missed else ""
+        print(f"{name} {verdict}: {held} checks hold, {len(failures)} do not{skipped}")
+        for line in failures:
+            print(f"  FAILED  {line}")
+        for line in missed:
+            print(f"  skipped {line}")
+        sys.stdout.flush()
+        bad += bool(failures)
+    return 1 if bad else 0
+
+
+def _run(check: Check) -> tuple[bool, str] | None:
+    """None where the check holds, else whether it does not apply, and why."""
+    # A monitor under test writes to the terminal, and the bus logs the failures that the kit provokes.
+    quiet = io.StringIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            check.run()
+    except NotApplicable as reason:
+        return True, str(reason)
+    except Exception as error:
+        text = " ".join(str(error).split()) or "it failed"
+        return False, text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+    finally:
+        logging.disable(logging.NOTSET)
+    return None

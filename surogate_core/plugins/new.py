@@ -1,0 +1,102 @@
+"""A new plugin package, from the templates beside this module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from surogate_core.errors import UserError
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What the packages of a kind have in common."""
+
+    what: str
+    """The kind in words."""
+    file: str
+    """Module that does the work."""
+    use: str
+    """A command that uses it."""
+    has_option: bool = True
+    """Whether there is an option file in the config group of the kind's name."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "model": Kind(what="the model family", file="model", use="surogate model=@NAME@ lora=false"),
+    "recipe": Kind(what="the precision recipe", file="linear", use="surogate recipe=@NAME@"),
+    "optimizer": Kind(what="the optimizer", file="optimizer", use="surogate optimizer=@NAME@"),
+    "offload": Kind(what="the offloader", file="store", use="surogate offload=@NAME@"),
+    "dataset": Kind(
+        what="data sets of type",
+        file="format",
+        use="surogate 'datasets=[{path: my.jsonl, type: @NAME@}]'",
+        has_option=False,
+    ),
+    "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
+    "kernels": Kind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),
+}
+"""Kinds that a package can be made for."""
+
+
+def new_plugin(name: str, kind: str, parent: Path) -> Path:
+    """Write the package ``surogate-<kind>-<name>`` below `parent`; returns its directory.
+
+    Raises `UserError` for a name that cannot be one, and where the directory exists.
+    """
+    from surogate_core import API_VERSION, __version__
+
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot be the name of a plugin. Fix: lower-case letters and digits with dashes between, "
+            "the first a letter"
+        )
+    distribution = f"surogate-{kind}-{name}"
+    directory, module = parent / distribution, distribution.replace("-", "_")
+    facts = KINDS[kind]
+    values = {
+        "USE": facts.use,
+        "NAME": name,
+        "KIND": kind,
+        "WHAT": facts.what,
+        "FILE": facts.file,
+        "POINT": f"{kind}-{name}",
+        "DIST": distribution,
+        "MODULE": module,
+        "CLASS": "".join(part.capitalize() for part in name.split("-")),
+        "API": f">={API_VERSION},<{API_VERSION + 1}",
+        "CORE": ".".join(__version__.split(".")[:2]),
+    }
+    package = f"src/{module}"
+    files = {
+        "pyproject.toml": "common/pyproject.toml",
+        "README.md": "common/README.md",
+        ".github/workflows/ci.yml": "common/ci.yml",
+        f"{package}/__init__.py": f"{kind}/init.py",
+        f"{package}/{facts.file}.py": f"{kind}/code.py",
+        f"{package}/py.typed": "",
+        "tests/test_conformance.py": "common/test_conformance.py",
+        f"tests/test_{name.replace('-', '_')}.py": f"{kind}/test.py",
+    }
+    if facts.has_option:
+        files |= {f"{package}/conf/__init__.py": "", f"{package}/conf/{kind}/__init__.py": ""}
+        files[f"{package}/conf/{kind}/{name}.yaml"] = f"{kind}/option.yaml"
+    try:
+        directory.mkdir(parents=True)
+        for path, template in files.items():
+            text = (TEMPLATES / f"{template}.txt").read_text(encoding="utf-8") if template else ""
+            for key, value in values.items():
+                text = text.replace(f"@{key}@", value)
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise UserError(f"{directory} exists. Fix: another name, or --output DIR") from None
+    except OSError as error:
+        raise UserError(f"{directory}: the package cannot be written: {error.strerror}.") from None
+    return directory

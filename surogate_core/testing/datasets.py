@@ -1,0 +1,110 @@
+"""Checks of data set formats: what is trained is what was read, and a bad row has a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from surogate_core.bundles import DatasetFormat, FormatChoice
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.errors import UserError
+from surogate_core.testing.check import NotApplicable, ensure
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def context(*, template: bool = True) -> EncodeContext:
+    """A tokenizer of single bytes, with a chat template or without."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    if template:
+        fast.chat_template = CHATML
+    return EncodeContext(tokenizer=fast, sequence_len=4096)
+
+
+def _examples(spec: DatasetFormat) -> list[tuple[Mapping[str, Any], Any]]:
+    if not spec.examples:
+        raise NotApplicable("the format has no `examples` to try it with")
+    return [(row, spec.options(**fields)) for row, fields in spec.examples]
+
+
+def _encode(spec: DatasetFormat, row: Mapping[str, Any], options: Any, around: EncodeContext) -> Encoded:
+    assert spec.encode is not None
+    found = spec.encode(row, options, around)
+    ensure(isinstance(found, Encoded), f"encode returned {type(found).__name__}, not Encoded")
+    return found
+
+
+def labels_are_inputs(spec: DatasetFormat) -> None:
+    """Labels are the token itself or -100, something is trained, and the same row gives the same document."""
+    if spec.encode is None:
+        raise NotApplicable("the format chooses another")
+    for row, options in _examples(spec):
+        for around in (context(), context(template=False)):
+            try:
+                found = _encode(spec, row, options, around)
+            except (RowError, UserError):
+                if around.tokenizer.chat_template:
+                    raise
+                continue
+            ids, labels = found.input_ids, found.labels
+            ensure(ids.dtype == labels.dtype == np.int32, f"dtypes {ids.dtype} and {labels.dtype}, not int32")
+            trained = labels != IGNORE_LABEL
+            ensure(
+                bool((labels[trained] == ids[trained]).all()), "a label is not its own token: labels are not shifted"
+            )
+            ensure(found.label_tokens > 0, "no token is trained")
+            ensure(bool(((ids >= 0) & (ids < len(around.tokenizer))).all()), "an id is not in the vocabulary")
+            again = _encode(spec, row, options, around)
+            ensure(np.array_equal(again.input_ids, ids), "the same row gives other tokens")
+            ensure(np.array_equal(again.labels, labels), "the same row gives other labels")
+
+
+def refuses_bad_rows(spec: DatasetFormat) -> None:
+    """A row without its fields is a `RowError` with a reason; one with odd values is that, or a document."""
+    for row, options in _examples(spec):
+        variants: list[dict[str, Any]] = [{}] if spec.encode is not None else []
+        odd: tuple[Any, ...] = (None, 3, [], {"a": 1})
+        variants += [{**row, name: value} for name in row for value in odd]
+        for number, bad in enumerate(variants):
+            try:
+                if spec.encode is not None:
+                    _encode(spec, bad, options, context())
+                else:
+                    assert spec.choose is not None
+                    spec.choose([bad], options)
+            except RowError as error:
+                ensure(bool(str(error)), "a RowError has no reason")
+                continue
+            ensure(bool(number) or spec.encode is None, "a row without fields is not refused")
+
+
+def chooses(spec: DatasetFormat) -> None:
+    """A format that chooses names a type and why, and refuses rows that show none."""
+    if spec.choose is None:
+        raise NotApplicable("the format encodes by itself")
+    for row, options in _examples(spec):
+        choice = spec.choose([row] * 4, options)
+        ensure(isinstance(choice, FormatChoice), f"choose returned {type(choice).__name__}, not FormatChoice")
+        ensure(bool(choice.type and choice.reason), "a choice without a type or a reason")
+        try:
+            spec.choose([{}], options)
+        except RowError:
+            continue
+        raise AssertionError("rows without fields are not refused")
+
+
+CHECKS = (labels_are_inputs, refuses_bad_rows, chooses)

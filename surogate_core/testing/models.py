@@ -1,0 +1,158 @@
+"""Checks of model families: presets, parity with transformers, export, and a step under every recipe."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import ModelFamily, Recipe
+from surogate_core.engine.parameters import distinct, pieces
+from surogate_core.errors import UserError
+from surogate_core.testing import tiny
+from surogate_core.testing.check import NotApplicable, ensure
+
+TOLERANCE = 1e-5
+"""Relative error of logits and gradients in fp32."""
+
+MOST_PARAMETERS = 5_000_000
+
+
+def _tiny(family: ModelFamily) -> dict[str, Any]:
+    """The preset that the checks compute with."""
+    if "tiny" not in family.presets:
+        raise NotApplicable("the family has no preset `tiny`, a shape for a CPU")
+    config = dict(family.presets["tiny"])
+    specs = distinct(pieces(family.build(config), lora=None, max_seqlen=8))
+    count = sum(math.prod(s.shape) for s in specs)
+    ensure(count <= MOST_PARAMETERS, f"preset `tiny` has {count} parameters, more than {MOST_PARAMETERS}")
+    return config
+
+
+def _reference(family: ModelFamily) -> Any:
+    """The class of transformers on random weights, of which every tensor matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = _tiny(family)
+    model_type = str(config.get("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        raise NotApplicable(f"transformers has no model of type {model_type!r}")
+    del config["model_type"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager")
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 2 else 0.3))
+    return model
+
+
+def _state(model: Any) -> dict[str, Tensor]:
+    tied = model.config.tie_word_embeddings
+    return {k: v.detach().clone() for k, v in model.state_dict().items() if not (tied and "lm_head" in k)}
+
+
+def reads_its_presets(family: ModelFamily) -> None:
+    """Every preset builds; its tensors have names of their own and sizes; without sizes it names the missing key."""
+    ensure(bool(family.hf_model_types), "`hf_model_types` is empty")
+    for name, preset in family.presets.items():
+        model = family.build(dict(preset))
+        found = list(distinct(pieces(model, lora=None, max_seqlen=8)))
+        ensure(len({s.hf_name for s in found}) == len(found), f"preset {name}: two tensors have one name")
+        ensure(all(min(s.shape) > 0 for s in found), f"preset {name}: a tensor is empty")
+    try:
+        family.build({"model_type": family.hf_model_types[0]})
+    except UserError:
+        return
+    raise AssertionError("a config.json without sizes is not refused with a UserError")
+
+
+def equals_transformers(family: ModelFamily) -> None:
+    """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
+    model = _reference(family)
+    state, config = _state(model), model.config.to_dict()
+    documents = tiny.documents(vocabulary=min(config["vocab_size"], 1000))
+    losses, expected_logits = [], []
+    for document in documents:
+        ids = torch.tensor([document])
+        logits = model(input_ids=ids).logits[0]
+        expected_logits.append(logits.detach())
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none"))
+    torch.cat(losses).mean().backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if n in state}
+    made = tiny.engine(config=config, build=family.build, source=lambda spec: state[spec.hf_name])
+    packed = tiny.batch(documents)
+    logits = made.logits(packed)[: sum(map(len, documents))]
+    error = tiny.relative_error(logits, torch.cat(expected_logits))
+    ensure(error <= TOLERANCE, f"logits: relative error {error:.1e} is above {TOLERANCE}")
+    made.accumulate([packed])
+    found = made.parameters.gradients_by_name()
+    ensure(found.keys() == expected.keys(), f"other tensors: {sorted(found.keys() ^ expected.keys())[:5]}")
+    for name, gradient in expected.items():
+        assert gradient is not None
+        error = tiny.relative_error(found[name], gradient)
+        ensure(error <= TOLERANCE, f"gradient of {name}: relative error {error:.1e} is above {TOLERANCE}")
+
+
+def comes_back_from_an_export(family: ModelFamily) -> None:
+    """After a step the exported directory has the engine's tensors, and loads in transformers with nothing missing."""
+    from surogate_core.train.export import Card, export_full
+    from surogate_core.train.tensorfile import TensorFile
+
+    config = _tiny(family)
+    ensure(bool(config.get("model_type") and config.get("architectures")), "preset `tiny` lacks `architectures`")
+    made = tiny.engine(config=config, build=family.build)
+    tiny.train(made, 1)
+    kept = {name: tensor.clone() for name, tensor in made.parameters.base_tensors()}
+    with tempfile.TemporaryDirectory() as parent:
+        directory = export_full(
+            Path(parent) / "export", kept.items(), config=config, tokenizer=None, card=Card(title="check")
+        )
+        written: dict[str, Tensor] = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            written |= {name: tensor.clone() for name, tensor in TensorFile(file).items()}
+        tiny.ensure_same_bits(written, kept, "the export")
+        _load_in_transformers(directory, str(config["model_type"]))
+    again = tiny.engine(config=config, build=family.build, source=lambda spec: written[spec.hf_name])
+    packed = tiny.batch(tiny.documents())
+    ensure(torch.equal(again.logits(packed), made.logits(packed)), "logits of the export are not those of the run")
+
+
+def _load_in_transformers(directory: Path, model_type: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    info = loaded[1]
+    ensure(not info["missing_keys"], f"transformers misses {sorted(info['missing_keys'])[:5]}")
+    ensure(not info["unexpected_keys"], f"transformers does not expect {sorted(info['unexpected_keys'])[:5]}")
+
+
+def trains_with(recipes: Mapping[str, Recipe]) -> Callable[[ModelFamily], None]:
+    """The check of a step under each recipe that this machine's CPU can run."""
+
+    def trains_under_every_recipe(family: ModelFamily) -> None:
+        """Blocks are traced, full and with adapters that are computed again; losses and gradients are finite."""
+        config = _tiny(family)
+        usable = {n: r for n, r in recipes.items() if r.unavailable(tiny.CPU) is None}
+        # Adapters are tried with recomputing and full training without; each engine costs a trace of every block.
+        for name, recipe in (usable or {"reference": tiny.PLAIN}).items():
+            for lora, recompute in ((None, False), (tiny.adapters(), True)):
+                made = tiny.engine(config=config, build=family.build, recipe=recipe, lora=lora, recompute=recompute)
+                loss = made.accumulate([tiny.batch(tiny.documents())])
+                ensure(math.isfinite(loss), f"recipe {name}: the loss is not finite")
+                for tensor, gradient in made.parameters.gradients_by_name().items():
+                    ensure(bool(gradient.isfinite().all()), f"recipe {name}: the gradient of {tensor} is not finite")
+
+    return trains_under_every_recipe
+
+
+CHECKS = (reads_its_presets, equals_transformers, comes_back_from_an_export)

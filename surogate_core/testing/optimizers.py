@@ -1,0 +1,111 @@
+"""Checks of optimizers: step, non-finite gradients, state and its size, resume."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Optimizer, OptimizerSettings, OptimizerSpec, ParamGroup
+from surogate_core.testing import tiny
+from surogate_core.testing.check import ensure
+
+SHAPES = {"decayed": ((256, 64), (64, 128)), "undecayed": ((64,), (33,))}
+DECAY = {"decayed": 0.1, "undecayed": 0.0}
+
+
+def _groups(seed: int = 0) -> list[ParamGroup]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for name, members in SHAPES.items():
+        shapes, offset = {}, 0
+        for number, shape in enumerate(members):
+            shapes[f"{name}.{number}"] = (offset, shape)
+            offset += math.prod(shape)
+        master = torch.randn(offset, generator=generator)
+        grad = torch.zeros(offset)
+        found.append(ParamGroup(name=name, master=master, grad=grad, shapes=shapes, weight_decay=DECAY[name]))
+    return found
+
+
+def _made(spec: OptimizerSpec, seed: int = 0) -> tuple[Optimizer, list[ParamGroup]]:
+    groups = _groups(seed)
+    return spec.build(groups, OptimizerSettings(), spec.options()), groups
+
+
+def _step(made: Optimizer, groups: list[ParamGroup], number: int, lr: float = 1e-2, skip: bool = False) -> None:
+    generator = torch.Generator().manual_seed(100 + number)
+    for group in groups:
+        group.grad.copy_(torch.randn(group.grad.shape, generator=generator))
+        if skip:
+            group.grad[3] = torch.nan
+    made.step(lr=torch.tensor(lr), clip=torch.tensor(torch.nan if skip else 0.5), skip=torch.tensor(float(skip)))
+
+
+def _bits(made: Optimizer, groups: list[ParamGroup]) -> dict[str, Tensor]:
+    masters = {f"master {g.name}": g.master.clone() for g in groups}
+    return masters | {f"state {n}": t.clone() for n, t in made.state().items()}
+
+
+def steps(spec: OptimizerSpec) -> None:
+    """Every master moves and stays finite; with a learning rate of 0 none does."""
+    made, groups = _made(spec)
+    before = [g.master.clone() for g in groups]
+    _step(made, groups, 0, lr=0.0)
+    for group, old in zip(groups, before, strict=True):
+        ensure(torch.equal(group.master, old), f"group {group.name} moved although lr is 0")
+    _step(made, groups, 1)
+    for group, old in zip(groups, before, strict=True):
+        ensure(bool(group.master.isfinite().all()), f"group {group.name} is not finite after a step")
+        moved = float((group.master != old).float().mean())
+        ensure(moved > 0.9, f"a step moved {moved:.0%} of group {group.name}")
+
+
+def skips(spec: OptimizerSpec) -> None:
+    """A step whose gradients are not finite changes neither masters nor state, at first and later."""
+    made, groups = _made(spec)
+    for number in range(3):
+        before = _bits(made, groups)
+        _step(made, groups, 50 + number, skip=True)
+        tiny.ensure_same_bits(_bits(made, groups), before, f"a skipped step after {number}")
+        _step(made, groups, number)
+    twin, twins = _made(spec)
+    for number in range(3):
+        _step(twin, twins, number)
+    tiny.ensure_same_bits(_bits(made, groups), _bits(twin, twins), "steps with skipped ones between")
+
+
+def keeps_state(spec: OptimizerSpec) -> None:
+    """State that is copied into another optimizer goes on bit for bit."""
+    made, groups = _made(spec)
+    for number in range(3):
+        _step(made, groups, number)
+    other, others = _made(spec, seed=9)
+    for mine, theirs in zip(groups, others, strict=True):
+        theirs.master.copy_(mine.master)
+    for name, tensor in other.state().items():
+        tensor.copy_(made.state()[name].clone())
+    for number in range(3, 6):
+        _step(made, groups, number)
+        _step(other, others, number)
+    tiny.ensure_same_bits(_bits(other, others), _bits(made, groups), "with copied state")
+
+
+def states_its_size(spec: OptimizerSpec) -> None:
+    """The state has the bytes that `state_bytes_per_parameter` predicts, to a tenth and 4 KiB."""
+    made, groups = _made(spec)
+    _step(made, groups, 0)
+    expected = spec.state_bytes_per_parameter * sum(g.master.numel() for g in groups)
+    found = sum(t.nbytes for t in made.state().values())
+    ensure(abs(found - expected) <= 0.1 * expected + 4096, f"{found} bytes of state, predicted are {expected:.0f}")
+
+
+def trains_and_resumes(spec: OptimizerSpec) -> None:
+    """On a tiny model the loss falls, and a resumed run has the bits of an uninterrupted one."""
+    losses = tiny.train(tiny.engine(optimizer=spec), 5, lr=1e-3, same=True)
+    ensure(all(map(math.isfinite, losses)) and losses[-1] < losses[0], f"the loss does not fall: {losses}")
+    tiny.ensure_resumes(lambda: tiny.engine(optimizer=spec))
+
+
+CHECKS = (steps, skips, keeps_state, states_its_size, trains_and_resumes)

@@ -1,0 +1,36 @@
+"""The pytest plugin: the argument `surogate_check` stands for every check of one plugin.
+
+The plugin is named by ``SUROGATE_PLUGIN`` in the test's module, or by ``--surogate-plugin``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from surogate_core.testing.check import NotApplicable
+from surogate_core.testing.suites import checks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--surogate-plugin``."""
+    group = parser.getgroup("surogate")
+    group.addoption("--surogate-plugin", metavar="NAME", help="the installed plugin that `surogate_check` tries")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each check."""
+    if "surogate_check" not in metafunc.fixturenames:
+        return
+    name = metafunc.config.getoption("--surogate-plugin") or getattr(metafunc.module, "SUROGATE_PLUGIN", None)
+    if not name:
+        raise pytest.UsageError("surogate_check: name a plugin as SUROGATE_PLUGIN in the module or --surogate-plugin")
+    metafunc.parametrize("surogate_check", checks(name), ids=str)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> object:
+    """A check that does not apply is a skipped test."""
+    try:
+        return (yield)
+    except NotApplicable as reason:
+        pytest.skip(str(reason))

@@ -1,0 +1,299 @@
+"""Our own plugins pass the conformance kit, and plugins that break a rule do not."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from surogate_core import bundles
+from surogate_core.cli.main import main
+from surogate_core.data.tokenize import Encoded
+from surogate_core.errors import PluginError
+from surogate_core.plugins import Registry, import_policy, load_plugins
+from surogate_core.plugins.discovery import installed_plugins
+from surogate_core.testing import (
+    Check,
+    NotApplicable,
+    checks,
+    datasets,
+    kernels,
+    models,
+    monitors,
+    offloaders,
+    optimizers,
+    recipes,
+    tiny,
+)
+
+# Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
+torch.set_num_threads(1)
+
+OURS = sorted(p.name for p in installed_plugins() if p.distribution.startswith("surogate-"))
+
+
+@cache
+def registry() -> Registry:
+    return load_plugins(import_policy())
+
+
+def cases() -> list[Any]:
+    """Those that trace a family's blocks, or start an interpreter, are too slow for every run."""
+    found = []
+    for name in OURS:
+        for check in checks(name, registry()):
+            traces = check.subject.startswith("model ") and check.title != "reads its presets"
+            marks = [pytest.mark.slow] if traces or check.title == "imports quietly" else []
+            found.append(pytest.param(check, id=f"{name}-{check}".replace(" ", "_"), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("check", cases())
+def test_our_own_plugins_conform(check: Check) -> None:
+    try:
+        check.run()
+    except NotApplicable as reason:
+        pytest.skip(str(reason))
+
+
+def test_the_core_conforms() -> None:
+    found = checks("core", registry())
+    assert {c.subject for c in found} == {"offload none", "kernels torch"}
+    for check in found:
+        check.run()
+
+
+# ------------------------------------------------------------------------- what breaks a rule
+
+
+class Careless(tiny.PlainDescent):
+    """Does not look at `skip`."""
+
+    def step(self, *, lr: Any, clip: Any, skip: Any) -> None:
+        for group in self.groups:
+            group.master.sub_(lr * group.grad * clip)
+
+
+class Forgetful(tiny.PlainDescent):
+    """Has state that it does not tell."""
+
+    def __init__(self, groups: Any, settings: Any, options: Any):
+        super().__init__(groups, settings, options)
+        self.steps = 0
+
+    def step(self, *, lr: Any, clip: Any, skip: Any) -> None:
+        self.steps += 1
+        super().step(lr=lr / self.steps, clip=clip, skip=skip)
+
+
+class Greedy(tiny.PlainDescent):
+    """Has more state than it says."""
+
+    def state(self) -> dict[str, Any]:
+        return {g.name: torch.zeros(g.master.numel()) for g in self.groups}
+
+
+def test_optimizers_that_break_a_rule_are_caught() -> None:
+    def spec(build: Any) -> bundles.OptimizerSpec:
+        return bundles.OptimizerSpec(name="x", build=build, state_bytes_per_parameter=0.0)
+
+    for check in optimizers.CHECKS:
+        check(spec(tiny.PlainDescent))
+    with pytest.raises(AssertionError, match="a skipped step after 0: master decayed differs"):
+        optimizers.skips(spec(Careless))
+    with pytest.raises(AssertionError, match="with copied state: master decayed differs"):
+        optimizers.keeps_state(spec(Forgetful))
+    with pytest.raises(AssertionError, match="losses after a resume"):
+        optimizers.trains_and_resumes(spec(Forgetful))
+    with pytest.raises(AssertionError, match="bytes of state, predicted are 0"):
+        optimizers.states_its_size(spec(Greedy))
+
+
+@pytest.mark.parametrize(
+    ("linear", "plain", "message"),
+    [
+        (lambda x, w, slot, o: x @ w.t() * 1.5, False, "y in torch.float32: relative error 0.500"),
+        (lambda x, w, slot, o: (x @ w.t()).float(), False, "y is torch.float32, not torch.bfloat16"),
+        (lambda x, w, slot, o: x @ w.t() + torch.rand(()) * 1e-3, False, "the same product twice has other bits"),
+        (lambda x, w, slot, o: x @ w.t() * 1.01, True, "`plain` is true"),
+        (lambda x, w, slot, o: x @ w.t().detach() + 0 * (x @ w.t()), False, "dW in torch.float32: relative error 1.0"),
+    ],
+)
+def test_recipes_that_break_a_rule_are_caught(linear: Any, plain: bool, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        recipes.multiplies(bundles.Recipe(name="x", linear=linear, plain=plain))
+
+
+def test_a_recipe_that_needs_another_device_is_not_tried() -> None:
+    recipe = bundles.Recipe(name="x", linear=lambda *a: None, unavailable=lambda device: "it needs a lathe")
+    with pytest.raises(NotApplicable, match="it needs a lathe"):
+        recipes.multiplies(recipe)
+
+
+def test_an_offloader_that_changes_a_bit_is_caught() -> None:
+    from surogate_core.engine.stores import DeviceStore
+
+    class Lossy(DeviceStore):
+        def put(self, key: str, tensors: Any) -> None:
+            super().put(key, [t.bfloat16().to(t.dtype) if t.is_floating_point() else t for t in tensors])
+
+    kinds: Any = frozenset({"weights", "residuals"})
+    offloader = bundles.Offloader(name="x", kinds=kinds, place="host", store=lambda kind, *a: Lossy(kind))
+    for check in offloaders.CHECKS:
+        with pytest.raises(AssertionError, match=r"losses are|with offloading"):
+            check(offloader)
+
+
+class Monitor(monitors._Recorder):
+    def __init__(self, options: Any, info: Any):
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "message"),
+    [
+        ({"on_event": lambda self, event: event.loss}, monitors.sees_a_run, "it failed at progress"),
+        ({"on_event": lambda self, event: True}, monitors.sees_a_run, "it answered progress with True"),
+        ({"state": lambda self: {"seen": len(self.seen)}}, monitors.keeps_json, "is not s"),
+    ],
+)
+def test_monitors_that_break_a_rule_are_caught(change: dict[str, Any], check: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(bundles.MonitorSpec(name="x", build=type("Broken", (Monitor,), change)))
+    for good in monitors.CHECKS:
+        good(bundles.MonitorSpec(name="x", build=Monitor))
+
+
+@pytest.mark.parametrize(
+    ("encode", "message"),
+    [
+        (lambda row, o, c: Encoded.from_mask([1, 2, 3], [False] * 3), "no token is trained"),
+        (lambda row, o, c: Encoded.from_mask([1, 2, 99999]), "an id is not in the vocabulary"),
+        (lambda row, o, c: [1, 2, 3], "encode returned list, not Encoded"),
+    ],
+)
+def test_formats_that_break_a_rule_are_caught(encode: Any, message: str) -> None:
+    spec = bundles.DatasetFormat(name="x", options=bundles.NoOptions, encode=encode, examples=(({"a": "b"}, {}),))
+    with pytest.raises(AssertionError, match=message):
+        datasets.labels_are_inputs(spec)
+
+
+def test_a_format_whose_labels_are_shifted_or_that_takes_anything_is_caught() -> None:
+    def encode(row: Any, options: Any, context: Any) -> Encoded:
+        good = Encoded.from_mask([1, 2, 3])
+        return Encoded(input_ids=good.input_ids, labels=(good.labels + 1).astype("int32"))
+
+    spec = bundles.DatasetFormat(name="x", options=bundles.NoOptions, encode=encode, examples=(({"a": "b"}, {}),))
+    with pytest.raises(AssertionError, match="labels are not shifted"):
+        datasets.labels_are_inputs(spec)
+    with pytest.raises(AssertionError, match="a row without fields is not refused"):
+        datasets.refuses_bad_rows(spec)
+
+
+def test_a_kernel_that_is_not_its_reference_is_caught() -> None:
+    def pack(function: Any, op: str = "swiglu") -> bundles.KernelPack:
+        kernel = bundles.Kernel(op=op, name="k", function=function, supports=lambda d, t: t == torch.float32)
+        return bundles.KernelPack(name="x", kernels=lambda: [kernel])
+
+    good = pack(lambda gate, up: gate * gate.sigmoid() * up)
+    for check in kernels.CHECKS:
+        check(good)
+    with pytest.raises(AssertionError, match=r"swiglu k on cpu in torch\.float32: error"):
+        kernels.equals_references(pack(lambda gate, up: gate * up))
+    with pytest.raises(AssertionError, match="there is no op 'swigloo'"):
+        kernels.names_ops(pack(lambda gate, up: gate, op="swigloo"))
+    with pytest.raises(AssertionError, match="other bits the second time"):
+        kernels.repeats_its_bits(pack(lambda gate, up: gate * up * torch.rand(())))
+
+
+def test_the_kit_knows_every_op() -> None:
+    from surogate_core.kernels.registry import references
+
+    assert kernels.CASES.keys() == references.keys()
+    for op in kernels.CASES:
+        kernel = bundles.Kernel(op=op, name="k", function=references[op].function, supports=lambda d, t: True)
+        kernels.equals_references(bundles.KernelPack(name="x", kernels=lambda kernel=kernel: [kernel]))
+
+
+@pytest.mark.slow
+def test_a_family_that_computes_something_else_is_caught() -> None:
+    import dataclasses
+
+    family = registry().get("model", "llama")
+
+    def build(config: Any) -> Any:
+        return family.build({**config, "rms_norm_eps": 0.5})
+
+    with pytest.raises(AssertionError, match="logits: relative error"):
+        models.equals_transformers(dataclasses.replace(family, build=build))
+    with pytest.raises(NotApplicable, match="no preset `tiny`"):
+        models.equals_transformers(dataclasses.replace(family, presets={}))
+
+
+# ------------------------------------------------------------------------------- the command
+
+RECIPE = """
+SUROGATE_API = ">=1,<2"
+from surogate_core import bundles, hookimpl
+
+@hookimpl
+def surogate_recipe():
+    return bundles.Recipe(name=NAME, linear=lambda x, w, slot, options: x @ w.t(), plain=True)
+"""
+
+
+def test_check_prints_a_short_verdict(install_plugin: Any, capsys: Any) -> None:
+    install_plugin("good", RECIPE.replace("NAME", "'fine'"))
+    assert main(["plugins", "check", "good"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("good fails: 7 checks hold, 1 do not\n")
+    assert "FAILED  plugin good: imports quietly" in printed  # its directory is on the path of this process only
+
+
+def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> None:
+    source = RECIPE.replace("NAME", "''.join('bad')").replace("SUROGATE_API", "OTHER").replace("x @ w.t()", "x @ w")
+    install_plugin("bad", source)
+    install_plugin("broken", "1 / 0")
+    assert main(["plugins", "check", "bad", "dist-broken", "absent"]) == 1
+    printed = capsys.readouterr().out
+    assert "plugin bad: states its api: the module states no SUROGATE_API" in printed
+    assert "plugin bad: is seen without import: recipe bad: the name is not a literal in the source" in printed
+    assert "recipe bad: multiplies: RuntimeError" in printed
+    assert "plugin broken (distribution dist-broken 1.2.3) failed when it was imported: ZeroDivisionError" in printed
+    assert "plugin absent is not installed" in printed
+
+
+def test_checks_of_what_is_blocked_are_refused(install_plugin: Any) -> None:
+    install_plugin("old", 'SUROGATE_API = ">=9"\n')
+    with pytest.raises(PluginError, match="written for hook API >=9"):
+        checks("old")
+
+
+# ------------------------------------------------------------------------- the pytest plugin
+
+
+def test_the_pytest_plugin_makes_a_test_of_each_check(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        'SUROGATE_PLUGIN = "monitor-jsonl"\n\ndef test_conformance(surogate_check):\n    surogate_check.run()\n'
+    )
+    arguments = ["-p", "surogate_core.testing.pytest_plugin", "-q"]
+    pytester.runpytest(*arguments).assert_outcomes(passed=8)
+    result = pytester.runpytest(*arguments, "--surogate-plugin", "kernels-cuda")
+    outcomes = result.parseoutcomes()
+    assert outcomes["passed"] >= 5
+    assert outcomes["passed"] + outcomes.get("skipped", 0) == 8
+
+
+def test_the_pytest_plugin_wants_a_name(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_conformance(surogate_check):\n    surogate_check.run()\n")
+    result = pytester.runpytest("-p", "surogate_core.testing.pytest_plugin")
+    result.stdout.fnmatch_lines(["*name a plugin as SUROGATE_PLUGIN*"])
+    assert result.ret != 0
+
+
+def test_the_events_of_the_kit_are_all_there_are() -> None:
+    from surogate_core.train.events import Event
+
+    assert {type(e).__name__ for e in monitors.events()} == {c.__name__ for c in Event.__subclasses__()}

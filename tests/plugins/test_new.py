@@ -1,0 +1,99 @@
+"""`surogate plugins new`: what it writes installs, is discovered, and passes ruff, mypy and its own tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.main import main
+from surogate_core.plugins.new import KINDS, TEMPLATES
+
+
+class Environment:
+    """An environment on top of this one, without network."""
+
+    def __init__(self, directory: Path):
+        venv.create(directory / "environment", with_pip=False)
+        self.python = str(directory / "environment" / "bin" / "python")
+        site = next((directory / "environment" / "lib").glob("python*/site-packages"))
+        parents = [p for p in sys.path if p.endswith("site-packages")]
+        (site / "parent.pth").write_text("".join(f"import site; site.addsitedir({p!r})\n" for p in parents))
+
+    def run(self, *arguments: str, cwd: Path) -> str:
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_ADDOPTS", "VIRTUAL_ENV")}
+        env |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        command = [self.python, "-m", *arguments]
+        result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
+        assert result.returncode == 0, f"{arguments}:\n{result.stdout}{result.stderr}"
+        return result.stdout
+
+
+def make(kind: str, name: str, tmp_path: Path) -> tuple[Path, Environment]:
+    assert main(["plugins", "new", name, "--kind", kind, "--output", str(tmp_path)]) == 0
+    package = tmp_path / f"surogate-{kind}-{name}"
+    environment = Environment(tmp_path)
+    install = ["install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", str(package)]
+    environment.run("pip", *install, cwd=tmp_path)
+    return package, environment
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("monitor", id="monitor, quick"), *SLOW])
+def test_a_new_package_installs_is_discovered_and_passes_its_tests(kind: str, tmp_path: Path) -> None:
+    package, environment = make(kind, "first-try", tmp_path)
+    shown = environment.run("surogate_core.cli.main", "plugins", "show", f"{kind}-first-try", "--json", cwd=tmp_path)
+    facts = json.loads(shown)
+    assert facts["state"] == "ok"
+    assert facts["offers"] == [f"{kind} first-try"]
+    assert facts["options"] == ([f"{kind}=first-try"] if KINDS[kind].has_option else [])
+    assert facts["api"] == ">=1,<2"
+    environment.run("ruff", "check", "--no-cache", ".", cwd=package)
+    environment.run("ruff", "format", "--no-cache", "--check", ".", cwd=package)
+    environment.run("pytest", "-q", cwd=package)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_passes_strict_types(kind: str, tmp_path: Path) -> None:
+    package, environment = make(kind, "options", tmp_path)
+    environment.run("mypy", cwd=package)
+
+
+def test_every_placeholder_is_filled_and_every_template_used(tmp_path: Path, capsys: Any) -> None:
+    for kind in KINDS:
+        assert main(["plugins", "new", "two-words", "--kind", kind, "--output", str(tmp_path)]) == 0
+        directory = tmp_path / f"surogate-{kind}-two-words"
+        assert f"pip install -e '{directory}[dev]'" in capsys.readouterr().out
+        texts = {f.relative_to(directory).as_posix(): f.read_text() for f in directory.rglob("*") if f.is_file()}
+        left = [
+            path for path, text in texts.items() for key in ("NAME", "KIND", "MODULE", "CLASS") if f"@{key}@" in text
+        ]
+        assert not left
+        assert {"README.md", ".github/workflows/ci.yml", "tests/test_two_words.py"} <= texts.keys()
+    assert {p.name for p in TEMPLATES.iterdir()} == {"common", *KINDS}
+
+
+@pytest.mark.parametrize("name", ["Lion", "2fast", "a_b", "a--b", "", "a/b", "ä", "a-"])
+def test_a_name_that_cannot_be_one_is_refused(name: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["plugins", "new", name, "--kind", "optimizer", "--output", str(tmp_path)]) == 2
+    assert "cannot be the name of a plugin. Fix: lower-case letters" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: Any) -> None:
+    command = ["plugins", "new", "mine", "--kind", "recipe", "--output", str(tmp_path)]
+    assert main(command) == 0
+    file = tmp_path / "surogate-recipe-mine" / "README.md"
+    file.write_text("mine")
+    assert main(command) == 2
+    assert "exists. Fix: another name, or --output DIR" in capsys.readouterr().err
+    assert file.read_text() == "mine"
