@@ -23,7 +23,9 @@ LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[al
 KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 
-@pytest.mark.parametrize("mode", [(), LORA, ("optimizer=adamw_8bit",)], ids=["full", "lora", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "mode", [(), LORA, ("optimizer=adamw_8bit",), ("optimizer=normuon",)], ids=["full", "lora", "adamw_8bit", "normuon"]
+)
 def test_every_checkpoint_continues_bit_identically(
     mode: tuple[str, ...], tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
 ) -> None:
