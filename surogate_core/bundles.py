@@ -198,6 +198,9 @@ class OptimizerSettings:
     adamw_beta1: float = 0.9
     adamw_beta2: float = 0.999
     adamw_epsilon: float = 1e-8
+    normuon_momentum: float = 0.95
+    normuon_beta2: float = 0.95
+    normuon_cautious_wd: bool = True
 
 
 class Store(Protocol):

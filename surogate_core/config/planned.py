@@ -8,7 +8,6 @@ from __future__ import annotations
 KEYS = frozenset(
     """
     model_type gpus
-    normuon_momentum normuon_beta2 normuon_cautious_wd
     train_router
     qlora_bnb qlora_fp8 qlora_fp4 qlora_block_size qlora_bnb_block_size qlora_bnb_double_quant
     qlora_four_over_six qlora_selective_expert_dequant qlora_offload_experts

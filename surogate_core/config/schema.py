@@ -158,6 +158,12 @@ class RunConfig:
     """Decay of AdamW's second moment."""
     adamw_epsilon: Annotated[float, Gt(0)] = 1e-8
     """Added to AdamW's denominator."""
+    normuon_momentum: Beta = 0.95
+    """Decay of NorMuon's momentum."""
+    normuon_beta2: Beta = 0.95
+    """Decay of NorMuon's second moment of each row."""
+    normuon_cautious_wd: bool = True
+    """NorMuon decays only weights that its update moves towards zero."""
 
     # ----------------------------------------------------------------------------- LoRA
     lora: bool = True

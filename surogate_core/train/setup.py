@@ -282,7 +282,12 @@ def build_engine(
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
         optimizer_settings=OptimizerSettings(
-            adamw_beta1=config.adamw_beta1, adamw_beta2=config.adamw_beta2, adamw_epsilon=config.adamw_epsilon
+            adamw_beta1=config.adamw_beta1,
+            adamw_beta2=config.adamw_beta2,
+            adamw_epsilon=config.adamw_epsilon,
+            normuon_momentum=config.normuon_momentum,
+            normuon_beta2=config.normuon_beta2,
+            normuon_cautious_wd=config.normuon_cautious_wd,
         ),
         optimizer_options=config.optimizer.options,
         offloader=registry.get("offload", config.offload.name),

@@ -24,7 +24,7 @@ KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 
 OTHERS = [
-    pytest.param(("optimizer=adamw_8bit",), id="adamw_8bit"),
+    *[pytest.param((f"optimizer={name}",), id=name) for name in ("adamw_8bit", "normuon")],
     *[
         pytest.param((f"recipe={recipe}", "fp8_amax_history=3", *mode), marks=pytest.mark.slow, id=f"{recipe}-{kind}")
         for recipe in ("fp8-hybrid", "nvfp4")

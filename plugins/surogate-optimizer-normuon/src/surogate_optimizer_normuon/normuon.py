@@ -1,0 +1,149 @@
+"""NorMuon (arXiv 2510.05491) for hidden matrices, 8-bit AdamW for the rest.
+
+B matrices [R rows = outputs, C columns = inputs] of one shape are treated together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.kernels.blockwise import CHUNK, BlockwiseAdamW
+
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+"""(a, b, c) of five steps (arXiv 2505.16932, algorithm 1), before the safety factor."""
+SAFETY = 1.01
+"""Each polynomial is evaluated at x / 1.01: rounding to bf16 may lift a singular value above 1."""
+EPSILON = 1e-8
+"""Added to the root of a row's second moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NorMuonOptions:
+    """Options of NorMuon."""
+
+    rest_lr_factor: Annotated[float, Gt(0)] = 1.0
+    """The learning rate of embeddings, head, norms and biases, as a multiple of `learning_rate`."""
+
+
+def polar(m_BRC: Tensor) -> Tensor:
+    """About U Vᵀ of each matrix M = U S Vᵀ, in bf16, by Polar Express: every S becomes about 1.
+
+    Singular values above about a thousandth of ‖M‖_F come out within [0.7, 1.2]; 0 stays 0.
+    """
+    tall = m_BRC.shape[1] > m_BRC.shape[2]
+    x = m_BRC.mT if tall else m_BRC
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = (x / (SAFETY * norm + 1e-7)).bfloat16()
+    for a, b, c in POLAR_EXPRESS:
+        square = x @ x.mT
+        inner = torch.baddbmm(square, square, square, beta=b / SAFETY**3, alpha=c / SAFETY**5)
+        x = torch.baddbmm(x, inner, x, beta=a / SAFETY)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack:
+    """Matrices of one shape of one group: views, and their state."""
+
+    masters: list[Tensor]
+    grads: list[Tensor]
+    momentum_BRC: Tensor
+    variance_BR: Tensor
+    weight_decay: float
+    scale: float
+    """√max(1, rows / columns)."""
+
+
+class NorMuon:
+    """Per step, of each hidden matrix W with gradient G::
+
+        M = β1·M + (1−β1)·G;  O = polar(M);  v = β2·v + (1−β2)·mean over columns of O²
+        Ô = O / (√v + ε), scaled to ‖O‖_F;  W −= lr · (√max(1, R/C)·Ô + wd·W)
+
+    With `normuon_cautious_wd` (arXiv 2510.12402) only elements with Ô ⊙ W ≥ 0 decay. All else is 8-bit AdamW.
+    A gradient element that is not finite counts as 0, and a skipped step changes nothing.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: NorMuonOptions):
+        self.settings, self.options = settings, options
+        hidden = frozenset(name for group in groups for name in group.hidden)
+        self.rest = BlockwiseAdamW(groups, settings, chosen=lambda name: name not in hidden)
+        self._state = {f"rest.{name}": tensor for name, tensor in self.rest.state().items()}
+        self._stacks: list[_Stack] = []
+        for group in groups:
+            by_shape: dict[tuple[int, ...], list[int]] = {}
+            for name, (offset, shape) in group.shapes.items():
+                if name in group.hidden:
+                    by_shape.setdefault(shape, []).append(offset)
+            for shape, offsets in by_shape.items():
+                self._add(group, shape, offsets)
+
+    def _add(self, group: ParamGroup, shape: tuple[int, ...], offsets: list[int]) -> None:
+        device, (rows, columns) = group.master.device, shape
+        momentum_BRC = torch.zeros(len(offsets), rows, columns, device=device)
+        variance_BR = torch.zeros(len(offsets), rows, device=device)
+        name = f"{group.name}.{rows}x{columns}"
+        self._state |= {f"{name}.momentum": momentum_BRC, f"{name}.variance": variance_BR}
+        count = math.prod(shape)
+        # A stack's temporary tensors are bounded as those of 8-bit AdamW are, but a matrix is not cut.
+        together = max(1, CHUNK["cuda"] // count)
+        for start in range(0, len(offsets), together):
+            part = slice(start, start + together)
+            self._stacks.append(
+                _Stack(
+                    masters=[group.master[at : at + count].view(shape) for at in offsets[part]],
+                    grads=[group.grad[at : at + count].view(shape) for at in offsets[part]],
+                    momentum_BRC=momentum_BRC[part],
+                    variance_BR=variance_BR[part],
+                    weight_decay=group.weight_decay,
+                    scale=math.sqrt(max(1.0, rows / columns)),
+                )
+            )
+
+    def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
+        """One update of every master, in place; see `surogate_core.bundles.Optimizer`."""
+        self.rest.step(lr=lr * self.options.rest_lr_factor, clip=clip, skip=skip)
+        for stack in self._stacks:
+            self._update(stack, lr * (1 - skip), clip, skip > 0)
+
+    def _update(self, stack: _Stack, lr: Tensor, clip: Tensor, keep: Tensor) -> None:
+        beta1, beta2 = self.settings.normuon_momentum, self.settings.normuon_beta2
+        grad_BRC = torch.stack(stack.grads) * clip
+        grad_BRC = torch.where(grad_BRC.isfinite(), grad_BRC, 0.0)
+        momentum_BRC = torch.lerp(grad_BRC, stack.momentum_BRC, beta1)
+        o_BRC = polar(momentum_BRC).float()
+        variance_BR = torch.lerp(o_BRC.square().mean(dim=2), stack.variance_BR, beta2)
+        norm_B = torch.linalg.vector_norm(o_BRC, dim=(1, 2))
+        o_BRC = o_BRC / (variance_BR.sqrt() + EPSILON)[:, :, None]
+        # clamp: of a matrix whose gradients were all 0, both norms are.
+        ratio_B = norm_B / torch.linalg.vector_norm(o_BRC, dim=(1, 2)).clamp(min=EPSILON)
+        o_BRC *= ratio_B[:, None, None]
+        change_BRC = o_BRC * stack.scale
+        if stack.weight_decay:
+            master_BRC = torch.stack(stack.masters)
+            decay_BRC = master_BRC * stack.weight_decay
+            if self.settings.normuon_cautious_wd:
+                decay_BRC = torch.where(o_BRC * master_BRC >= 0, decay_BRC, 0.0)
+            change_BRC += decay_BRC
+        change_BRC *= lr
+        torch._foreach_sub_(stack.masters, list(change_BRC.unbind()))
+        stack.momentum_BRC.copy_(torch.where(keep, stack.momentum_BRC, momentum_BRC))
+        stack.variance_BR.copy_(torch.where(keep, stack.variance_BR, variance_BR))
+
+    def state(self) -> dict[str, Tensor]:
+        """Live state by name."""
+        return dict(self._state)
