@@ -41,7 +41,8 @@ Problems = Callable[..., list[Problem]]
         (["plugins.blok=[a]"], "plugins.blok", "no such key", ""),
         (["model=hf"], "model.path", "must be set", "model=DIR_OR_HUB_ID"),
         (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
-        (["recipe=nvfp4"], "recipe=nvfp4", "not available in this version", ""),
+        (["fp4_backend=cudnn"], "fp4_backend", "not available in this version", ""),
+        (["task=grpo"], "task", "not available in this version", ""),
         (["zero_level=2"], "zero_level", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),
         (["max_steps=1.5"], "max_steps", "a whole number of at least -1; got 1.5", ""),
@@ -207,11 +208,11 @@ def test_a_blocked_plugin_that_is_asked_for(problems: Problems) -> None:
 def test_a_plugin_that_is_not_installed_is_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     from surogate_core.config.resolve import load_run_config
 
-    monkeypatch.setitem(catalogue().options, "recipe/fp8-special", "surogate-recipe-fp8")
-    monkeypatch.setitem(catalogue().keys, "fp8_knob", "surogate-recipe-fp8")
+    monkeypatch.setitem(catalogue().options, "recipe/fp8-special", "surogate-recipe-special")
+    monkeypatch.setitem(catalogue().keys, "fp8_knob", "surogate-recipe-special")
     with pytest.raises(ConfigError) as raised:
         load_run_config(["recipe=fp8-special", "fp8_knob=1"], registry=registry)
-    assert {p.fix for p in raised.value.problems} == {"pip install surogate-recipe-fp8"}
+    assert {p.fix for p in raised.value.problems} == {"pip install surogate-recipe-special"}
 
 
 def test_a_monitor_option_without_its_package(problems: Problems, install_plugin: Any) -> None:

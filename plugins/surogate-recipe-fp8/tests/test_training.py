@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_model_qwen3.model import build
+from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from surogate_recipe_fp8.gemm import E4M3, E5M2, Prepared, linear, multiply, pack, quantise
-from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
+from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error, tiny_config
 from torch import Tensor
 
-from surogate_core.bundles import RecipeSettings
+from surogate_core.bundles import Objective, OptimizerSpec, RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.prediction import predict
+from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.errors import MachineError
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()
@@ -193,6 +200,27 @@ def test_frozen_weights_are_kept_as_codes_and_exported_as_they_were() -> None:
     assert exported.keys() == expected.keys()
     for name, value in exported.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_the_plan_counts_packed_weights_and_scales() -> None:
+    made = engine("lora")
+    assert made.recipe_state is not None
+    prediction = predict(
+        build(tiny_config()),
+        settings=made.settings,
+        recipe=RECIPE,
+        recipe_options=OPTIONS,
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        offloader=NO_OFFLOAD,
+        kernels=KernelTable.build(CPU, [TORCH_PACK]),
+        lora=MODES["lora"],
+    )
+    held = {h.kind: h.nbytes for h in prediction.held}
+    # A tied head shares the embedding's tensor.
+    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.weights.fetch(piece.key)}
+    assert held["weights"] == sum(t.nbytes for t in tensors.values())
+    assert held["recipe state"] == sum(t.nbytes for t in made.recipe_state.state().values())
 
 
 def test_where_it_runs() -> None:
