@@ -12,9 +12,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -187,7 +188,8 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
     )
     under_way: deque[Future[EncodedChunk]] = deque()
     try:
-        under_way.extend(pool.submit(_encode, chunk) for chunk in islice(chunks, _AHEAD * processes - 1))
+        with _interrupts_held():
+            under_way.extend(pool.submit(_encode, chunk) for chunk in islice(chunks, _AHEAD * processes - 1))
         yield from map(encoder, first)  # while the processes start
         for chunk in chunks:
             under_way.append(pool.submit(_encode, chunk))
@@ -204,6 +206,22 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Start processes that never hear Ctrl-C, which goes to all of a terminal; this one hears it afterwards.
+
+    What is held when a process starts it holds for good; a process that is still importing could not ignore it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _can_be_sent(encoder: RowEncoder) -> bool:
     """Whether another process can be given the encoder: not where its format or options exist in this one only."""
     try:
@@ -217,9 +235,8 @@ _encoder: Callable[[Chunk], EncodedChunk] | None = None
 
 
 def _start(encoder: RowEncoder) -> None:
-    """Make this process ready: it leaves Ctrl-C to the one that started it, and does not outlive that."""
+    """Make this process ready: it does not outlive the one that started it."""
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.join,), daemon=True).start()
