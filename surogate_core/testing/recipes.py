@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Recipe
-from surogate_core.dsl.slots import LinearSlot
+from surogate_core.dsl.slots import TracedSlot
 from surogate_core.testing import tiny
 from surogate_core.testing.check import NotApplicable, ensure
 
 BOUND = 0.25
 """Relative error of a product that four bits can still keep."""
 
-SLOT = LinearSlot(
+SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=64, outputs=32, bias=False, group="qkv", adapter=None, index=0
 )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from surogate_core import bundles, hookimpl
 
+SUROGATE_API = ">=1,<2"
+
 
 @hookimpl
 def surogate_config_path() -> str:

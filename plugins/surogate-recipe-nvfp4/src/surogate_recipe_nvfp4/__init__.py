@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 
+SUROGATE_API = ">=1,<2"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NVFP4Options:
     """Options of `recipe=nvfp4`."""
