@@ -20,15 +20,7 @@ KEYS = frozenset(
 )
 """Flat keys."""
 
-NAMES = frozenset(
-    {
-        ("task", "grpo"),
-        ("recipe", "fp8-hybrid"),
-        ("recipe", "nvfp4"),
-        ("optimizer", "adamw_8bit"),
-        ("optimizer", "normuon"),
-    }
-)
+NAMES = frozenset({("task", "grpo")})
 """(group or kind, name)."""
 
 COMMANDS = frozenset({"grpo"})
