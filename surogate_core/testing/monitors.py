@@ -12,12 +12,15 @@ from surogate_core.bundles import Monitor, MonitorSpec
 from surogate_core.testing.check import ensure
 from surogate_core.train.bus import EventBus
 from surogate_core.train.events import (
+    Advice,
     CheckpointSaved,
     Control,
     EvalEnd,
     Event,
     Notice,
+    PhaseChange,
     Progress,
+    RoutingStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -42,6 +45,9 @@ def events() -> list[Event]:
         ),
         EvalEnd(step=0, loss=4.0, label_tokens=32, seconds=0.1, gap=None),
         *steps,
+        PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
+        Advice(step=2, rule="plateau", message="a plateau", key="learning_rate", suggestion="lower it"),
+        RoutingStats(step=2, imbalance=1.5, utilization=0.9, aux_loss=1.0),
         Notice(level="warning", message="something", data={"key": 1}),
         bad,
         EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5),

@@ -166,7 +166,13 @@ def test_a_sweep_over_groups_and_paths(registry: Registry) -> None:
 def test_a_plain_composition_has_every_key(registry: Registry) -> None:
     values = plain_values(compose_config(["monitor=[jsonl]"], registry))
     assert values["learning_rate"]
-    assert values["plugins"] == {"policy": "open", "allow": [], "block": []}
+    assert values["plugins"] == {
+        "policy": "open",
+        "allow": [],
+        "block": [],
+        "lock": "surogate.lock",
+        "allow_editable": False,
+    }
     assert values["monitor"]["jsonl"]["name"] == "jsonl"
 
 
