@@ -17,7 +17,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.chat import encoder_of
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
 from surogate_core.data.tokenize import RowError
-from surogate_core.errors import MachineError
+from surogate_core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,17 +91,11 @@ class RowEncoder:
     options: Any
     context: EncodeContext
 
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        tokenizer = self.context.tokenizer
-        return frozenset(tokenizer.all_special_ids) | frozenset(
-            i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
-
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Encode the rows; unusable ones are counted."""
         encode = self.format.encode
         assert encode is not None, "a type that chooses has been replaced by its choice"
+        special_ids = encoder_of(self.context.tokenizer).special_ids
         documents: list[Encoded] = []
         bad: list[BadRow] = []
         rows = bad_count = ends_special = 0
@@ -120,7 +114,7 @@ class RowEncoder:
                 continue
             documents.append(document)
             last = len(document.labels) - 1 - int(np.argmax(document.labels[::-1] != IGNORE_LABEL))
-            ends_special += int(document.labels[last]) in self._special_ids
+            ends_special += int(document.labels[last]) in special_ids
         return EncodedChunk.of(
             documents,
             after=chunk.after,
@@ -145,12 +139,17 @@ def _weight_codes(documents: list[Encoded]) -> tuple[list[NDArray[np.uint8]], li
         if document.weights is not None:
             for value in np.unique(document.weights).tolist():
                 if value not in values:
-                    if len(values) == 256:
-                        raise ValueError("more than 254 different loss weights among few rows.")
                     values.append(value)
+                    check_weights(values)
                 trained[document.weights == np.float32(value)] = values.index(value)
         codes.append(trained)
     return codes, values
+
+
+def check_weights(values: list[float]) -> None:
+    """Raise `UserError` when a data set has more loss weights than a byte can number."""
+    if len(values) > 256:
+        raise UserError("A data set has more than 254 different loss weights. Fix: round the weights of its messages.")
 
 
 def _document_digest(document: Encoded) -> bytes:

@@ -321,7 +321,7 @@ def _saved_state(directory: Path) -> dict[str, Any] | None:
     """Where a build that was killed stood, if it came so far as to say."""
     try:
         state: dict[str, Any] = json.loads((directory / _STATE).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # a crash of the machine may leave it empty
         return None
     return state
 

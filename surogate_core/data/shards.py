@@ -24,8 +24,8 @@ import numpy as np
 
 from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.cache import digest_of
+from surogate_core.data.encoding import check_weights
 from surogate_core.data.packing import PackSettings, PackStats, pack
-from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -100,10 +100,7 @@ class DocumentWriter:
 
     def _codes(self, values: list[float]) -> NDArray[np.uint8]:
         self.weight_values += [value for value in values if value not in self.weight_values]
-        if len(self.weight_values) > 256:
-            raise UserError(
-                f"the data set has more than {256 - 2} different loss weights. Fix: round the weights of its messages."
-            )
+        check_weights(self.weight_values)
         return np.array([self.weight_values.index(value) for value in values], np.uint8)
 
     def flush(self) -> None:

@@ -19,6 +19,7 @@ from surogate_core.data.packing import PackSettings, PackStats, Piece, best_fit_
 from surogate_core.data.sampler import EvalBatches, collate
 from surogate_core.data.shards import Documents, DocumentShard, DocumentWriter, PackedRows, pack_documents
 from surogate_core.data.tokenize import Encoded
+from surogate_core.errors import UserError
 
 PADDING = 7
 NO_ROWS: Any = {"after": (0, 0, 0), "done": 0, "rows": 0, "bad_row_count": 0, "bad_rows": [], "ends_special": 0}
@@ -194,3 +195,16 @@ def test_loss_weights_reach_the_micro_batch_shifted_like_the_labels(tmp_path: Pa
     assert got == {4: [0.5, 0, 2, 0], 3: [1, 1, 0], 2: [2, 0]}
     assert batch.labels.tolist() == [21, -100, 23, -100, 11, 12, -100, 31, -100, -100]
     assert (batch.label_tokens, batch.loss_weight) == (5, 6.5)
+
+
+def test_more_weights_than_a_byte_can_number_are_refused(tmp_path: Path) -> None:
+    def weighted(first: int, count: int) -> EncodedChunk:
+        ids = range(10, 11 + count)
+        return EncodedChunk.of([Encoded.from_mask(ids, None, [2.0, *range(first, first + count)])], **NO_ROWS)
+
+    with pytest.raises(UserError, match="round the weights"):
+        weighted(2, 255)
+    with DocumentWriter(tmp_path) as writer:
+        writer.append(weighted(2, 200))
+        with pytest.raises(UserError, match="round the weights"):
+            writer.append(weighted(300, 200))
