@@ -82,6 +82,7 @@ class Cache:
                     shutil.rmtree(stale, ignore_errors=True)
                 temporary = self._dir / (f"{key}.partial" if resumable else f"{key}.tmp-{uuid.uuid4().hex}")
                 temporary.mkdir(exist_ok=resumable)
+                (temporary / META).unlink(missing_ok=True)  # of a build that was killed between its seal and its name
                 finished = False
                 try:
                     facts = build(temporary)

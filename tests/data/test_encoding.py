@@ -199,12 +199,14 @@ def test_a_bad_row_of_a_format_is_counted_wherever_it_is_made(big: Path) -> None
     assert sum(chunk.bad_row_count for chunk in chunks) == sum(chunk.rows for chunk in chunks) == 4000
 
 
-def test_a_saved_place_that_a_crash_emptied_is_no_place(big: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("emptied", [True, False], ids=["emptied", "sealed, not yet named"])
+def test_work_that_cannot_be_taken_up_is_done_again(big: Path, tmp_path: Path, emptied: bool) -> None:
     tokenizer, formats = load_tokenizer(EMBEDDED_TOKENIZER), load_plugins().all("dataset")
     config = config_of(big, tmp_path / "cache", dataloader_num_workers=0)
     whole = prepare(config, tokenizer, formats)
     (entry,) = [p for p in (tmp_path / "cache" / "documents").iterdir() if p.is_dir()]
     partial = entry.rename(entry.with_name(f"{entry.name}.partial"))
-    (partial / "state.json").write_text("")
+    if emptied:  # as a crash of the machine may leave it
+        (partial / "state.json").write_text("")
     assert prepare(config, tokenizer, formats).digest == whole.digest
     assert not partial.exists()
