@@ -282,7 +282,8 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
-    parser.add_argument("--packs", nargs="*", choices=["triton", "cuda"], default=["triton", "cuda"])
+    packs_known = ["triton", "cuda", "hopper"]
+    parser.add_argument("--packs", nargs="*", choices=packs_known, default=packs_known)
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--head-chunks", type=int, default=4)

@@ -15,17 +15,19 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from surogate_kernels_cuda.module import ARCHITECTURES, FLAGS, NATIVE, binary_name, names, source_of
+from surogate_core.kernels.native import ARCHITECTURES, FLAGS, binary_name, names, source_of
+
+NATIVE = Path(__file__).resolve().parents[1] / "native"
 
 
 def build(name: str, architecture: str, out: Path) -> str:
     """Compile one source for one architecture; what nvcc says, empty when all is well."""
-    target = out / binary_name(name, architecture)
+    target = out / binary_name(NATIVE, name, architecture)
     if target.exists():
         return ""
     with tempfile.TemporaryDirectory() as directory:
         source, made = Path(directory, f"{name}.cu"), Path(directory, "made.cubin")
-        source.write_text(source_of(name), encoding="utf-8")
+        source.write_text(source_of(NATIVE, name), encoding="utf-8")
         command = [
             "nvcc",
             *FLAGS,
@@ -56,7 +58,7 @@ def main() -> int:
         print("nvcc was not found. Fix: install the CUDA toolkit, or leave it: kernels are compiled at first use.")
         return 3
     options.out.mkdir(parents=True, exist_ok=True)
-    jobs = [(name, architecture, options.out) for name in names() for architecture in options.arch]
+    jobs = [(name, architecture, options.out) for name in names(NATIVE) for architecture in options.arch]
     with ThreadPoolExecutor(options.jobs) as pool:
         failed = [message for message in pool.map(lambda job: build(*job), jobs) if message]
     print("\n".join(failed) or f"{len(jobs)} binaries in {options.out}")

@@ -249,6 +249,8 @@ class Kernel:
     function: Callable[..., Any]
     """Same signature and meaning as the op's reference; differentiable under tracing."""
     supports: Callable[[torch.device, torch.dtype], bool]
+    takes: Callable[..., bool] = lambda *args, **kwargs: True
+    """Whether it takes these arguments, asked with the op's own while a block is traced: shapes, never values."""
     priority: int = 0
     """The highest supporting priority wins; the reference has -100."""
     deterministic: bool = True

@@ -47,9 +47,11 @@ class KernelTable:
         """Whether a kernel of a pack would be chosen."""
         return any(k.op == op and k.supports(self.device, dtype) for k in self.kernels)
 
-    def choose(self, op: str, dtype: torch.dtype) -> Kernel:
-        """The supporting kernel of the highest priority; ties go to the first name."""
+    def choose(self, op: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Kernel:
+        """The supporting kernel of the highest priority that takes the arguments; ties go to the first name."""
         offers = [k for k in self.kernels if k.op == op and k.supports(self.device, dtype)]
+        if args:
+            offers = [k for k in offers if k.takes(*args, **kwargs)]
         best = min([*offers, references[op]], key=lambda k: (-k.priority, k.name))
         self.chosen[op, str(dtype).removeprefix("torch.")] = best.name
         return best
@@ -85,6 +87,6 @@ def op(reference: Callable[P, R]) -> Callable[P, R]:
         if table is None:
             return reference(*args, **kwargs)
         first: Tensor = args[0]
-        return table.choose(name, first.dtype).function(*args, **kwargs)
+        return table.choose(name, first.dtype, *args, **kwargs).function(*args, **kwargs)
 
     return call

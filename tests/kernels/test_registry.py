@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_a_pack_that_the_device_cannot_use_is_not_asked_for_its_kernels() -> Non
 
     pack = KernelPack(name="gpu", kernels=compile_kernels, unavailable=lambda device: f"no {device.type} kernels")
     assert KernelTable.build(CPU, [pack]).kernels == ()
+
+
+def test_a_kernel_is_asked_whether_it_takes_the_arguments() -> None:
+    narrow = replace(kernel("narrow", priority=1), takes=lambda gate, up: gate.shape[-1] < 4)
+    with registry.using(table(narrow, kernel("any"))) as active:
+        ops.swiglu(torch.ones(2, 3), torch.ones(2, 3))
+        assert active.chosen["swiglu", "float32"] == "narrow"
+        ops.swiglu(torch.ones(2, 4), torch.ones(2, 4))
+        assert active.chosen["swiglu", "float32"] == "any"
 
 
 def test_an_op_keeps_its_name_and_documentation() -> None:

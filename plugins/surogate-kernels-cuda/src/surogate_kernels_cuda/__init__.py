@@ -15,16 +15,16 @@ SUROGATE_API = ">=1,<2"
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
-    import importlib.util
-
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
     import torch
 
+    from surogate_core.kernels.native import missing_cupy
+
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU"
-    if importlib.util.find_spec("cupy") is None:
-        return f"CuPy is not installed: pip install cupy-cuda{torch.version.cuda.partition('.')[0]}x"
+    if (reason := missing_cupy()) is not None:
+        return reason
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"it needs sm_80 or newer; the GPU is sm_{major}{minor}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
 from surogate_core.data.batch import IGNORE_LABEL
-from surogate_kernels_cuda.module import Module
+from surogate_core.kernels.native import Module
 
 THREADS = 512
 """As in the source."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_MODULE = Module("cross_entropy")
+_MODULE = Module(Path(__file__).parent / "native", "cross_entropy")
 
 
 def _rows(logits_NV: Tensor) -> Tensor:

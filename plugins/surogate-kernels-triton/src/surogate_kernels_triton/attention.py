@@ -1,4 +1,4 @@
-"""The op `attention` through the Triton kernels: custom ops, their fakes, and the autograd function.
+"""The op `attention` through the Triton kernels.
 
 Shape suffixes as in `surogate_core.kernels.ops`. Head sizes that the kernels are not made for go
 to torch's flash kernel.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.attention import flash_attention
-from surogate_core.kernels.ops import region
+from surogate_core.kernels.packed_attention import packed_attention
 from surogate_kernels_triton import attention_programs as programs
 
 HEAD_SIZES = (64, 128)
@@ -82,30 +79,14 @@ def tiles_for(device: torch.device, features: int) -> Tiles:
     return (HOPPER if torch.cuda.get_device_capability(device)[0] in (9, 10) else SMALL)[features]
 
 
-def _rows(x_NHE: Tensor) -> Tensor:
-    """The tensor itself where a descriptor can address it as rows of [H · E], else a dense copy."""
-    row, head, feature = x_NHE.stride()
-    aligned = x_NHE.data_ptr() % 16 == 0 and row % 8 == 0
-    dense = feature == 1 and (head == x_NHE.shape[2] or x_NHE.shape[1] == 1) and row >= x_NHE[0].numel()
-    if aligned and dense:
-        return x_NHE
-    return x_NHE.clone(memory_format=torch.contiguous_format)
-
-
 def _descriptor(x_NHE: Tensor, rows: int) -> TensorDescriptor:
     n, heads, features = x_NHE.shape
     return TensorDescriptor(x_NHE, [n, heads * features], [x_NHE.stride(0), 1], [rows, features])
 
 
-@torch.library.custom_op("surogate_triton::attention", mutates_args=())
-def _forward(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    n, heads, features = q_NHE.shape
-    out = q_NHE.new_empty(n, heads * features + ROOM)
-    lse_HN = q_NHE.new_empty((heads, n), dtype=torch.float32)
-    if n == 0:
-        return out, lse_HN
-    tile = tiles_for(q_NHE.device, features).forward
-    q, k, v = (_rows(t) for t in (q_NHE, k_NKE, v_NKE))
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_S: Tensor, scale: float, out: Tensor, lse_HN: Tensor) -> None:
+    n, heads, features = q.shape
+    tile = tiles_for(q.device, features).forward
     programs.attention_forward[triton.cdiv(n, tile.m) * heads,](
         _descriptor(q, tile.m),
         _descriptor(k, tile.t),
@@ -125,34 +106,25 @@ def _forward(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, 
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return out, lse_HN
 
 
-@_forward.register_fake
-def _(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    n, heads, features = q_NHE.shape
-    return q_NHE.new_empty(n, heads * features + ROOM), q_NHE.new_empty((heads, n), dtype=torch.float32)
-
-
-@torch.library.custom_op("surogate_triton::attention_backward", mutates_args=())
 def _backward(
-    dy_NHE: Tensor,
-    q_NHE: Tensor,
-    k_NKE: Tensor,
-    v_NKE: Tensor,
-    out_NHE: Tensor,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
     lse_HN: Tensor,
     cu_seqlens_S: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n, heads, features = q_NHE.shape
-    kv_heads = k_NKE.shape[1]
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q_NHE, k_NKE, v_NKE))
-    if n == 0:
-        return dq, dk, dv
-    tiles = tiles_for(q_NHE.device, features)
-    q, k, v = (_rows(t) for t in (q_NHE, k_NKE, v_NKE))
-    dy, out, lse_HN = _rows(dy_NHE.contiguous()), _rows(out_NHE), lse_HN.contiguous()
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    n, heads, features = q.shape
+    kv_heads = k.shape[1]
+    dy = dy.contiguous()
+    tiles = tiles_for(q.device, features)
     delta_HN = torch.empty_like(lse_HN)
     factor = scale * math.log2(math.e)
     borders = cu_seqlens_S.shape[0]
@@ -204,46 +176,16 @@ def _backward(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return dq, dk, dv
 
 
-@_backward.register_fake
-def _(
-    dy_NHE: Tensor,
-    q_NHE: Tensor,
-    k_NKE: Tensor,
-    v_NKE: Tensor,
-    out_NHE: Tensor,
-    lse_HN: Tensor,
-    cu_seqlens_S: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q_NHE, k_NKE, v_NKE))
-    return dq, dk, dv
-
-
-class _Attention(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-        n, heads, features = q.shape
-        room, lse = _forward(q, k, v, cu_seqlens, scale)
-        out = room[:, : heads * features].view(n, heads, features)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(dy, *ctx.saved_tensors, ctx.scale), None, None)
+_attention = packed_attention("surogate_triton", _forward, _backward, ROOM)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
     """`ops.attention`; `scale` > 0. Head sizes other than `HEAD_SIZES` take torch's flash kernel."""
     if q.shape[-1] not in HEAD_SIZES:
         return flash_attention(q, k, v, cu_seqlens, max_seqlen, scale)
-    with region("att"):
-        return _Attention.apply(q, k, v, cu_seqlens, scale)
+    return _attention(q, k, v, cu_seqlens, scale)
 
 
 def kernel() -> Kernel:

@@ -1,0 +1,199 @@
+"""CUDA C++ sources as functions that take torch tensors, for kernel packs.
+
+A source is compiled by NVRTC through CuPy when one of its functions is first launched, and kept on
+disk, keyed by source, flags, architecture and toolkit. A binary that ``make native`` made of the
+same source is taken instead. A pack has its sources in a directory ``native``: ``kernels/NAME.cu``
+and ``include/*.cuh``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surogate_core.errors import MachineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
+"""What the sources are compiled for ahead of time; the tests compile for each."""
+
+FLAGS = ("-std=c++17",)
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
+
+
+def source_of(native: Path, name: str) -> str:
+    """The source ``kernels/NAME.cu`` with its own headers put in, each once: one text that a cache can be keyed by."""
+    seen: set[str] = set()
+
+    def inlined(path: Path) -> str:
+        def header(found: re.Match[str]) -> str:
+            if found[1] in seen:
+                return ""
+            seen.add(found[1])
+            return inlined(native / "include" / found[1])
+
+        return _INCLUDE.sub(header, path.read_text(encoding="utf-8").replace("#pragma once\n", ""))
+
+    return inlined(native / "kernels" / f"{name}.cu")
+
+
+def names(native: Path) -> list[str]:
+    """The sources there are."""
+    return sorted(path.stem for path in (native / "kernels").glob("*.cu"))
+
+
+def binary_name(native: Path, name: str, architecture: str, toolkit: str = "") -> str:
+    """The file that holds the binary of the source as it is now, and of no other."""
+    content = "\0".join((*FLAGS, architecture, toolkit, source_of(native, name)))
+    return f"{name}.{architecture}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.cubin"
+
+
+def architecture_of(device: torch.device) -> str:
+    """``sm_90a`` for a Hopper: the architecture-specific target where there is one."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def missing_cupy() -> str | None:
+    """What to install where there is no CuPy, or None; for a pack's `unavailable`."""
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("cupy") is not None:
+        return None
+    return f"CuPy is not installed: pip install cupy-cuda{(torch.version.cuda or '13').partition('.')[0]}x"
+
+
+def _cache() -> Path:
+    from platformdirs import user_cache_path
+
+    return user_cache_path("surogate") / "kernels"
+
+
+def _compiled(native: Path, name: str, architecture: str) -> Path | bytes:
+    """The binary for an architecture-specific target, which CuPy itself does not ask NVRTC for."""
+    from cupy.cuda import nvrtc
+
+    version = ".".join(map(str, nvrtc.getVersion()))
+    binary = _cache() / binary_name(native, name, architecture, f"nvrtc {version}")
+    if binary.exists():
+        return binary
+    program = nvrtc.createProgram(source_of(native, name), f"{name}.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, (*FLAGS, f"-arch={architecture}"))
+        made: bytes = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise MachineError(
+            f"NVRTC {version} does not compile the kernel {name} for {architecture}: {error}\n{log}\n"
+            f"Fix: update CuPy and its CUDA packages, or train with another kernel pack."
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    try:
+        binary.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may do so at once; each leaves a whole file.
+        partial = binary.with_suffix(f".{os.getpid()}.partial")
+        partial.write_bytes(made)
+        partial.replace(binary)
+    except OSError:
+        return made
+    return binary
+
+
+class _Stream:
+    """torch's stream by the CUDA stream protocol, which not every torch has."""
+
+    def __init__(self, pointer: int):
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+class Module:
+    """One source of a pack, loaded when it is needed, once for each device.
+
+    A source that is `specific` uses what only the architecture's own target has, such as wgmma of
+    sm_90a, and includes none of the toolkit's headers.
+    """
+
+    def __init__(self, native: Path, name: str, *, specific: bool = False):
+        self.native = native
+        self.name = name
+        self.specific = specific
+        self._functions: dict[tuple[int, str, int], Any] = {}
+        self._loaded: dict[int, Any] = {}
+
+    @cached_property
+    def _source(self) -> str:
+        return source_of(self.native, self.name)
+
+    def _load(self, device: torch.device) -> Any:
+        import cupy
+
+        index = device.index or 0
+        if index not in self._loaded:
+            architecture = architecture_of(device)
+            binary: Path | bytes = self.native / "build" / binary_name(self.native, self.name, architecture)
+            with cupy.cuda.Device(index):
+                if isinstance(binary, Path) and not binary.exists() and self.specific:
+                    binary = _compiled(self.native, self.name, architecture)
+                if isinstance(binary, bytes):
+                    self._loaded[index] = cupy.cuda.function.Module()
+                    self._loaded[index].load(binary)
+                elif binary.exists():
+                    self._loaded[index] = cupy.RawModule(path=str(binary))
+                else:
+                    self._loaded[index] = cupy.RawModule(code=self._source, options=FLAGS, backend="nvrtc")
+        return self._loaded[index]
+
+    def _function(self, device: torch.device, name: str, shared: int) -> Any:
+        key = device.index or 0, name, shared
+        if key not in self._functions:
+            function = self._load(device).get_function(name)
+            if shared > 48 * 1024:
+                function.max_dynamic_shared_size_bytes = shared
+            self._functions[key] = function
+        return self._functions[key]
+
+    def launch(
+        self,
+        function: str,
+        grid: Sequence[int],
+        block: int,
+        *arguments: Tensor | int | float | np.generic,
+        shared: int = 0,
+    ) -> None:
+        """Launch on the current stream of the first tensor's device, without waiting and without copying.
+
+        Tensors are passed as pointers; a Python int is a ``long long``, a float is a ``float``, a numpy
+        scalar is itself. `shared` is in bytes of dynamic shared memory.
+        """
+        import cupy
+        import torch
+
+        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        converted: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                converted.append(argument.data_ptr())
+            else:
+                converted.append(np.float32(argument) if isinstance(argument, float) else argument)
+        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        with cupy.cuda.Device(device.index or 0), cupy.cuda.Stream.from_external(stream):
+            self._function(device, function, shared)(tuple(grid), (block,), tuple(converted), shared_mem=shared)
