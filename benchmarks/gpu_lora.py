@@ -124,8 +124,8 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
             device=device,
             dtype=torch.bfloat16,
             adapter_dtype=torch.float32,
-            compiler="inductor",
-            cuda_graphs=not options.no_graphs,
+            compiler="inductor" if device.type == "cuda" else "fx",
+            cuda_graphs=device.type == "cuda" and not options.no_graphs,
             tokens=ROWS * LENGTH,
             borders=borders,
             max_seqlen=LENGTH,
@@ -272,8 +272,8 @@ def measure(options: argparse.Namespace) -> Result:
     )
 
 
-def main() -> None:
-    """Measure one configuration, print it, write it."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options of one configuration."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("preset", choices=list(PRESETS))
     parser.add_argument("--documents", choices=["row", "lognormal"], default="row", help="one a row, or mean 400")
@@ -290,7 +290,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="kernel times by kind and name")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure one configuration, print it, write it."""
+    options = make_parser().parse_args()
     result = measure(options)
     setting = " ".join(f"{k}={v}" for k, v in result.setting.items() if v and k != "profile")
     print(f"{result.preset} {setting}: {result.device}, GEMM {result.gemm_tflops:.0f} TFLOP/s")

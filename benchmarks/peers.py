@@ -1,0 +1,180 @@
+"""The peers that benchmarks/gpu_peers.py runs: each one's model and its optimizer step.
+
+Every peer gets what is fast in it and what a user could write down: weights, adapters, gradients and
+optimizer state in bf16, torch's fused AdamW, clipping to norm 1, scaled-dot-product attention, no
+key-value cache, tensors on the GPU before the clock starts, and no reading of the loss between steps.
+Ours keeps fp32 masters, gradients and moments, so a peer moves fewer bytes in full fine-tuning.
+
+Shape suffixes: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+Loss = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every side is to do."""
+
+    preset: str
+    config: Mapping[str, Any]
+    """A `config.json` as a mapping."""
+    full: bool
+    recompute: bool
+    rank: int
+    scale: float
+    """alpha / rank."""
+    rows: int
+    attention: str
+    """`attn_implementation` of the peers."""
+    device: torch.device
+    batches: Sequence[MicroBatch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A side made ready."""
+
+    step: Callable[[], Loss]
+    """One optimizer step; the answer reads its loss, and waits for the device only then."""
+    facts: Mapping[str, Any]
+
+
+def build_peer(peer: str, work: Work) -> Side:
+    """The peer's model, optimizer and step."""
+    torch.manual_seed(0)
+    model = unsloth_model(work) if peer == "unsloth" else transformers_model(work, liger=peer == "liger")
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=True)
+    label_tokens = sum(b.label_tokens for b in work.batches)
+    inputs = [(arguments(batch, work), batch.label_tokens / label_tokens) for batch in work.batches]
+
+    def step() -> Loss:
+        total = torch.zeros((), device=work.device)
+        for given, share in inputs:
+            loss = model(**given, use_cache=False).loss * share
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total.item
+
+    sizes = [sum(p.numel() for p in found) for found in (model.parameters(), trained)]
+    facts = {
+        "parameters": sizes[0],
+        "trained": sizes[1],
+        "trained_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
+        "attention": getattr(model.config, "_attn_implementation", None),
+    }
+    return Side(step=step, facts=facts)
+
+
+def arguments(batch: MicroBatch, work: Work) -> dict[str, Tensor]:
+    """The micro-batch as transformers takes it: labels stand under their own token, not the one before.
+
+    Documents within a row are kept apart by positions that restart, from which transformers makes a mask.
+    """
+    labels_BT = batch.labels.view(work.rows, -1)
+    shifted_BT = torch.full_like(labels_BT, IGNORE_LABEL)
+    shifted_BT[:, 1:] = labels_BT[:, :-1]
+    given = {"input_ids": batch.input_ids.view(work.rows, -1), "labels": shifted_BT}
+    positions_BT = batch.positions.view(work.rows, -1).long()
+    if (positions_BT[:, 1:] == 0).any():
+        given["position_ids"] = positions_BT
+    return {name: value.to(work.device) for name, value in given.items()}
+
+
+def random_model(work: Work) -> Any:
+    """transformers' Qwen3 in bf16, made and drawn on the device by its own initialiser."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    keys = {k: v for k, v in work.config.items() if k not in ("architectures", "model_type", "rope_theta")}
+    keys |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": work.config["rope_theta"]},
+        "use_cache": False,
+        "attn_implementation": work.attention,
+    }
+    config = Qwen3Config(**keys)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(work.device):
+            return Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def transformers_model(work: Work, *, liger: bool) -> Any:
+    """transformers, with PEFT's adapters unless all weights are trained, and with Liger's kernels if asked."""
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        # Its default: rotation, norms, SwiGLU, and the head fused with the loss.
+        apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=True, cross_entropy=False)
+    model = random_model(work)
+    if work.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if work.full:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    alpha = round(work.scale * work.rank)
+    adapters = LoraConfig(r=work.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=TARGETS, bias="none")
+    # Adapters in bf16, as the weights: in fp32, PEFT's default, every projection's input would be cast.
+    return get_peft_model(model, adapters, autocast_adapter_dtype=False)
+
+
+def unsloth_model(work: Work) -> Any:
+    """Unsloth, which loads from a directory alone: random weights and a stub of a tokenizer are written to one."""
+    # It patches transformers, so it is imported first.
+    from unsloth import FastLanguageModel
+
+    with tempfile.TemporaryDirectory() as place:
+        model = random_model(work)
+        model.save_pretrained(place)
+        del model
+        _stub_tokenizer(place)
+        torch.cuda.empty_cache()
+        model, _ = FastLanguageModel.from_pretrained(
+            place,
+            max_seq_length=work.batches[0].max_seqlen,
+            dtype=torch.bfloat16,
+            load_in_4bit=False,
+            full_finetuning=work.full,
+            use_gradient_checkpointing="unsloth" if work.recompute else False,
+        )
+    if not work.full:
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=work.rank,
+            lora_alpha=round(work.scale * work.rank),
+            lora_dropout=0,
+            target_modules=TARGETS,
+            bias="none",
+            use_gradient_checkpointing="unsloth" if work.recompute else False,
+        )
+    return FastLanguageModel.for_training(model, use_gradient_checkpointing=work.recompute) or model
+
+
+def _stub_tokenizer(place: str) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    stub = Tokenizer(models.WordLevel({"<unk>": 0, "<pad>": 1, "</s>": 2}, unk_token="<unk>"))
+    names = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=stub, **names).save_pretrained(place)
