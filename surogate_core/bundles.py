@@ -266,6 +266,9 @@ class KernelPack:
     """Called once, on first use; may compile."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot use the pack, or None."""
+    rewrites: Callable[[], Iterable[Callable[[torch.fx.Graph], None]]] = tuple
+    """Changes to a block's joint graph of forward and backward, made in place before it is cut in two: a kernel that
+    does the work of several ops takes their place so. Called once; ops of other packs may stand in the graph."""
 
 
 # --------------------------------------------------------------------- where and who watches

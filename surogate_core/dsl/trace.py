@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from surogate_core.dsl.inductor import compile_graph
+from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]
 Compiled = Callable[..., Sequence[Any]]
@@ -118,6 +119,8 @@ def trace_joint(function: Callable[..., Tensor], inputs: Sequence[Signature]) ->
     flat = list(torch.utils._pytree.tree_leaves(output.args[0]))
     grads = [g for g, signature in zip(flat[1:], inputs, strict=True) if signature.requires_grad]
     output.args = ([flat[0], *grads],)
+    joint.graph.eliminate_dead_code()
+    registry.rewrite(joint.graph)
     return joint
 
 

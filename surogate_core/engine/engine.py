@@ -137,6 +137,19 @@ class _Flow:
     dx: Tensor | None = None
     residuals: Sequence[Tensor] = ()
     gradients: Sequence[Tensor] = ()
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(sum, gradient) of tensors whose gradients are still to be added."""
+
+    def add_pending(self) -> None:
+        """Add what is pending, in one go: a layer's adapters alone do not fill a GPU."""
+        if self.pending:
+            sums, gradients = zip(*self.pending, strict=True)
+            torch._foreach_add_(list(sums), list(gradients))
+            self.pending.clear()
+
+
+PENDING_BYTES = 32 * 2**20
+"""Gradients of several layers are added together up to so many."""
 
 
 class Engine:
@@ -285,6 +298,7 @@ class Engine:
                     self._backward(action.key, flow)
                 case "reduce":
                     self._reduce(action.key, flow)
+        flow.add_pending()
 
     def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
         if key == EMBED:
@@ -340,13 +354,14 @@ class Engine:
     def _reduce(self, key: str, flow: _Flow) -> None:
         if key == EMBED:
             assert flow.dx is not None
+            flow.add_pending()  # a tied head's share comes first
             (gradient,) = self.parameters.gradients(self.embed)
             _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
         else:
             piece = self.layers.get(key, self.head)
-            targets = self.parameters.gradients(piece)
-            if targets:
-                torch._foreach_add_(targets, list(flow.gradients))
+            flow.pending += zip(self.parameters.gradients(piece), flow.gradients, strict=True)
+            if sum(gradient.nbytes for _, gradient in flow.pending) >= PENDING_BYTES:
+                flow.add_pending()
         flow.gradients = ()
 
     def _run_training(self) -> None:

@@ -46,7 +46,7 @@ def packed_attention(namespace: str, forward: Forward, backward: Backward, room:
         out = q_NHE.new_empty(n, heads * features + room)
         lse_HN = q_NHE.new_empty((heads, n), dtype=torch.float32)
         if n:
-            forward(*(readable(t) for t in (q_NHE, k_NKE, v_NKE)), cu_seqlens_S, scale, out, lse_HN)
+            forward(readable(q_NHE), readable(k_NKE), readable(v_NKE), cu_seqlens_S, scale, out, lse_HN)
         return out, lse_HN
 
     @run.register_fake
@@ -67,8 +67,9 @@ def packed_attention(namespace: str, forward: Forward, backward: Backward, room:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (t.new_empty(t.shape) for t in (q_NHE, k_NKE, v_NKE))
         if q_NHE.shape[0]:
-            read = (readable(t) for t in (dy_NHE, q_NHE, k_NKE, v_NKE, out_NHE))
-            backward(*read, lse_HN.contiguous(), cu_seqlens_S, scale, dq, dk, dv)
+            dy, q, k, v = (readable(t) for t in (dy_NHE, q_NHE, k_NKE, v_NKE))
+            out, lse_HN = readable(out_NHE), lse_HN.contiguous()
+            backward(dy, q, k, v, out, lse_HN, cu_seqlens_S, scale, dq, dk, dv)
         return dq, dk, dv
 
     @run_backward.register_fake

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from surogate_core.bundles import Kernel, KernelPack
 
@@ -33,6 +33,7 @@ class KernelTable:
 
     device: torch.device
     kernels: tuple[Kernel, ...] = ()
+    rewrites: tuple[Callable[[fx.Graph], None], ...] = ()
     chosen: dict[tuple[str, str], str] = field(default_factory=dict)
     """(op, dtype) → name of the kernel that was taken; for the run's log and `surogate doctor`."""
 
@@ -41,7 +42,11 @@ class KernelTable:
         """The table of all kernels of the packs that the device can use, deterministic ones alone if so asked."""
         usable = [pack for pack in packs if pack.unavailable(device) is None]
         offered = (kernel for pack in usable for kernel in pack.kernels())
-        return cls(device=device, kernels=tuple(k for k in offered if k.deterministic or not deterministic))
+        return cls(
+            device=device,
+            kernels=tuple(k for k in offered if k.deterministic or not deterministic),
+            rewrites=tuple(rewrite for pack in usable for rewrite in pack.rewrites()),
+        )
 
     def offers(self, op: str, dtype: torch.dtype) -> bool:
         """Whether a kernel of a pack would be chosen."""
@@ -68,6 +73,15 @@ def using(table: KernelTable) -> Iterator[KernelTable]:
         yield table
     finally:
         _active.reset(token)
+
+
+def rewrite(joint: fx.Graph) -> None:
+    """Let the active table's packs change a joint graph."""
+    table = _active.get()
+    for change in table.rewrites if table is not None else ():
+        change(joint)
+        joint.eliminate_dead_code()
+        joint.lint()
 
 
 def op(reference: Callable[P, R]) -> Callable[P, R]:

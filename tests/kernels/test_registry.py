@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.dsl.trace import Signature, trace_joint
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
@@ -86,6 +87,29 @@ def test_a_kernel_is_asked_whether_it_takes_the_arguments() -> None:
         assert active.chosen["swiglu", "float32"] == "narrow"
         ops.swiglu(torch.ones(2, 4), torch.ones(2, 4))
         assert active.chosen["swiglu", "float32"] == "any"
+
+
+def test_a_pack_may_rewrite_a_joint_graph() -> None:
+    def halve(joint: fx.Graph) -> None:
+        for node in list(joint.nodes):
+            if node.target == torch.ops.aten.mul.Tensor:
+                with joint.inserting_after(node):
+                    half = joint.call_function(torch.ops.aten.mul.Tensor, (node, 0.5))
+                half.meta = dict(node.meta)
+                node.replace_all_uses_with(half, delete_user_cb=lambda user, half=half: user is not half)
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    inputs = [Signature((3,), torch.float32, CPU, requires_grad=True)]
+    for unavailable, expected in ((None, 1.0), ("it is not there", 2.0)):
+        pack = KernelPack(
+            name="test", kernels=tuple, unavailable=lambda device, r=unavailable: r, rewrites=lambda: (halve,)
+        )
+        with registry.using(KernelTable.build(CPU, [pack])):
+            joint = trace_joint(double, inputs)
+        y, dx = fx.Interpreter(joint).run(torch.ones(3), torch.ones(3))
+        assert y.tolist() == dx.tolist() == [expected] * 3
 
 
 def test_an_op_keeps_its_name_and_documentation() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
@@ -38,7 +38,18 @@ def kernels() -> Iterable[bundles.Kernel]:
     return tuple(module.kernel() for module in (attention, adapters, cross_entropy, norm_rope, swiglu))
 
 
+def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
+    """What the pack changes in a block's joint graph."""
+    from surogate_core.kernels.native import missing_cupy
+
+    if missing_cupy() is not None:
+        return ()
+    from surogate_kernels_triton import gated
+
+    return (gated.rewrite,)
+
+
 @hookimpl
 def surogate_kernel_pack() -> bundles.KernelPack:
     """The pack."""
-    return bundles.KernelPack(name="triton", kernels=kernels, unavailable=unavailable)
+    return bundles.KernelPack(name="triton", kernels=kernels, unavailable=unavailable, rewrites=rewrites)

@@ -67,6 +67,10 @@ def _ends(outputs: Sequence[int]) -> list[int]:
     return ends + [2**30] * (3 - len(ends))
 
 
+def _named_ends(outputs: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("E0", "E1", "E2"), _ends(outputs), strict=True))
+
+
 def _dropout(p: float, seed: Tensor, salts: Sequence[int]) -> tuple[Any, ...]:
     threshold = round(p * 2**32) - 2**31
     return seed, _keys(salts, seed.device), threshold, 1 / (1 - p)
@@ -126,6 +130,75 @@ def _(
     return x.new_empty(x.shape[0], sum(outputs)), x.new_empty(x.shape[0], rank * len(outputs))
 
 
+def gradients(
+    dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: Sequence[int], rank: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dy with du past it in its rows, du, dB); dy with its outputs alone is copied to where there is room."""
+    n, slots, width = u_NR.shape[0], len(outputs), sum(outputs)
+    if dy.stride(1) != 1:
+        dy = dy.contiguous()
+    copy = dy.shape[1] == width
+    wide = dy.new_empty(n, width + -(-rank * slots // ROOM) * ROOM) if copy else dy
+    chunk, rows = _cut(outputs, n)
+    parts = triton.cdiv(n, rows)
+    du_parts = dy.new_empty((width // chunk, n, rank), dtype=torch.float32)
+    db_parts = dy.new_empty((parts, width, rank), dtype=torch.float32)
+    programs.up_backward[width // chunk, parts](
+        dy,
+        u_NR,
+        panel_QP[:, inputs:],
+        du_parts,
+        db_parts,
+        wide,
+        n,
+        dy.stride(0),
+        panel_QP.stride(0),
+        wide.stride(0),
+        OUT=width,
+        **_named_ends(outputs),
+        R=rank,
+        S=slots,
+        M=32 if chunk == 256 else 64,
+        C=chunk,
+        ROWS=rows,
+        COPY=copy,
+        num_warps=4,
+        num_stages=3,
+    )
+    du_NR, db = summed(du_parts, db_parts, wide, outputs, rank, scale)
+    return wide, du_NR, db
+
+
+def summed(
+    du_parts: Tensor, db_parts: Tensor, wide: Tensor, outputs: Sequence[int], rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """du [N, R], also into `wide` past the outputs, and dB [outputs, rank] fp32 from their parts."""
+    chunks, n, _ = du_parts.shape
+    parts, width, _ = db_parts.shape
+    slots, tile = len(outputs), 64
+    du_NR = wide.new_empty(n, slots * rank)
+    db = torch.empty((width, rank), dtype=torch.float32, device=wide.device)
+    programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile),](
+        du_parts,
+        db_parts,
+        du_NR,
+        wide[:, width:],
+        db,
+        scale,
+        n,
+        wide.stride(0),
+        parts,
+        OUT=width,
+        **_named_ends(outputs),
+        R=rank,
+        S=slots,
+        C=width // chunks,
+        M=tile,
+        num_warps=4,
+    )
+    return du_NR, db
+
+
 @torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
@@ -140,57 +213,11 @@ def _backward(
     p: float,
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # dy is [N, width + ranks or more]: du is written past the gradients; nobody else reads it.
+    # dy may be [N, width + ranks or more]: du is then written past the gradients; nobody else reads it.
     n = x.shape[0]
     slots, width, ranks = len(outputs), sum(outputs), rank * len(outputs)
-    if dy.stride(1) != 1:
-        dy = dy.contiguous()
     x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
-    chunk, rows = _cut(outputs, n)
-    parts = triton.cdiv(n, rows)
-    ends = dict(zip(("E0", "E1", "E2"), _ends(outputs), strict=True))
-    du_parts = dy.new_empty((width // chunk, n, rank), dtype=torch.float32)
-    db_parts = dy.new_empty((parts, width, rank), dtype=torch.float32)
-    programs.up_backward[width // chunk, parts](
-        dy,
-        u_NR,
-        panel_QP[:, inputs:],
-        du_parts,
-        db_parts,
-        n,
-        dy.stride(0),
-        panel_QP.stride(0),
-        OUT=width,
-        **ends,
-        R=rank,
-        S=slots,
-        M=32 if chunk == 256 else 64,
-        C=chunk,
-        ROWS=rows,
-        num_warps=4,
-        num_stages=3,
-    )
-    du_NR = torch.empty_like(u_NR)
-    db = dy.new_empty((width, rank), dtype=torch.float32)
-    tile = 64
-    programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile),](
-        du_parts,
-        db_parts,
-        du_NR,
-        dy[:, width:],
-        db,
-        scale,
-        n,
-        dy.stride(0),
-        parts,
-        OUT=width,
-        **ends,
-        R=rank,
-        S=slots,
-        C=chunk,
-        M=tile,
-        num_warps=4,
-    )
+    dy, du_NR, db = gradients(dy, u_NR, panel_QP, inputs, outputs, rank, scale)
     if p == 0:
         da = torch.mm(du_NR.t(), x_NI, out_dtype=torch.float32)
         return torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs]), da, db
@@ -277,10 +304,12 @@ class _AdaptedLinears(Function):
         x_NI, u_NR, panel_QP, seed = ctx.saved_tensors
         shape: PanelShape = ctx.shape
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
-        # Joined as [N, heads, features]: only so does Inductor let the kernels that make the parts write in place.
-        granule = _chunk(outputs, 128) if len(dys) > 1 else 1
-        room = dys[0].new_empty(n, -(-shape.ranks // granule), granule)
-        dy = torch.cat((*(dy.reshape(n, -1, granule) for dy in dys), room), dim=1).view(n, -1)
+        dy = dys[0]
+        if len(dys) > 1:
+            # Joined as [N, heads, features]: only so does Inductor let the kernels that make the parts write in place.
+            granule = _chunk(outputs, 128)
+            room = dy.new_empty(n, -(-shape.ranks // granule), granule)
+            dy = torch.cat((*(dy.reshape(n, -1, granule) for dy in dys), room), dim=1).view(n, -1)
         dx, da, db = _backward(
             dy, x_NI, u_NR, panel_QP, seed, shape.inputs, outputs, shape.rank, shape.scale, ctx.p, salts
         )
@@ -294,7 +323,7 @@ def adapted_linears(
     """`ops.adapted_linears`; gradients of the adapters are fp32."""
     p = 0.0 if seed is None else shape.dropout
     if seed is None:
-        seed = torch.zeros((), dtype=torch.int32, device=x.device)
+        seed = torch.empty((), dtype=torch.int32, device=x.device)  # not read
     found: tuple[Tensor, ...] = _AdaptedLinears.apply(x, panel, seed, shape, p, *adapters)
     return found
 

@@ -80,9 +80,11 @@ def up_backward(
     b,
     du_parts,
     db_parts,
+    wide,
     tokens,
     dy_row,
     b_row,
+    wide_row,
     OUT: tl.constexpr,
     E0: tl.constexpr,
     E1: tl.constexpr,
@@ -92,8 +94,9 @@ def up_backward(
     M: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
+    COPY: tl.constexpr,
 ):
-    """Parts of du = dy (scale·B) and of dB = dyᵀ u from one reading of dy.
+    """Parts of du = dy (scale·B) and of dB = dyᵀ u from one reading of dy, copied to `wide` with COPY.
 
     A program has C outputs of one projection and ROWS tokens. `E0`, `E1`, `E2`: where the first
     three projections end. `b` is scale · B, block-diagonal. du_parts [OUT/C, N, R], db_parts [N/ROWS, OUT, R].
@@ -111,6 +114,8 @@ def up_backward(
         inside = rows < tokens
         g = tl.load(dy + rows.to(tl.int64)[:, None] * dy_row + columns[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(u + rows[:, None] * (S * R) + ranks[None, :], mask=inside[:, None], other=0.0)
+        if COPY:
+            tl.store(wide + rows.to(tl.int64)[:, None] * wide_row + columns[None, :], g, mask=inside[:, None])
         du = tl.dot(g, weight)
         place = (chunk.to(tl.int64) * tokens + rows)[:, None] * R + tl.arange(0, R)[None, :]
         tl.store(du_parts + place, du, mask=inside[:, None])

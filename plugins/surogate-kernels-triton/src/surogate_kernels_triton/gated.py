@@ -1,0 +1,257 @@
+"""SwiGLU between adapted projections: its backward as part of theirs, by a rewrite of the joint graph.
+
+The backward of down(silu(gate) · up) with LoRA reads a block's widest activations again and again:
+for SwiGLU's own gradients, for du and dB of gate and up, for dA of down. Here one kernel does all of
+it while it has the values, and makes silu(gate) · up again on its way, so that nobody keeps it. The kernel is CUDA C++:
+the same in Triton took three times as long, mostly to bring values into the layout of a product.
+
+Taken where the projections are on panels, of rank 16, without dropout and in bf16; else the graph
+stays as it is. Suffixes as in `surogate_core.kernels.panels`; F features, R rank of one adapter.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+
+from surogate_core.kernels.native import Module
+from surogate_kernels_triton import adapters
+
+RANK = 16
+"""Of an adapter; so are the following, as in the source."""
+FEATURES = 256
+"""Of a block."""
+STEP = 16
+THREADS = 256
+SHARED = 57_344
+BLOCKS = 264
+"""That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.slice.Tensor, aten._unsafe_view.default, aten.reshape.default)
+
+_MODULE = Module(Path(__file__).parent / "native", "gated_backward", specific=True)
+
+
+@torch.library.custom_op("surogate_triton::down_backward", mutates_args=())
+def down_backward(
+    dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of silu(gate) · up, du, dB) of the projection behind it; dA is left to `gated_backward`."""
+    dy, du_NR, db = adapters.gradients(dy, u_NR, panel_QP, inputs, [outputs], rank, scale)
+    outer = outputs + rank
+    return torch.mm(dy[:, :outer], panel_QP[:outer, :inputs]), du_NR, db
+
+
+@down_backward.register_fake
+def _(
+    dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = dy.shape[0]
+    return dy.new_empty(n, inputs), torch.empty_like(u_NR), dy.new_empty((outputs, rank), dtype=torch.float32)
+
+
+@torch.library.custom_op("surogate_triton::gated_backward", mutates_args=())
+def gated_backward(
+    dh_NF: Tensor,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    du_NR: Tensor,
+    x: Tensor,
+    u: Tensor,
+    panel_QP: Tensor,
+    inputs: int,
+    rank: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """SwiGLU and the projections before it: (dx, dA and dB of both, dA of the projection behind, whose du is given)."""
+    n, features = dh_NF.shape
+    dh, gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF))
+    width, ranks = 2 * features, 2 * rank
+    x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
+    dy = dh.new_empty(n, width + adapters.ROOM)
+    chunks = features // FEATURES
+    parts = max(1, BLOCKS // chunks)
+    rows = -(-n // (parts * STEP)) * STEP
+    parts = -(-n // rows)
+    du_parts = dh.new_empty((2 * chunks, n, rank), dtype=torch.float32)
+    db_parts = dh.new_empty((parts, width, rank), dtype=torch.float32)
+    da_parts = dh.new_empty((parts, rank, features), dtype=torch.float32)
+    _MODULE.launch(
+        "gated_backward",
+        (chunks, parts),
+        THREADS,
+        *(value for t in (dh, gate, up, dy) for value in (t, t.stride(0))),
+        u,
+        panel_QP[:, inputs:],
+        panel_QP.stride(0),
+        du_NR,
+        du_parts,
+        db_parts,
+        da_parts,
+        *(np.int32(size) for size in (n, features, rows)),
+        shared=SHARED,
+    )
+    du, db = adapters.summed(du_parts, db_parts, dy, [features, features], rank, scale)
+    da = torch.mm(du.t(), x_NI, out_dtype=torch.float32)
+    dx = torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs])
+    return dx, da, db, da_parts.sum(0)
+
+
+@gated_backward.register_fake
+def _(
+    dh_NF: Tensor,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    du_NR: Tensor,
+    x: Tensor,
+    u: Tensor,
+    panel_QP: Tensor,
+    inputs: int,
+    rank: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, features = dh_NF.shape
+    return (
+        dh_NF.new_empty(n, inputs),
+        dh_NF.new_empty((2 * rank, inputs), dtype=torch.float32),
+        dh_NF.new_empty((2 * features, rank), dtype=torch.float32),
+        dh_NF.new_empty((rank, features), dtype=torch.float32),
+    )
+
+
+# --------------------------------------------------------------------------- the rewrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated:
+    """The nodes of one feed-forward part."""
+
+    gate: fx.Node
+    up: fx.Node
+    down_backward: fx.Node
+    """Of the projection behind SwiGLU."""
+    backward: fx.Node
+    """Of the projections to gate and up."""
+
+
+def _args(node: fx.Node) -> list[Any]:
+    """A node's arguments, whose types are too many to tell apart."""
+    return list(node.args)
+
+
+def _viewed(node: Any) -> Any:
+    """What a node is a view of."""
+    while isinstance(node, fx.Node) and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node, through views."""
+    for user in node.users:
+        if user.target in VIEWS:
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _items(node: fx.Node) -> dict[int, fx.Node]:
+    return {_args(user)[1]: user for user in node.users}
+
+
+def _matched(backward: fx.Node) -> Gated | None:
+    ops = torch.ops.surogate_triton
+    dy, _, _, _, _, _, outputs, rank, _, p, _ = _args(backward)
+    inner = _viewed(dy)
+    if p != 0 or rank != RANK or len(outputs) != 2 or outputs[0] != outputs[1] or outputs[0] % FEATURES:
+        return None
+    if dy.meta["val"].dtype != torch.bfloat16 or inner.target != ops.swiglu_backward.default:
+        return None
+    dh, gate, up = _args(inner)
+    if set(_users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
+        return None
+    down_backward, number = _args(dh)
+    if number != 0 or down_backward.target != ops.adapted_linears_backward.default:
+        return None
+    _, x, _, _, _, _, down_outputs, down_rank, _, down_p, _ = _args(down_backward)
+    if down_p != 0 or len(down_outputs) != 1 or down_rank != rank or x.target != aten.cat.default:
+        return None
+    h = _args(x)[0][0]
+    if h.target != aten.mul.Tensor or _args(h)[1] is not up:
+        return None
+    silu = _args(h)[0]
+    if silu.target != aten.silu.default or _args(silu)[0] is not gate:
+        return None
+    return Gated(gate=gate, up=up, down_backward=down_backward, backward=backward)
+
+
+def _call(graph: fx.Graph, before: fx.Node, target: Any, args: tuple[Any, ...], count: int) -> list[fx.Node]:
+    """A call of an op before a node, and its results."""
+    fakes: Any = fx.node.map_arg(args, lambda n: n.meta["val"])
+    mode = detect_fake_mode([v for v in fakes if isinstance(v, Tensor)])
+    assert mode is not None
+    with mode:
+        values = target(*fakes)
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+        node.meta = {**before.meta, "val": values}
+        results = [graph.call_function(operator.getitem, (node, i)) for i in range(count)]
+    for result, value in zip(results, values, strict=True):
+        result.meta = {**before.meta, "val": value}
+    return results
+
+
+def _replace(node: fx.Node, results: dict[int, fx.Node]) -> None:
+    for number, item in _items(node).items():
+        item.replace_all_uses_with(results[number])
+
+
+def _apply(graph: fx.Graph, found: Gated) -> None:
+    ops = torch.ops.surogate_triton
+    node = found.down_backward
+    dy, _, u, panel, _, inputs, outputs, rank, scale, _, _ = _args(node)
+    arguments: tuple[Any, ...] = (dy, u, panel, inputs, outputs[0], rank, scale)
+    dh, du, db = _call(graph, node, ops.down_backward.default, arguments, 3)
+    da_item = _items(node).get(1)
+    _replace(node, {0: dh, 1: da_item, 2: db} if da_item is not None else {0: dh, 2: db})
+    node = found.backward
+    _, x, u_up, panel_up, _, inputs_up, _, rank_up, scale_up, _, _ = _args(node)
+    arguments = (dh, found.gate, found.up, du, x, u_up, panel_up, inputs_up, rank_up, scale_up)
+    dx, da, db, da_down = _call(graph, node, ops.gated_backward.default, arguments, 4)
+    _replace(node, {0: dx, 1: da, 2: db})
+    if da_item is not None:
+        _move_users(graph, da_item, da_down)
+        da_item.replace_all_uses_with(da_down)
+
+
+def _move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
+    """Whatever depends on a node and stands before another, moves behind that."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    depend: set[fx.Node] = set()
+    todo = [of]
+    while todo:
+        for user in todo.pop().users:
+            if user not in depend and order[user] < order[after]:
+                depend.add(user)
+                todo.append(user)
+    for node in sorted(depend, key=order.__getitem__, reverse=True):
+        after.append(node)
+
+
+def rewrite(joint: fx.Graph) -> None:
+    """Take SwiGLU into the projections around it, wherever a joint graph has them."""
+    target = torch.ops.surogate_triton.adapted_linears_backward.default
+    for node in list(joint.nodes):
+        if node.target == target and (found := _matched(node)) is not None:
+            _apply(joint, found)
+            # What was replaced is dead; the ops write nothing that others see.
+            joint.eliminate_dead_code()

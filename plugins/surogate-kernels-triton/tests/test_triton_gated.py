@@ -1,0 +1,159 @@
+"""SwiGLU inside the projections around it: the kernel against float64, the rewrite of a graph against the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import surogate_kernels_triton
+import torch
+from torch import Tensor, fx
+
+from surogate_core.dsl import trace
+from surogate_core.dsl.trace import Recompute, Signature
+from surogate_core.kernels import ops, registry
+from surogate_core.kernels.panels import PanelShape
+from surogate_core.kernels.registry import KernelTable
+
+pytestmark = pytest.mark.gpu
+
+R, SCALE = 16, 2.0
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_pack() -> None:
+    reason = surogate_kernels_triton.unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).bfloat16().cuda()
+
+
+def shapes(width: int, features: int, dropout: float = 0.0, rank: int = R) -> tuple[PanelShape, PanelShape]:
+    up = PanelShape(inputs=width, outputs=(features,) * 2, rank=rank, scale=SCALE, dropout=dropout, salts=(0, 1))
+    return up, PanelShape(inputs=features, outputs=(width,), rank=rank, scale=SCALE, dropout=dropout, salts=(2,))
+
+
+def panel(shape: PanelShape, seed: int) -> tuple[Tensor, list[Tensor]]:
+    """A panel and its adapters, which bf16 holds."""
+    made = shape.allocate(torch.device("cuda"), torch.bfloat16)
+    adapters = []
+    for number, outputs in enumerate(shape.outputs):
+        shape.weight(made, number).copy_(random(outputs, shape.inputs, seed=seed + number, scale=shape.inputs**-0.5))
+        adapters.append(random(shape.rank, shape.inputs, seed=seed + 10 + number, scale=shape.inputs**-0.5).float())
+        adapters.append(random(outputs, shape.rank, seed=seed + 20 + number, scale=0.05).float())
+    shape.load(made, list(zip(adapters[::2], adapters[1::2], strict=True)))
+    return made, adapters
+
+
+def close(found: Tensor, expected: Tensor, bound: float = 1.5e-2) -> bool:
+    """Values were rounded to 8 bits before they were multiplied, and results once more."""
+    assert found.shape == expected.shape
+    return bool((found.double() - expected).abs().max() <= bound * expected.abs().max() + 1e-30)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 300, 1000])
+@pytest.mark.parametrize("features", [256, 768])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e-6, 0.0], ids=["one", "huge", "tiny", "zero"])
+def test_the_kernel_is_its_formulas(tokens: int, features: int, scale: float) -> None:
+    from surogate_kernels_triton.gated import gated_backward
+
+    width = 128
+    shape, _ = shapes(width, features)
+    both, _ = panel(shape, 0)
+    joined = random(tokens, 2 * features, seed=1, scale=scale)
+    gate, up = joined[:, :features], joined[:, features:]
+    dh, du_down = random(tokens, features, seed=2), random(tokens, R, seed=3)
+    x, u = random(tokens, width + 128, seed=4), random(tokens, 2 * R, seed=5)
+    dx, da, db, da_down = gated_backward(dh, gate, up, du_down, x, u, both, width, R, SCALE)
+
+    g, v, d = (t.double() for t in (gate, up, dh))
+    sigmoid = torch.sigmoid(g)
+    dgate, dup = d * v * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid
+    dy = torch.cat((dgate, dup), 1)
+    wide = both.double()
+    du = dy @ wide[: 2 * features, width : width + 2 * R]
+    assert close(dx, dy @ wide[: 2 * features, :width] + du @ wide[2 * features :, :width])
+    assert close(da, du.t() @ x[:, :width].double())
+    expected = [dgate.t() @ u[:, :R].double(), dup.t() @ u[:, R:].double()]
+    assert close(db, SCALE * torch.cat(expected))
+    assert close(da_down, du_down.double().t() @ (g * sigmoid * v))
+
+
+def test_a_nan_is_seen_and_equal_inputs_give_equal_bits() -> None:
+    from surogate_kernels_triton.gated import gated_backward
+
+    shape, _ = shapes(128, 512)
+    both, _ = panel(shape, 0)
+    joined = random(2100, 1024, seed=1)
+    arguments: list[Any] = [random(2100, 512, seed=2), joined[:, :512], joined[:, 512:], random(2100, R, seed=3)]
+    arguments += [random(2100, 256, seed=4), random(2100, 2 * R, seed=5), both, 128, R, SCALE]
+    first = gated_backward(*arguments)
+    load, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            load @ load
+        assert all(torch.equal(a, b) for a, b in zip(gated_backward(*arguments), first, strict=True))
+    joined[7, 3] = float("nan")
+    dx, _, db, da_down = gated_backward(*arguments)
+    assert dx[7].isnan().all()
+    assert dx[8].isfinite().all()
+    assert db[3].isnan().all()
+    assert da_down[:, 3].isnan().all()
+
+
+def joint_of(shape: tuple[PanelShape, PanelShape], rewritten: bool, arguments: list[Tensor]) -> fx.GraphModule:
+    pack = surogate_kernels_triton.surogate_kernel_pack()
+    table = KernelTable.build(torch.device("cuda"), [pack])
+    if not rewritten:
+        table.rewrites = ()
+
+    def run(x: Tensor, up: Tensor, down: Tensor, seed: Tensor, *adapters: Tensor) -> Tensor:
+        used = seed if shape[0].dropout else None
+        gate, value = ops.adapted_linears(x, up, used, shape[0], *adapters[:4])
+        return x + ops.adapted_linears(ops.swiglu(gate, value), down, used, shape[1], *adapters[4:])[0]
+
+    inputs = [Signature.of(t, requires_grad=i == 0 or i > 3) for i, t in enumerate(arguments)]
+    with registry.using(table):
+        return trace.trace_joint(run, inputs)
+
+
+def targets(joint: fx.GraphModule) -> list[str]:
+    return [str(n.target).split(".")[1] for n in joint.graph.nodes if str(n.target).startswith("surogate_triton")]
+
+
+def arguments_of(shape: tuple[PanelShape, PanelShape], tokens: int = 200) -> list[Tensor]:
+    (up, a), (down, b) = panel(shape[0], 0), panel(shape[1], 5)
+    seed = torch.zeros((), dtype=torch.int32, device="cuda")
+    return [random(tokens, shape[0].inputs, seed=9), up, down, seed, *a, *b]
+
+
+def test_a_rewritten_graph_gives_the_same_and_keeps_less() -> None:
+    shape = shapes(128, 512)
+    arguments = arguments_of(shape)
+    dy = random(200, 128, seed=11)
+    plain, rewritten = (joint_of(shape, flag, arguments) for flag in (False, True))
+    assert "swiglu_backward" in targets(plain)
+    assert targets(rewritten) == ["adapted_linears", "adapted_linears", "down_backward", "gated_backward"]
+    values, expected = (fx.Interpreter(joint).run(*arguments, dy) for joint in (rewritten, plain))
+    for found, value in zip(values, expected, strict=True):
+        assert close(found, value.double())
+
+    def kept(joint: fx.GraphModule) -> int:
+        _, _, nodes = trace._split(joint, Recompute(block=False), "inductor")
+        return sum(n.meta["val"].numel() for n in nodes)
+
+    assert kept(plain) - kept(rewritten) >= 200 * 512, "silu(gate) · up is kept for nobody"
+
+
+@pytest.mark.parametrize(
+    ("features", "dropout", "rank"), [(512, 0.1, R), (128, 0.0, R), (512, 0.0, 32)], ids=["dropout", "narrow", "rank"]
+)
+def test_what_the_kernel_is_not_made_for_stays(features: int, dropout: float, rank: int) -> None:
+    shape = shapes(128, features, dropout, rank)
+    joint = joint_of(shape, True, arguments_of(shape))
+    assert "swiglu_backward" in targets(joint)
+    assert "gated_backward" not in targets(joint)
