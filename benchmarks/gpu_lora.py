@@ -45,6 +45,7 @@ from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
+PACKS = ["triton", "cuda", "hopper"]
 MEAN_LENGTH, SIGMA = 400.0, 0.8
 """Of the log-normal document lengths."""
 
@@ -282,8 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
-    packs_known = ["triton", "cuda", "hopper"]
-    parser.add_argument("--packs", nargs="*", choices=packs_known, default=packs_known)
+    parser.add_argument("--packs", nargs="*", choices=PACKS, default=PACKS)
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--head-chunks", type=int, default=4)

@@ -476,9 +476,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="train all weights")
-    parser.add_argument(
-        "--packs", nargs="*", choices=["triton", "cuda"], default=["triton", "cuda"], help="fast path's"
-    )
+    parser.add_argument("--packs", nargs="*", choices=gpu_lora.PACKS, default=gpu_lora.PACKS, help="fast path's")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--perturbed", type=int, default=8, help="runs that measure the noise")
     parser.add_argument("--lr", type=float, help="1e-3, or 3e-4 for all weights")

@@ -42,10 +42,6 @@ __device__ __forceinline__ void copy16(u32 to, const void *from, bool inside) {
                  : "memory");
 }
 
-__device__ __forceinline__ void copy4(u32 to, const void *from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
-}
-
 // The barrier counts this thread when its copies so far have landed.
 __device__ __forceinline__ void arrive_with_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -189,7 +189,7 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
         barrier_init(full_k, warpgroup);
         barrier_init(full_v, warpgroup);
         for (int i = 0; i < stages; ++i) {
-            barrier_init(full + 8 * i, warpgroup);
+            barrier_init(full + 8 * i, 2 * warpgroup);  // each copier twice: its copies, and a value that it stored
             barrier_init(empty + 8 * i, 8);
         }
     }
@@ -207,16 +207,16 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
         for (int member = 0; member < group; ++member) {
             const int head = kv_head * group + member;
             const float *values = (thread < half_rows ? lse : delta) + static_cast<long long>(head) * tokens;
-            const u32 values_to = shared_address(thread < half_rows ? shared.lse : shared.delta) +
-                                  thread % half_rows * 4;
+            float(*const values_to)[half_rows] = thread < half_rows ? shared.lse : shared.delta;
             for (int n = 0; n < blocks; ++n, place.next()) {
-                const int row = first + n * half_rows;
+                const int row = first + n * half_rows, own_row = row + thread % half_rows;
+                const float value = own_row < end ? __ldg(values + own_row) : 0.0f;
                 barrier_wait(empty + 8 * place.slot, place.parity ^ 1);
                 copy_tile<half_rows>(q_tile + place.slot * small_tile, q + head * features, q_row, row, first, end);
-                copy4(values_to + place.slot * half_rows * 4, values + row + thread % half_rows,
-                      row + thread % half_rows < end);
                 copy_tile<half_rows>(dy_tile + place.slot * small_tile, dy + head * features, dy_row, row, first, end);
                 arrive_with_copies(full + 8 * place.slot);
+                values_to[place.slot][thread % half_rows] = value;
+                barrier_arrive(full + 8 * place.slot);
                 if (member == 0 && n == 0) {
                     copy_tile<block_rows>(v_tile, v + kv_head * features, v_row, first, 0, tokens);
                     arrive_with_copies(full_v);
@@ -261,6 +261,7 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
                 if (rows + half_rows <= own_first || rows >= own_end) {
                     // The copier may need the busy slot before this warpgroup multiplies again.
                     wgmma_wait<0>();
+                    __syncwarp();
                     if (lane == 0) {
                         if (busy >= 0) barrier_arrive(empty + 8 * busy);
                         barrier_arrive(empty + 8 * place.slot);
@@ -275,6 +276,7 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
                 wgmma_commit();
                 // The block before is done with: its p and ds leave the registers that dp needs.
                 wgmma_wait<1>();
+                __syncwarp();  // all lanes have read the slot's lse and delta
                 if (busy >= 0 && lane == 0) barrier_arrive(empty + 8 * busy);
                 busy = place.slot;
                 wgmma_fence();
