@@ -24,6 +24,8 @@ ROWS = 1024
 """Tokens whose contributions to a gradient one program adds, at most."""
 ROOM = 128
 """Columns past x are a multiple of this."""
+COLUMNS = 64
+"""Inputs of a program of `down_gradient`."""
 PROGRAMS = 240
 """As many as keep a large GPU reading; fixed, so that the order of sums depends on shapes alone."""
 GOLDEN = 0x1E3779B9
@@ -132,8 +134,8 @@ def _(
 
 def gradients(
     dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: Sequence[int], rank: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dy with du past it in its rows, du, dB); dy with its outputs alone is copied to where there is room."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dy with du past it, du, dB, counters of `summed`); dy without room behind its outputs is copied."""
     n, slots, width = u_NR.shape[0], len(outputs), sum(outputs)
     if dy.stride(1) != 1:
         dy = dy.contiguous()
@@ -165,25 +167,38 @@ def gradients(
         num_warps=4,
         num_stages=3,
     )
-    du_NR, db = summed(du_parts, db_parts, wide, outputs, rank, scale)
-    return wide, du_NR, db
+    du_NR, db, counters, _ = summed(du_parts, db_parts, wide, inputs, outputs, rank, scale)
+    return wide, du_NR, db, counters
 
 
 def summed(
-    du_parts: Tensor, db_parts: Tensor, wide: Tensor, outputs: Sequence[int], rank: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """du [N, R], also into `wide` past the outputs, and dB [outputs, rank] fp32 from their parts."""
+    du_parts: Tensor,
+    db_parts: Tensor,
+    wide: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    da_parts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """du [N, R], also into `wide` past the outputs; dB [outputs, rank] fp32; counters for `down_gradient`; da's sum."""
     chunks, n, _ = du_parts.shape
     parts, width, _ = db_parts.shape
-    slots, tile = len(outputs), 64
+    slots, tile, block = len(outputs), 64, 1024
     du_NR = wide.new_empty(n, slots * rank)
     db = torch.empty((width, rank), dtype=torch.float32, device=wide.device)
-    programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile),](
+    counters = torch.empty(triton.next_power_of_2(triton.cdiv(inputs, COLUMNS)), dtype=torch.int32, device=wide.device)
+    da = db if da_parts is None else da_parts.new_empty(da_parts.shape[1:])
+    others = 0 if da_parts is None else da.numel()
+    programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile) + triton.cdiv(others, block),](
         du_parts,
         db_parts,
         du_NR,
         wide[:, width:],
         db,
+        db if da_parts is None else da_parts,
+        da,
+        counters,
         scale,
         n,
         wide.stride(0),
@@ -194,9 +209,41 @@ def summed(
         S=slots,
         C=width // chunks,
         M=tile,
+        DA=others,
+        COUNTERS=counters.numel(),
+        BLOCK=block,
         num_warps=4,
     )
-    return du_NR, db
+    return du_NR, db, counters, da
+
+
+def down_gradient(x_NI: Tensor, du_NR: Tensor, counters: Tensor) -> Tensor:
+    """dA = duᵀ x, [R, I] fp32; the counters come from `summed` of the same call."""
+    n, inputs = x_NI.shape
+    ranks = du_NR.shape[1]
+    chunks, rows = triton.cdiv(inputs, COLUMNS), ROWS
+    while rows > 128 and chunks * triton.cdiv(n, rows) < PROGRAMS:
+        rows //= 2
+    parts = triton.cdiv(n, rows)
+    da = torch.empty((ranks, inputs), dtype=torch.float32, device=x_NI.device)
+    programs.down_gradient[chunks, parts](
+        x_NI,
+        du_NR,
+        da.new_empty((parts, ranks, inputs)),
+        da,
+        counters,
+        n,
+        x_NI.stride(0),
+        IN=inputs,
+        RANKS=ranks,
+        WIDE=triton.next_power_of_2(ranks),
+        M=64,
+        C=COLUMNS,
+        ROWS=rows,
+        num_warps=4,
+        num_stages=3,
+    )
+    return da
 
 
 @torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
@@ -217,9 +264,9 @@ def _backward(
     n = x.shape[0]
     slots, width, ranks = len(outputs), sum(outputs), rank * len(outputs)
     x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
-    dy, du_NR, db = gradients(dy, u_NR, panel_QP, inputs, outputs, rank, scale)
+    dy, du_NR, db, counters = gradients(dy, u_NR, panel_QP, inputs, outputs, rank, scale)
     if p == 0:
-        da = torch.mm(du_NR.t(), x_NI, out_dtype=torch.float32)
+        da = down_gradient(x_NI, du_NR, counters)
         return torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs]), da, db
     columns, parts = 128, triton.cdiv(n, 512)
     da_parts = dy.new_empty((parts, ranks, inputs), dtype=torch.float32)

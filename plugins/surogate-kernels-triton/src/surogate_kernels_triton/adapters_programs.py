@@ -131,6 +131,9 @@ def up_backward_sums(
     du,
     wide,
     db,
+    da_parts,
+    da,
+    counters,
     scale,
     tokens,
     wide_row,
@@ -143,11 +146,20 @@ def up_backward_sums(
     S: tl.constexpr,
     C: tl.constexpr,
     M: tl.constexpr,
+    DA: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """du[N, S·R], also into the columns past dy in its own rows, and dB[OUT, R] from their parts, in one order."""
+    """du[N, S·R], also into the columns past dy in its own rows, and dB[OUT, R] from their parts, in one order.
+
+    Besides, since that comes before `down_gradient` and behind `gated_backward`: zeros for the counters of the
+    one, and the sum of the DA elements of the other's parts.
+    """
     tiles = tl.cdiv(tokens, M)
     program = tl.program_id(0)
     ranks = tl.arange(0, R)
+    if program == 0:
+        tl.store(counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     if program < tiles * S:
         slot = program % S
         rows = program // S * M + tl.arange(0, M)
@@ -162,6 +174,12 @@ def up_backward_sums(
         columns = slot * R + ranks
         tl.store(du + rows[:, None] * (S * R) + columns[None, :], result, mask=inside[:, None])
         tl.store(wide + rows.to(tl.int64)[:, None] * wide_row + columns[None, :], result, mask=inside[:, None])
+    elif program >= tiles * S + tl.cdiv(OUT, M):
+        place = (program - tiles * S - tl.cdiv(OUT, M)) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for part in tl.range(0, parts):
+            total += tl.load(da_parts + part * DA + place, mask=place < DA, other=0.0)
+        tl.store(da + place, total, mask=place < DA)
     else:
         outputs = (program - tiles * S) * M + tl.arange(0, M)
         inside = outputs < OUT
@@ -241,3 +259,47 @@ def dropped_dx(
         kept = _kept(rows, columns, seed, slot, salts, threshold, IN)
         acc += tl.where(kept, tl.dot(g, weight) * inverse, 0.0)
     tl.store(dx + place, acc.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def down_gradient(
+    x,
+    du,
+    parts,
+    da,
+    counters,
+    tokens,
+    x_row,
+    IN: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """dA = duᵀ x, [RANKS, IN] fp32, for all projections from one reading of x; WIDE is a power of two from RANKS on.
+
+    A program has C inputs and ROWS tokens. The last to come of those that share the inputs adds their parts, in the
+    order of the tokens, whoever it is. `counters` are 0 at the start, one for each C inputs.
+    """
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    columns = chunk * C + tl.arange(0, C)
+    ranks = tl.arange(0, WIDE)
+    acc = tl.zeros([C, WIDE], tl.float32)
+    for start in tl.range(part * ROWS, tl.minimum(part * ROWS + ROWS, tokens), M):
+        rows = start + tl.arange(0, M)
+        inside = (rows < tokens)[:, None]
+        place = rows.to(tl.int64)[:, None] * x_row + columns[None, :]
+        value = tl.load(x + place, mask=inside & (columns < IN)[None, :], other=0.0)
+        g = tl.load(du + rows[:, None] * RANKS + ranks[None, :], mask=inside & (ranks < RANKS)[None, :], other=0.0)
+        acc = tl.dot(value.T, g, acc)
+    place = ranks[None, :] * IN + columns[:, None]
+    kept = (ranks < RANKS)[None, :] & (columns < IN)[:, None]
+    tl.store(parts + part * (RANKS * IN) + place, acc, mask=kept)
+    tl.debug_barrier()  # every thread's share is written before the program is counted
+    if tl.atomic_add(counters + chunk, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        total = tl.zeros([C, WIDE], tl.float32)
+        for number in tl.range(0, tl.num_programs(1)):
+            total += tl.load(parts + number * (RANKS * IN) + place, mask=kept, other=0.0, cache_modifier=".cg")
+        tl.store(da + place, total, mask=kept)

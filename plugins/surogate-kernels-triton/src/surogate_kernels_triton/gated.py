@@ -46,7 +46,7 @@ def down_backward(
     dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of silu(gate) · up, du, dB) of the projection behind it; dA is left to `gated_backward`."""
-    dy, du_NR, db = adapters.gradients(dy, u_NR, panel_QP, inputs, [outputs], rank, scale)
+    dy, du_NR, db, _ = adapters.gradients(dy, u_NR, panel_QP, inputs, [outputs], rank, scale)
     outer = outputs + rank
     return torch.mm(dy[:, :outer], panel_QP[:outer, :inputs]), du_NR, db
 
@@ -100,10 +100,11 @@ def gated_backward(
         *(np.int32(size) for size in (n, features, rows)),
         shared=SHARED,
     )
-    du, db = adapters.summed(du_parts, db_parts, dy, [features, features], rank, scale)
-    da = torch.mm(du.t(), x_NI, out_dtype=torch.float32)
+    outputs = [features, features]
+    du, db, counters, da_down = adapters.summed(du_parts, db_parts, dy, inputs, outputs, rank, scale, da_parts)
+    da = adapters.down_gradient(x_NI, du, counters)
     dx = torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs])
-    return dx, da, db, da_parts.sum(0)
+    return dx, da, db, da_down
 
 
 @gated_backward.register_fake
