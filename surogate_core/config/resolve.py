@@ -63,6 +63,8 @@ def load_many(
         raise ConfigError([*_without_echoes(problems), *_plugins_gone(places, registry)])
     for broken in registry.broken.values():
         log.warning(f"{broken}; it is left out")
+    for remark in registry.remarks:
+        log.warning(f"{remark}")
     return loaded
 
 

@@ -20,6 +20,7 @@ from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue
 from surogate_core.plugins.contract import incompatible, verify
 from surogate_core.plugins.discovery import CORE, ImportPolicy, InstalledPlugin, core_plugin, installed_plugins
+from surogate_core.plugins.isolation import Remark, observed
 from surogate_core.plugins.static import StaticView, config_options, search_path_dir, static_view
 
 
@@ -74,6 +75,8 @@ class Registry:
     blocked: dict[str, tuple[InstalledPlugin, str]] = field(default_factory=dict)
     """Plugins that were not imported, with the reason."""
     broken: dict[str, Broken] = field(default_factory=dict)
+    remarks: list[Remark] = field(default_factory=list)
+    """What plugins did besides: printed, started threads, took long to import."""
     search_path: list[tuple[str, str]] = field(default_factory=list)
     """(plugin name, Hydra search path), in the order of loading; the core's own is not in it."""
     options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
@@ -131,7 +134,8 @@ class Registry:
         for impl in sorted(caller.get_hookimpls(), key=lambda i: (i.plugin_name != CORE, i.plugin_name)):
             plugin = self.plugins[impl.plugin_name]
             try:
-                offers = impl.function()
+                with observed(plugin, f"in its hook {hook}", self.remarks):
+                    offers = impl.function()
                 listed = [] if offers is None else offers if isinstance(offers, list) else [offers]
                 for offer in listed:
                     if not isinstance(offer, expected):
@@ -228,7 +232,8 @@ def _load(registry: Registry, plugin: InstalledPlugin) -> None:
 
             module: Any = builtin
         else:
-            module = plugin.entry_point.load()
+            with observed(plugin, doing, registry.remarks, timed=True):
+                module = plugin.entry_point.load()
         doing = "when its hooks were registered"
         registry.manager.register(module, name=plugin.name)
     except KeyboardInterrupt:
