@@ -7,7 +7,7 @@ from pathlib import Path
 
 from surogate_core import API_VERSION
 from surogate_core.errors import PluginError
-from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin
+from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin, canonical
 from surogate_core.plugins.static import static_view
 
 UNSTATED = ">=1,<2"
@@ -52,8 +52,6 @@ def rule_differences(
     policy: ImportPolicy, found: Sequence[InstalledPlugin], *, file: Path, allow_editable: bool
 ) -> list[str]:
     """The differences between a lock and what a policy lets in."""
-    from packaging.utils import canonicalize_name
-
     from surogate_core.plugins.lock import differences, installed_lock, read_lock
 
     lock = read_lock(file)
@@ -61,7 +59,7 @@ def rule_differences(
     kept_out = {
         name for name, d in lock.distributions.items() if all(policy.refusal(point) for point in d.entry_points)
     }
-    named = {canonicalize_name(p.distribution) for p in let_in}
+    named = {canonical(p.distribution) for p in let_in}
     # All entry points of a distribution count: a lock has them all.
-    installed = installed_lock(p for p in found if canonicalize_name(p.distribution) in named)
+    installed = installed_lock(p for p in found if canonical(p.distribution) in named)
     return differences(lock, installed, allow_editable=allow_editable, may_lack=kept_out)

@@ -19,7 +19,14 @@ from surogate_core.bundles import KINDS, Bundle
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue
 from surogate_core.plugins.contract import incompatible, verify
-from surogate_core.plugins.discovery import CORE, ImportPolicy, InstalledPlugin, core_plugin, installed_plugins
+from surogate_core.plugins.discovery import (
+    CORE,
+    ImportPolicy,
+    InstalledPlugin,
+    canonical,
+    core_plugin,
+    installed_plugins,
+)
 from surogate_core.plugins.isolation import Remark, observed
 from surogate_core.plugins.static import StaticView, config_options, search_path_dir, static_view
 
@@ -286,13 +293,17 @@ def _add_options(registry: Registry, plugin: InstalledPlugin, directory: Path) -
 
 
 def _refuse_equal_names(found: Sequence[InstalledPlugin], policy: ImportPolicy) -> None:
-    seen: dict[str, InstalledPlugin] = {CORE: core_plugin()}
+    names: dict[str, InstalledPlugin] = {CORE: core_plugin()}
+    modules: dict[str, InstalledPlugin] = {}
     for plugin in found:
         if policy.refusal(plugin.name) is not None:
             continue
-        other = seen.setdefault(plugin.name, plugin)
+        other = names.setdefault(canonical(plugin.name), plugin)
         if other is not plugin:
             raise PluginError(_clash(f"entry point {plugin.name!r}", other, plugin, same_name=True))
+        other = modules.setdefault(plugin.module, plugin)
+        if other is not plugin:
+            raise PluginError(_clash(f"module {plugin.module!r}", other, plugin))
 
 
 def _clash(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> str:
