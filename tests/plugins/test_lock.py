@@ -352,7 +352,7 @@ def test_requirements_have_the_hashes_that_are_known(
 
 
 def test_the_exported_requirements_install_the_locked_set_and_nothing_else(tmp_path: Path) -> None:
-    """pip, with the requirements of a lock, in a fresh environment; another wheel is refused, and one without a hash."""
+    """With pip, in a fresh environment; another wheel is refused, and a requirement without a hash."""
     wheels, lock = tmp_path / "wheels", str(tmp_path / "surogate.lock")
     ours = {"SUROGATE_PLUGINS_ALLOW": "recipe-a recipe-b"}
     made = [
