@@ -17,6 +17,11 @@ from surogate_core.plugins.static import view_files  # noqa: E402
 
 FILE = ROOT / "docs" / "plugins.md"
 
+MATRIX = """\
+19 combinations: 17 trained, 2 refused, 0 crashed
+86 pairs of choices: 84 trained together, 2 refused by name, 0 neither"""
+"""Printed with all plugins of this repository installed, and no other."""
+
 INTRODUCTION = """\
 # Plugins
 
@@ -28,6 +33,7 @@ INTRODUCTION = """\
 | `surogate plugins show NAME` | one plugin in full |
 | `surogate plugins new NAME --kind KIND` | write a package that installs, with tests, README and CI file |
 | `surogate plugins check [NAME …]` | run the conformance kit on one plugin, or on all; exit code 0 or 1 |
+| `surogate plugins check --matrix` | whether what is installed can be combined; exit code 0 or 1 |
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
 
@@ -87,12 +93,23 @@ def test_conformance(surogate_check):
 ```
 
 `surogate plugins new` writes that file too.
+
+## Combinations
+
+`surogate plugins check --matrix` tries what is installed together: model family × recipe × optimizer × offloader × mode
+(full, adapters, pre-training; residuals kept or computed again), on a CPU, with each family's preset `tiny`. It is a
+pairwise design: every pair of choices is in a combination that trains a step with a finite loss, or is refused by name
+before anything is loaded. A pair that is refused hides no other: those beside it are tried in other combinations.
+
+```text
+{matrix}
+```
 """
 
 
 def make() -> str:
     """The page's text."""
-    lines = [INTRODUCTION.format(unstated=UNSTATED), "## Compatibility", ""]
+    lines = [INTRODUCTION.format(unstated=UNSTATED, matrix=MATRIX), "## Compatibility", ""]
     versions = range(1, API_VERSION + 1)
     heads = ["plugin", "version", "surogate", *(f"API {v}" for v in versions), "offers"]
     lines += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
