@@ -78,6 +78,9 @@ optimizer-adamw conforms: 10 checks hold, 0 do not
 - `kernels`: every kernel against its op's reference in float64, forward and backward, in each dtype and on each
   device of this machine that it supports; equal bits twice.
 - `offload`: training with it has the bits of training without.
+- `objective`: one fp32 loss a token, and its gradient, 0 where the label is -100; a token's loss does not depend on the
+  other tokens; training, whole and in chunks.
+- `launcher`: main is called, its exit code comes back, and an error in it is never exit code 0.
 
 A check that cannot apply on this machine is reported as skipped, with the reason: a kernel pack for NVIDIA GPUs is
 tried on a machine that has one. The kit has not been run on one yet. In a

@@ -20,8 +20,10 @@ from surogate_core.testing import (
     checks,
     datasets,
     kernels,
+    launchers,
     models,
     monitors,
+    objectives,
     offloaders,
     optimizers,
     recipes,
@@ -60,7 +62,8 @@ def test_our_own_plugins_conform(check: Check) -> None:
 
 def test_the_core_conforms() -> None:
     found = checks("core", registry())
-    assert {c.subject for c in found} == {"offload none", "kernels torch"}
+    subjects = {"offload none", "kernels torch", "objective cross_entropy", "launcher local"}
+    assert {c.subject for c in found} == subjects
     for check in found:
         check.run()
 
@@ -144,6 +147,51 @@ def test_an_offloader_that_changes_a_bit_is_caught() -> None:
     for check in offloaders.CHECKS:
         with pytest.raises(AssertionError, match=r"losses are|with offloading"):
             check(offloader)
+
+
+def _uphill(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.where(labels >= 0, -torch.log_softmax(logits.float(), -1).mean(-1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "check", "message"),
+    [
+        (lambda x, y: torch.where(y >= 0, x.float().sum(-1), 1.0), objectives.gives_a_loss_for_each_token, "is not 0"),
+        (lambda x, y: x.sum(-1) * (y >= 0), objectives.gives_a_loss_for_each_token, "is torch.bfloat16"),
+        (lambda x, y: x.float().sum(), objectives.gives_a_loss_for_each_token, r"has the shape \(\), not \[N\]"),
+        (lambda x, y: 0 * x.float().sum(-1), objectives.is_differentiable, "of a trained token is 0"),
+        (lambda x, y: x.float().sum(-1), objectives.is_differentiable, "is not 0 where the label is -100"),
+        (lambda x, y: x.sum(-1) - x.mean(), objectives.does_not_look_at_other_tokens, "tokens 0 to 5 alone"),
+        (lambda x, y: 2 * _uphill(x, y).detach() - _uphill(x, y), objectives.trains, "the loss does not fall"),
+    ],
+)
+def test_objectives_that_break_a_rule_are_caught(loss: Any, check: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(bundles.Objective(name="x", token_loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (lambda main, options: 0, "main was not called"),
+        (lambda main, options: main() and 0, "main ended with 3, and launch returned 0"),
+        (lambda main, options: None if main() == 0 else 3, "main ended with 0, and launch returned None"),
+    ],
+)
+def test_launchers_that_break_a_rule_are_caught(launch: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        launchers.returns_the_exit_code(bundles.Launcher(name="x", launch=launch))
+
+
+def test_a_launcher_that_swallows_errors_is_caught() -> None:
+    def launch(main: Any, options: Any) -> int:
+        try:
+            return int(main())
+        except RuntimeError:
+            return 0
+
+    with pytest.raises(AssertionError, match="main raised, and launch returned 0"):
+        launchers.lets_errors_through(bundles.Launcher(name="x", launch=launch))
 
 
 class Monitor(monitors._Recorder):
