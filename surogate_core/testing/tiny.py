@@ -20,6 +20,7 @@ from surogate_core.bundles import (
     OptimizerSpec,
     ParamGroup,
     Recipe,
+    RecipeSettings,
 )
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
@@ -135,7 +136,7 @@ def engine(
     objective: Objective = CROSS_ENTROPY,
     head_chunks: int = 1,
 ) -> Engine:
-    """An engine in fp32 with FX graphs; bundles get their options' defaults."""
+    """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot."""
     return Engine(
         build(config),
         settings=EngineSettings(
@@ -154,7 +155,9 @@ def engine(
             seed=0,
         ),
         recipe=recipe,
-        recipe_options=recipe.options() if recipe_options is None else recipe_options,
+        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(), CPU)
+        if recipe_options is None
+        else recipe_options,
         objective=objective,
         optimizer=optimizer,
         optimizer_settings=OptimizerSettings(),

@@ -11,7 +11,7 @@ import torch
 from surogate_core import bundles
 from surogate_core.cli.main import main
 from surogate_core.data.tokenize import Encoded
-from surogate_core.errors import PluginError
+from surogate_core.errors import MachineError, PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.discovery import installed_plugins
 from surogate_core.testing import (
@@ -42,7 +42,7 @@ def registry() -> Registry:
 
 
 def cases() -> list[Any]:
-    """Those that trace a family's blocks, or start an interpreter, are too slow for every run."""
+    """Those that trace a family's blocks or emulate NVFP4, or start an interpreter, are too slow for every run."""
     found = []
     for name in OURS:
         for check in checks(name, registry()):
@@ -130,9 +130,64 @@ def test_recipes_that_break_a_rule_are_caught(linear: Any, plain: bool, message:
 
 
 def test_a_recipe_that_needs_another_device_is_not_tried() -> None:
-    recipe = bundles.Recipe(name="x", linear=lambda *a: None, unavailable=lambda device: "it needs a lathe")
-    with pytest.raises(NotApplicable, match="it needs a lathe"):
-        recipes.multiplies(recipe)
+    def prepare(options: Any, settings: Any, device: Any) -> Any:
+        raise MachineError("it needs a lathe")
+
+    recipe = bundles.Recipe(name="x", linear=lambda *a: None, prepare=prepare)
+    for check in (recipes.multiplies, recipes.trains, recipes.resumes):
+        with pytest.raises(NotApplicable, match="it needs a lathe"):
+            check(recipe)
+
+
+def test_a_recipe_that_packs_something_else_is_caught() -> None:
+    def linear(x: Any, weight: Any, slot: Any, options: Any) -> Any:
+        return x @ weight.t()
+
+    def made(factor: float) -> bundles.Recipe:
+        return bundles.Recipe(name="x", linear=linear, pack=lambda weight, slot, options: weight * factor)
+
+    recipes.multiplies_packed_weights(made(1.0))
+    with pytest.raises(AssertionError, match="y with the packed weight: relative error 1.0e-02"):
+        recipes.multiplies_packed_weights(made(1.01))
+    with pytest.raises(NotApplicable, match="packs no weights"):
+        recipes.multiplies_packed_weights(tiny.PLAIN)
+
+
+class Rows:
+    """State of a recipe that does what it should, but for what `fault` names."""
+
+    def __init__(self, fault: str, slots: int):
+        self.fault, self.rows = fault, torch.ones(slots, 3)
+        self.hidden = 0.0
+
+    def update(self, observed: Any, skip: Any) -> None:
+        self.hidden += 1.0
+        kept = self.rows * 0.5 + (self.hidden if self.fault == "forgets" else 0.0)
+        if self.fault == "replaces":
+            self.rows = torch.where(skip > 0, self.rows, kept)
+        elif self.fault != "idles":
+            self.rows.copy_(kept if self.fault == "never skips" else torch.where(skip > 0, self.rows, kept))
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("never skips", "a skipped step changed the state"),
+        ("idles", "an update changed no state"),
+        ("replaces", "did not write `rows` in place"),
+        ("forgets", "with copied state: rows differs"),
+    ],
+)
+def test_a_recipe_whose_state_breaks_a_rule_is_caught(fault: str, message: str) -> None:
+    def made(fault: str) -> bundles.Recipe:
+        return bundles.Recipe(name="x", linear=lambda *a: None, state=lambda slots, *a: Rows(fault, slots))
+
+    recipes.keeps_its_state(made(""))
+    with pytest.raises(AssertionError, match=message):
+        recipes.keeps_its_state(made(fault))
 
 
 def test_an_offloader_that_changes_a_bit_is_caught() -> None:
