@@ -66,9 +66,10 @@ optimizer-adamw conforms: 10 checks hold, 0 do not
   what it offers is seen without import; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; logits and every gradient equal transformers' class to 1e-5 in
   fp32, where there is one; an export comes back with the same bits and loads in transformers; blocks are traced, full
-  and with adapters, under every recipe that runs on a CPU.
+  and with adapters, under every recipe that runs on a CPU, emulated or not.
 - `recipe`: product and gradients: shape, dtype, relative error at most 0.25, the same bits twice; `plain` is true
-  only where it is; training and a bit-equal resume.
+  only where it is; a packed frozen weight gives the same product; its state takes in what is observed, in place, and
+  not in a step that is skipped; training and a bit-equal resume. Where the device is not native, emulated.
 - `optimizer`: a step moves every master, none with a learning rate of 0; gradients that are not finite change
   nothing; state goes into another optimizer bit for bit and has the stated size; training and a bit-equal resume.
 - `dataset`: for the format's `examples`: labels are the token itself or -100, something is trained, equal rows give

@@ -137,6 +137,8 @@ def engine(
     head_chunks: int = 1,
 ) -> Engine:
     """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot."""
+    if recipe_options is None:
+        recipe_options = recipe.prepare(recipe.options(), RecipeSettings(), CPU)
     return Engine(
         build(config),
         settings=EngineSettings(
@@ -155,9 +157,7 @@ def engine(
             seed=0,
         ),
         recipe=recipe,
-        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(), CPU)
-        if recipe_options is None
-        else recipe_options,
+        recipe_options=recipe_options,
         objective=objective,
         optimizer=optimizer,
         optimizer_settings=OptimizerSettings(),
