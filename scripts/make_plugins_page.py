@@ -51,7 +51,8 @@ SUROGATE_API = ">=1,<2"
 ```
 
 It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a
-run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`.
+run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`. There has been
+one version so far: nothing is deprecated, and nothing is adapted.
 
 ## The conformance kit
 

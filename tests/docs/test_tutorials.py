@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,19 +48,36 @@ def test_a_new_family_from_nothing_to_a_wheel_that_trains(shell: Shell) -> None:
         assert '"reason": "finished", "step": 2' in metrics
 
 
-@pytest.mark.parametrize(
-    ("page", "kind", "name", "most"),
-    [("tutorial-optimizer.md", "optimizer", "ademamix", 80), ("tutorial-model.md", "model", "olmo2", 120)],
-)
-def test_the_package_is_small(page: str, kind: str, name: str, most: int, tmp_path: Path) -> None:
-    """Every line of its Python counts, those that `surogate plugins new` wrote too; its tests do not."""
+PACKAGES = [("tutorial-optimizer.md", "optimizer", "ademamix"), ("tutorial-model.md", "model", "olmo2")]
+
+
+def written(page: str, kind: str, name: str, tmp_path: Path) -> Path:
+    """The package of a page, without its commands."""
     package = new_plugin(name, kind, tmp_path)
     for block in blocks(DOCS / page):
         if block.mark.startswith("file: "):
             (tmp_path / block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
+    return package
+
+
+@pytest.mark.parametrize(("page", "kind", "name"), PACKAGES)
+def test_the_package_is_small(page: str, kind: str, name: str, tmp_path: Path) -> None:
+    """Every line of its Python counts, those that `surogate plugins new` wrote too; its tests do not."""
+    package, most = written(page, kind, name, tmp_path), {"optimizer": 80, "model": 120}[kind]
     files = list(package.glob("src/**/*.py"))
     assert {f.name for f in files} >= {"__init__.py", f"{kind}.py"}
     assert sum(len(f.read_text(encoding="utf-8").splitlines()) for f in files) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "kind", "name"), PACKAGES)
+def test_the_package_passes_ruff_and_strict_types(page: str, kind: str, name: str, tmp_path: Path) -> None:
+    package = written(page, kind, name, tmp_path)
+    for command in (["ruff", "check", "--no-cache"], ["ruff", "format", "--no-cache", "--check"], ["mypy"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=package, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------- the family of the page
