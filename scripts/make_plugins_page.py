@@ -37,6 +37,10 @@ INTRODUCTION = """\
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
 
+With 100 more plugins than this repository has, `surogate --help` takes 0.05 s, `surogate plugins list` 0.66 s, and
+composing, checking and printing a configuration (`surogate --cfg job`) 1.25 s; without the 100 they take 0.04, 0.49 and
+0.86 s. Medians of whole processes on a machine with two cores, by `python benchmarks/plugin_cold_start.py`.
+
 Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) has the policies,
 [security.md](security.md) what they protect from.
 
@@ -51,8 +55,8 @@ SUROGATE_API = ">=1,<2"
 ```
 
 It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a
-run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`. There has been
-one version so far: nothing is deprecated, and nothing is adapted.
+run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`. There has
+been one version so far: nothing is deprecated, and nothing is adapted.
 
 ## The conformance kit
 
@@ -60,11 +64,11 @@ one version so far: nothing is deprecated, and nothing is adapted.
 installed plugin:
 
 ```text
-optimizer-adamw conforms: 10 checks hold, 0 do not
+optimizer-adamw conforms: 11 checks hold, 0 do not
 ```
 
-- every plugin: it states its hook API; its requirements are met; its import is light, silent and starts no thread;
-  what it offers is seen without import; options are frozen and have defaults.
+- every plugin: it states its hook API; its requirements are met; its import is light, silent and starts no thread, and
+  so are its hooks; what it offers is seen without import; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; logits and every gradient equal transformers' class to 1e-5 in
   fp32, where there is one; an export comes back with the same bits and loads in transformers; blocks are traced, full
   and with adapters, under every recipe that runs on a CPU, emulated or not.

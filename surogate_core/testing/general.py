@@ -37,6 +37,13 @@ def imports_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
     ensure(not found.stdout, f"the module prints {found.stdout[:80]!r}")
 
 
+def answers_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
+    """Its hooks print nothing and leave no thread."""
+    registry.check()
+    said = [r.text for r in registry.remarks if r.plugin.name == plugin.name and "in its hook" in r.text]
+    ensure(not said, f"the plugin {'; '.join(said)}")
+
+
 def is_seen_without_import(plugin: InstalledPlugin, registry: Registry) -> None:
     """What it offers is what `surogate plugins list` reads from its source: names are literals."""
     view = static_view(plugin.module)
@@ -65,6 +72,7 @@ CHECKS = (
     states_its_api,
     has_what_it_requires,
     imports_quietly,
+    answers_quietly,
     is_seen_without_import,
     has_options_with_defaults,
 )

@@ -352,7 +352,7 @@ def test_check_prints_a_short_verdict(install_plugin: Any, capsys: Any) -> None:
     install_plugin("good", RECIPE.replace("NAME", "'fine'"))
     assert main(["plugins", "check", "good"]) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("good fails: 7 checks hold, 1 do not\n")
+    assert printed.startswith("good fails: 8 checks hold, 1 do not, 2 not applicable\n")
     assert "FAILED  plugin good: imports quietly" in printed  # its directory is on the path of this process only
 
 
@@ -360,13 +360,16 @@ def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> Non
     source = RECIPE.replace("NAME", "''.join('bad')").replace("SUROGATE_API", "OTHER").replace("x @ w.t()", "x @ w")
     install_plugin("bad", source)
     install_plugin("broken", "1 / 0")
-    assert main(["plugins", "check", "bad", "dist-broken", "absent"]) == 1
+    install_plugin("loud", RECIPE.replace("NAME", "'loud'").replace("    return", "    print('hello')\n    return"))
+    assert main(["plugins", "check", "bad", "dist-broken", "absent", "loud"]) == 1
     printed = capsys.readouterr().out
     assert "plugin bad: states its api: the module states no SUROGATE_API" in printed
     assert "plugin bad: is seen without import: recipe bad: the name is not a literal in the source" in printed
     assert "recipe bad: multiplies: RuntimeError" in printed
     assert "plugin broken (distribution dist-broken 1.2.3) failed when it was imported: ZeroDivisionError" in printed
     assert "plugin absent is not installed" in printed
+    said = "the plugin printed to stdout in its hook surogate_recipe: 'hello'"
+    assert f"plugin loud: answers quietly: {said}" in printed
 
 
 def test_checks_of_what_is_blocked_are_refused(install_plugin: Any) -> None:
@@ -383,11 +386,11 @@ def test_the_pytest_plugin_makes_a_test_of_each_check(pytester: pytest.Pytester)
         'SUROGATE_PLUGIN = "monitor-jsonl"\n\ndef test_conformance(surogate_check):\n    surogate_check.run()\n'
     )
     arguments = ["-p", "surogate_core.testing.pytest_plugin", "-q"]
-    pytester.runpytest(*arguments).assert_outcomes(passed=8)
+    pytester.runpytest(*arguments).assert_outcomes(passed=9)
     result = pytester.runpytest(*arguments, "--surogate-plugin", "kernels-cuda")
     outcomes = result.parseoutcomes()
     assert outcomes["passed"] >= 5
-    assert outcomes["passed"] + outcomes.get("skipped", 0) == 8
+    assert outcomes["passed"] + outcomes.get("skipped", 0) == 9
 
 
 def test_the_pytest_plugin_wants_a_name(pytester: pytest.Pytester) -> None:

@@ -134,6 +134,13 @@ def test_few_of_what_is_installed(registry: Registry, monkeypatch: pytest.Monkey
     assert trained <= set(product(*few.values()))
 
 
+def test_the_command_fails_on_what_is_neither(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    bad = design(crashes=lambda c: c["a"] == "1")
+    monkeypatch.setattr(matrix, "run_matrix", lambda registry, seen: bad)
+    assert main(["plugins", "check", "--matrix"]) == 1
+    assert "neither trained nor refused: 1 with 4" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_all_that_is_installed(install_plugin: Any, capsys: Any) -> None:
     install_plugin("copying", OFFLOADER)
