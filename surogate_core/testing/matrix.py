@@ -106,32 +106,40 @@ def cover(
     """Combinations until every pair of values was in one that trained, or is known to be refused.
 
     `refuses` tells without training. Greedy and deterministic: each combination begins with the first open pair and
-    takes of every other factor the value that adds the most open pairs.
+    takes of every other factor the value that adds the most open pairs. A pair is to blame for a refusal if it is
+    refused in the first combination that trained, too.
     """
-    order = {(f, v): (i, j) for i, (f, vs) in enumerate(factors.items()) for j, v in enumerate(vs)}
-    open_pairs = {frozenset(p): None for p in combinations(order, 2) if p[0][0] != p[1][0]}
+    choices = [(factor, value) for factor, values in factors.items() for value in values]
+    open_pairs = {frozenset(p): None for p in combinations(choices, 2) if p[0][0] != p[1][0]}
+    put_off: set[Pair] = set()
     trained: set[Pair] = set()
     refused: set[Pair] = set()
     missed: set[Pair] = set()
     outcomes = []
-    baseline = {factor: values[0] for factor, values in factors.items()}
+    baseline: Combination = {}
     while open_pairs:
         first = next(iter(open_pairs))
         combination = _extended(first, factors, open_pairs, refused)
         if combination is None:
             # Each way to complete it holds a pair that is refused, perhaps as one of its values always is.
             del open_pairs[first]
-            (refused if refuses(baseline | dict(first)) else missed).add(first)
+            (refused if refuses({**baseline, **dict(first)}) else missed).add(first)
             continue
         outcome = attempt(combination)
         outcomes.append(outcome)
         pairs = set(_pairs(combination.items()))
+        if outcome.result == "refused" and not baseline and first not in put_off:
+            # Nothing has trained yet to compare with.
+            put_off.add(first)
+            open_pairs[first] = open_pairs.pop(first)
+            continue
         if outcome.result == "refused":
-            guilty = {p for p in pairs & open_pairs.keys() if refuses(baseline | dict(p))}
+            guilty = {p for p in pairs & open_pairs.keys() if baseline and refuses({**baseline, **dict(p)})}
             refused |= guilty
             missed |= set() if guilty else {first}
             done = guilty or {first}
         else:
+            baseline = baseline or (combination if outcome.result == "trained" else {})
             done = pairs & open_pairs.keys()
             trained |= done if outcome.result == "trained" else set()
             missed |= done if outcome.result == "crashed" else set()

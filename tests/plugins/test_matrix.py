@@ -81,9 +81,16 @@ def test_a_refused_pair_hides_no_other() -> None:
 
 
 def test_a_value_that_is_always_refused_is_told_by_its_pairs() -> None:
-    found = design(refused=lambda c: c["b"] == "6")
-    assert found.refused == {p for p in pairs_of(FACTORS) if ("b", "6") in p}
-    assert not found.missed
+    for factor, value in (("b", "6"), ("a", "1"), ("d", "9")):
+        found = design(refused=lambda c, factor=factor, value=value: c[factor] == value)
+        assert found.refused == {p for p in pairs_of(FACTORS) if (factor, value) in p}
+        assert not found.missed
+
+
+def test_where_nothing_trains_nothing_is_passed_over() -> None:
+    found = design(refused=lambda c: True)
+    assert found.missed == pairs_of(FACTORS)
+    assert not found.trained | found.refused
 
 
 def test_what_three_choices_refuse_together_and_what_crashes_is_not_passed_over() -> None:
