@@ -115,7 +115,7 @@ def cover(
     trained: set[Pair] = set()
     refused: set[Pair] = set()
     missed: set[Pair] = set()
-    outcomes = []
+    tried: dict[tuple[str, ...], Outcome] = {}
     baseline: Combination = {}
     while open_pairs:
         first = next(iter(open_pairs))
@@ -125,8 +125,8 @@ def cover(
             del open_pairs[first]
             (refused if refuses({**baseline, **dict(first)}) else missed).add(first)
             continue
-        outcome = attempt(combination)
-        outcomes.append(outcome)
+        values = tuple(combination.values())
+        outcome = tried[values] = tried.get(values) or attempt(combination)
         pairs = set(_pairs(combination.items()))
         if outcome.result == "refused" and not baseline and first not in put_off:
             # Nothing has trained yet to compare with.
@@ -146,7 +146,10 @@ def cover(
         for pair in done:
             del open_pairs[pair]
     return Matrix(
-        outcomes=outcomes, trained=frozenset(trained), refused=frozenset(refused), missed=frozenset(missed - trained)
+        outcomes=tuple(tried.values()),
+        trained=frozenset(trained),
+        refused=frozenset(refused),
+        missed=frozenset(missed - trained),
     )
 
 
