@@ -41,6 +41,23 @@ class Remark:
         return f"{self.plugin.label} {self.text}"
 
 
+class _Stdout(io.TextIOWrapper):
+    """What a plugin gets as `sys.stdout`. If it keeps it, what it writes later goes where it belongs."""
+
+    def __init__(self) -> None:
+        self._kept = io.BytesIO()
+        super().__init__(self._kept, encoding="utf-8", errors="replace", write_through=True)
+        self.over = False
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(text) if self.over else super().write(text)
+
+    def end(self) -> str:
+        """What was written so far; what follows is not kept."""
+        self.over = True
+        return self._kept.getvalue().decode("utf-8", errors="replace")
+
+
 @contextmanager
 def observed(plugin: InstalledPlugin, doing: str, remarks: list[Remark], *, timed: bool = False) -> Iterator[None]:
     """Run a plugin's code; adds to `remarks` what it printed, which threads it left and, if `timed`, that it is slow.
@@ -49,7 +66,7 @@ def observed(plugin: InstalledPlugin, doing: str, remarks: list[Remark], *, time
     which another program may read. Threads cannot be stopped. What C code or a child process prints is not seen.
     """
     before, heavy = set(threading.enumerate()), sys.modules.keys() & set(HEAVY)
-    printed, begin = io.StringIO(), clock()
+    printed, begin = _Stdout(), clock()
     try:
         with redirect_stdout(printed):
             yield
@@ -60,7 +77,7 @@ def observed(plugin: InstalledPlugin, doing: str, remarks: list[Remark], *, time
             loaded = ", ".join(sorted((sys.modules.keys() & set(HEAVY)) - heavy))
             reason = f"; its module imports {loaded}, which belongs into its hooks" if loaded else ""
             found.append(f"took {seconds:.1f} s {doing}{reason}")
-        if text := " ".join(printed.getvalue().split()):
+        if text := " ".join(printed.end().split()):
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             found.append(f"printed to stdout {doing}: {shown!r}")
         for thread in threading.enumerate():

@@ -57,6 +57,14 @@ def test_long_prints_are_cut(install_plugin: Any) -> None:
     assert remark.endswith("x" * 80 + "…'")
 
 
+def test_what_is_written_to_a_stdout_that_was_kept_comes_out_later(install_plugin: Any, capsys: Any) -> None:
+    source = "import sys\nkept = sys.stdout\nkept.reconfigure(line_buffering=True)\nkept.buffer.write(b'bytes ')\n"
+    install_plugin("odd", source + "kept.write('early')\n")
+    assert remarks(load()) == [f"{LABEL} printed to stdout when it was imported: 'bytes early'"]
+    print("late", file=sys.modules["plugin_odd"].kept)
+    assert capsys.readouterr().out == "late\n"
+
+
 def test_a_plugin_that_fails_after_it_printed_is_named_for_both(install_plugin: Any, capsys: Any) -> None:
     install_plugin("odd", "print('soon'); 1 / 0")
     registry = load()
