@@ -89,6 +89,7 @@ class Registry:
     options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
     """Config group → option → its file and owner."""
     _offers: dict[str, dict[str, Offered]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
 
     # ------------------------------------------------------------------------- bundles
 
@@ -187,6 +188,16 @@ class Registry:
         if not near and self.broken:
             message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."
         return Missing(message=message, fix=near[0] if near else "")
+
+    def untold(self) -> list[str]:
+        """What is to be said of plugins that failed or did something besides, and was not returned before.
+
+        Hooks are called when their kind is looked up for the first time, so there may be more later.
+        """
+        said = [f"{broken}; it is left out" for broken in self.broken.values()] + [str(r) for r in self.remarks]
+        found = [text for text in dict.fromkeys(said) if text not in self._told]
+        self._told.update(found)
+        return found
 
     # ----------------------------------------------------------------------------- facts
 

@@ -127,6 +127,24 @@ def test_the_doctor_tells(install_plugin: Any, capsys: Any) -> None:
     assert f"{LABEL} printed to stdout when it was imported: 'hello'" in facts["remarks on plugins"]
 
 
+def test_a_kernel_pack_that_fails_is_told_by_the_run_that_does_without(
+    install_plugin: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """Its hook is called after the configuration was checked, and nothing asks for it by name."""
+    source = f"{HEAD}@hookimpl\ndef surogate_kernel_pack():\n    raise RuntimeError('no compiler')\n"
+    install_plugin("odd", source)
+    rows = "".join(json.dumps({"text": f"a row of text, number {n}"}) + "\n" for n in range(8))
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    data = f"datasets=[{{path: {tmp_path}/rows.jsonl, type: text}}]"
+    settings = ["max_steps=1", "warmup_steps=0", "validation_split_ratio=0", "sequence_len=32", "monitor=[jsonl]"]
+    tokenizer = "tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer"
+    assert main([data, tokenizer, *settings, f"output_dir={tmp_path}/out"]) == 0
+    assert "odd" not in capsys.readouterr().err
+    start = json.loads((tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    said = f"{LABEL} failed in its hook surogate_kernel_pack: RuntimeError: no compiler; it is left out"
+    assert start["notes"].count(said) == 1
+
+
 RAISING = f"""
 {HEAD}
 @hookimpl
