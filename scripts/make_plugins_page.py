@@ -37,9 +37,9 @@ INTRODUCTION = """\
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
 
-With 100 more plugins than this repository has, `surogate --help` takes 0.05 s, `surogate plugins list` 0.66 s, and
-composing, checking and printing a configuration (`surogate --cfg job`) 1.25 s; without the 100 they take 0.04, 0.49 and
-0.86 s. Medians of whole processes on a machine with two cores, by `python benchmarks/plugin_cold_start.py`. These
+With 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins list` 0.46 s, and
+composing, checking and printing a configuration (`surogate --cfg job`) 1.03 s; without the 100 they take 0.04, 0.29 and
+0.78 s. Medians of whole processes on a machine with two cores, by `python benchmarks/plugin_cold_start.py`. These
 plugins import torch when they are used; one whose hooks import it adds the time that torch takes.
 
 Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) has the policies,

@@ -8,7 +8,7 @@ from pathlib import Path
 from surogate_core import API_VERSION
 from surogate_core.errors import PluginError
 from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin, canonical
-from surogate_core.plugins.static import static_view
+from surogate_core.plugins.static import module_api
 
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
@@ -16,7 +16,7 @@ UNSTATED = ">=1,<2"
 
 def supported_api(plugin: InstalledPlugin) -> str:
     """The range of hook API versions that the plugin was written for: `SUROGATE_API` in its source."""
-    stated = static_view(plugin.module).api
+    stated = module_api(plugin.module)
     return UNSTATED if stated is None else stated
 
 
