@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surogate_core import bundles, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _run_here(main: Callable[[], int], options: Any) -> int:
@@ -15,9 +18,14 @@ def _run_here(main: Callable[[], int], options: Any) -> int:
 @hookimpl
 def surogate_objective() -> bundles.Objective:
     """Next-token cross-entropy."""
+    return bundles.Objective(name="cross_entropy", token_loss=_cross_entropy)
+
+
+def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    # torch is imported when the loss is traced, not when a configuration is checked.
     from surogate_core.kernels.ops import cross_entropy
 
-    return bundles.Objective(name="cross_entropy", token_loss=cross_entropy)
+    return cross_entropy(logits_NV, labels_N)
 
 
 @hookimpl

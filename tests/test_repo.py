@@ -220,6 +220,15 @@ def test_nothing_heavy_is_imported_early():
     run_python(code)
 
 
+def test_a_configuration_is_checked_without_torch():
+    """A mistake in it is answered at once, whatever is installed."""
+    code = "import sys\nfrom surogate_core.config.resolve import load_run_config\n"
+    code += "from surogate_core.plugins import import_policy, load_plugins\n"
+    for choice in ("recipe=nvfp4", "optimizer=normuon", "model=llama"):
+        code += f"load_run_config([{choice!r}, 'lora=false'], registry=load_plugins(import_policy()))\n"
+    run_python(code + "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n")
+
+
 def test_every_package_of_the_core_is_importable():
     packages = sorted(relative(f.parent).replace("/", ".") for f in CORE.rglob("__init__.py"))
     without_init = [

@@ -55,6 +55,7 @@ def examine(registry: Registry) -> dict[str, Any]:
             *(f"{plugin.label} is {reason}" for plugin, reason in registry.blocked.values()),
             *clashes,
         ],
+        "remarks on plugins": [str(remark) for remark in registry.remarks],
     }
 
 

@@ -26,7 +26,7 @@ usage:
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
   surogate plugins list|show NAME|lock|verify  what is installed, and whether it is what was locked
   surogate plugins new NAME --kind KIND        write a plugin package of your own
-  surogate plugins check [NAME …]              whether a plugin does what its kind must
+  surogate plugins check [NAME …|--matrix]     whether a plugin does what its kind must; what can be combined
   surogate doctor                              what this machine can run, and why not the rest
   surogate --version
 
@@ -63,13 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     except Exception as error:
-        from surogate_core.logs import record_traceback
+        report_bug(error)
+        return 1
+    except SystemExit as end:
+        from surogate_core.plugins.isolation import culprit
 
-        path = record_traceback("a bug ended the run", error)
-        text = " ".join(str(error).split())
-        print(f"surogate: a bug: {type(error).__name__}: {text}. The traceback is in {path}", file=sys.stderr)
+        if culprit(end) is None:
+            raise
+        # A plugin does not decide that the command has ended, least of all that it has ended well.
+        report_bug(end)
         return 1
     return code
+
+
+def report_bug(error: BaseException, place: str = "") -> None:
+    """One line on stderr for an error that nobody foresaw, with its plugin; the traceback goes to the log."""
+    from surogate_core.logs import record_traceback
+    from surogate_core.plugins.isolation import culprit
+
+    path = record_traceback("a bug ended the run", error)
+    plugin = culprit(error)
+    where = f" in {plugin.label}" if plugin is not None else ""
+    text = " ".join(str(error).split())
+    begin = f"surogate: {place}: " if place else "surogate: "
+    print(f"{begin}a bug{where}: {type(error).__name__}: {text}. The traceback is in {path}", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -11,6 +11,21 @@ from surogate_core.errors import PluginError
 from surogate_core.testing.check import Check, NotApplicable
 
 
+def matrix() -> int:
+    """Try pairs of everything installed; 0 when each was trained together or refused by name."""
+    import torch
+
+    from surogate_core.plugins import import_policy, load_plugins
+    from surogate_core.testing.matrix import run_matrix
+
+    torch.set_num_threads(1)
+    found = run_matrix(load_plugins(import_policy()), lambda outcome: print(outcome, flush=True))
+    print(found)
+    for pair in sorted(" with ".join(value for _, value in sorted(pair)) for pair in found.missed):
+        print(f"  neither trained nor refused: {pair}")
+    return 1 if found.missed or found.count("crashed") else 0
+
+
 def main(names: list[str]) -> int:
     """Try the plugins; 0 when every check that applies here holds."""
     import torch

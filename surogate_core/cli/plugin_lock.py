@@ -11,7 +11,7 @@ from typing import Any
 from surogate_core.errors import UserError
 from surogate_core.plugins.contract import rule_differences
 from surogate_core.plugins.discovery import DEFAULT_LOCK, EDITABLE_VARIABLE, import_policy, installed_plugins
-from surogate_core.plugins.lock import installed_lock, requirements, write_lock
+from surogate_core.plugins.lock import MISSING, installed_lock, requirements, write_lock
 
 
 def add_commands(commands: Any) -> None:
@@ -60,11 +60,14 @@ def _lock(arguments: argparse.Namespace) -> int:
             )
         return 0
     write_lock(lock, arguments.output)
-    files = sum(len(d.files) for d in lock.distributions.values())
+    files = sum(digest != MISSING for d in lock.distributions.values() for digest in d.files.values())
     print(f"{arguments.output}: {len(lock.distributions)} distributions, {files} files")
     editable = [d.name for d in lock.distributions.values() if d.editable]
     if editable:
         print(f"editable, refused by `locked` unless plugins.allow_editable=true: {', '.join(editable)}")
+    unrecorded = [d.name for d in lock.distributions.values() if MISSING in d.files.values()]
+    if unrecorded:
+        print(f"these have no RECORD, so files beside their packages are not known: {', '.join(unrecorded)}")
     startup = [f"{d.name} ({p})" for d in lock.distributions.values() for p in d.files if p.endswith(".pth")]
     if startup:
         print(f"these bring a .pth file, which may run code whenever Python starts: {', '.join(startup)}")

@@ -60,6 +60,11 @@ def main(argv: Sequence[str]) -> int:
         sub.add_argument("--json", action="store_true", help="machine-readable")
     checking = commands.add_parser("check", help="run the conformance kit on a plugin; exit code 0 or 1")
     checking.add_argument("names", metavar="NAME", nargs="*", help="entry-point name or distribution; none: all")
+    checking.add_argument(
+        "--matrix",
+        action="store_true",
+        help="instead: whether every pair of family, recipe, optimizer, offloader and mode trains a step together",
+    )
     making = commands.add_parser("new", help="write a package for a plugin")
     making.add_argument("name", metavar="NAME", help="lower-case, with dashes; also what a config selects it by")
     making.add_argument("--kind", required=True, choices=list(KINDS), help="what it offers")
@@ -71,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "check":
         from surogate_core.cli import plugin_check
 
-        return plugin_check.main(arguments.names)
+        return plugin_check.matrix() if arguments.matrix else plugin_check.main(arguments.names)
     if arguments.command == "new":
         directory = new_plugin(arguments.name, arguments.kind, arguments.output)
         point = f"{arguments.kind}-{arguments.name}"

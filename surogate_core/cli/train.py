@@ -141,7 +141,7 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
 
 def _guarded(config: RunConfig, registry: Registry) -> int:
     """One run of a sweep: its errors are reported and the sweep goes on."""
-    from surogate_core.logs import record_traceback
+    from surogate_core.cli.main import report_bug
 
     try:
         return start(config, registry)
@@ -149,8 +149,7 @@ def _guarded(config: RunConfig, registry: Registry) -> int:
         print(f"surogate: {config.output_dir}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        path = record_traceback("a bug ended the run", error)
-        print(f"surogate: a bug: {type(error).__name__}: {error}. The traceback is in {path}", file=sys.stderr)
+        report_bug(error, place=config.output_dir)
         return 1
 
 

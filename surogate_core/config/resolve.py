@@ -61,8 +61,8 @@ def load_many(
         places = [config_file.parent] if config_file else []
         places += [Path(v.text.strip("'\"")) for v in settings.values if v.key == "output_dir"]
         raise ConfigError([*_without_echoes(problems), *_plugins_gone(places, registry)])
-    for broken in registry.broken.values():
-        log.warning(f"{broken}; it is left out")
+    for text in registry.untold():
+        log.warning(text)
     return loaded
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from surogate_core.bundles import Offloader, TensorKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class DeviceStore:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from surogate_core import API_VERSION
 from surogate_core.errors import PluginError
-from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin
-from surogate_core.plugins.static import static_view
+from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin, canonical
+from surogate_core.plugins.static import module_api
 
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
@@ -16,7 +16,7 @@ UNSTATED = ">=1,<2"
 
 def supported_api(plugin: InstalledPlugin) -> str:
     """The range of hook API versions that the plugin was written for: `SUROGATE_API` in its source."""
-    stated = static_view(plugin.module).api
+    stated = module_api(plugin.module)
     return UNSTATED if stated is None else stated
 
 
@@ -52,8 +52,6 @@ def rule_differences(
     policy: ImportPolicy, found: Sequence[InstalledPlugin], *, file: Path, allow_editable: bool
 ) -> list[str]:
     """The differences between a lock and what a policy lets in."""
-    from packaging.utils import canonicalize_name
-
     from surogate_core.plugins.lock import differences, installed_lock, read_lock
 
     lock = read_lock(file)
@@ -61,7 +59,7 @@ def rule_differences(
     kept_out = {
         name for name, d in lock.distributions.items() if all(policy.refusal(point) for point in d.entry_points)
     }
-    named = {canonicalize_name(p.distribution) for p in let_in}
+    named = {canonical(p.distribution) for p in let_in}
     # All entry points of a distribution count: a lock has them all.
-    installed = installed_lock(p for p in found if canonicalize_name(p.distribution) in named)
+    installed = installed_lock(p for p in found if canonical(p.distribution) in named)
     return differences(lock, installed, allow_editable=allow_editable, may_lack=kept_out)

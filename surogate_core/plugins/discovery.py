@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
@@ -52,6 +53,11 @@ class InstalledPlugin:
         """The distribution's requirements as written in its metadata."""
         dist = self.entry_point.dist if self.entry_point is not None else None
         return tuple(dist.requires or ()) if dist is not None else ()
+
+
+def canonical(name: str) -> str:
+    """The name without what people read over: case, and which of ``-_.`` stands between words (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def core_plugin() -> InstalledPlugin:
@@ -106,16 +112,17 @@ class ImportPolicy:
     """What may be imported, by the configuration, the environment and the machine's owner; all must agree."""
 
     block: Mapping[str, str] = field(default_factory=dict)
-    """Blocked entry-point name → where that is said."""
+    """Blocked entry-point name → where that is said; case, dashes, underscores and dots do not matter."""
     allow: tuple[tuple[str, frozenset[str]], ...] = ()
-    """Allow lists: (where it is said, names); a plugin must be in every one."""
+    """Allow lists: (where it is said, names as they are written); a plugin must be in every one."""
     locks: tuple[LockRule, ...] = ()
     """Locks that what may be imported must equal."""
 
     def refusal(self, name: str) -> str | None:
         """Why the plugin may not be imported, or None."""
-        if name in self.block:
-            return f"blocked by {self.block[name]}"
+        for blocked, where in self.block.items():
+            if canonical(blocked) == canonical(name):
+                return f"blocked by {where}"
         for where, names in self.allow:
             if name not in names:
                 return f"not in {where}"

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surogate_core.errors import UserError
-from surogate_core.plugins.discovery import InstalledPlugin
+from surogate_core.plugins.discovery import InstalledPlugin, canonical
 from surogate_core.plugins.static import locate
 
 VERSION = 1
@@ -25,6 +25,9 @@ VERSION = 1
 
 _BY_INSTALLER = frozenset({"RECORD", "RECORD.jws", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"})
 """Files of a ``.dist-info`` that say how it was installed, not what was."""
+
+MISSING = "missing"
+"""Stands for the digest of a ``RECORD`` that is not there: files beside the package are not known then."""
 
 _SHOWN = 3
 """Altered files that a difference names."""
@@ -67,13 +70,11 @@ class Lock:
 
 def installed_lock(plugins: Iterable[InstalledPlugin]) -> Lock:
     """The lock of these plugins, as they are installed now."""
-    from packaging.utils import canonicalize_name
-
     from surogate_core import API_VERSION, __version__
 
     groups: dict[str, list[InstalledPlugin]] = {}
     for plugin in plugins:
-        groups.setdefault(canonicalize_name(plugin.distribution), []).append(plugin)
+        groups.setdefault(canonical(plugin.distribution), []).append(plugin)
     found = {name: _distribution(name, members) for name, members in sorted(groups.items())}
     return Lock(core=__version__, api=API_VERSION, distributions=found)
 
@@ -98,17 +99,29 @@ def _distribution(name: str, plugins: Sequence[InstalledPlugin]) -> LockedDistri
         if skipped or ".." in path.parts or "__pycache__" in path.parts or (editable and path.suffix == ".pth"):
             continue
         files.setdefault(path.as_posix(), Path(str(dist.locate_file(record))))
+    digests = {}
     if dist.files is None:
-        metadata = root / f"{dist.name.replace('-', '_')}-{dist.version}.dist-info"
+        metadata = _metadata(root, dist)
         files.update((label, file) for label, file in _below(metadata) if file.name not in _BY_INSTALLER)
+        digests[f"{metadata.name}/RECORD"] = MISSING
+    digests.update((label, _digest(file)) for label, file in files.items())
     return LockedDistribution(
         name=name,
         version=plugins[0].version,
         entry_points={p.name: p.module for p in sorted(plugins, key=lambda p: p.name)},
         editable=editable,
-        files={label: _digest(file) for label, file in sorted(files.items())},
+        files=dict(sorted(digests.items())),
         wheel_sha256=str(origin.get("archive_info", {}).get("hashes", {}).get("sha256", "")),
     )
+
+
+def _metadata(root: Path, dist: Distribution) -> Path:
+    """The distribution's ``.dist-info`` directory, whichever way its name is written there."""
+    for directory in sorted(root.glob("*.dist-info")):
+        name, _, version = directory.name.removesuffix(".dist-info").rpartition("-")
+        if canonical(name) == canonical(dist.name) and version == dist.version:
+            return directory
+    return root / f"{dist.name}-{dist.version}.dist-info"
 
 
 def _packages(module: str) -> Iterator[Path]:
@@ -283,7 +296,8 @@ def _points(dist: LockedDistribution) -> str:
 
 
 def _changes(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    changed = [f"{p} was added" for p in sorted(now.keys() - then.keys())]
+    added = sorted(now.keys() - then.keys())
+    changed = [f"{p} is missing" if now[p] == MISSING else f"{p} was added" for p in added]
     changed += [f"{p} is gone" for p in sorted(then.keys() - now.keys())]
     changed += [f"{p} was altered" for p in sorted(now.keys() & then.keys()) if now[p] != then[p]]
     more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""

@@ -30,6 +30,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "model": Kind(what="the model family", file="model", use="surogate model=@NAME@ lora=false"),
+    "objective": Kind(what="the objective", file="objective", use="surogate objective=@NAME@", has_option=False),
     "recipe": Kind(what="the precision recipe", file="linear", use="surogate recipe=@NAME@"),
     "optimizer": Kind(what="the optimizer", file="optimizer", use="surogate optimizer=@NAME@"),
     "offload": Kind(what="the offloader", file="store", use="surogate offload=@NAME@"),
@@ -39,6 +40,7 @@ KINDS: Mapping[str, Kind] = {
         use="surogate 'datasets=[{path: my.jsonl, type: @NAME@}]'",
         has_option=False,
     ),
+    "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
     "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
     "kernels": Kind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),
 }

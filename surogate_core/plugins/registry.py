@@ -19,7 +19,15 @@ from surogate_core.bundles import KINDS, Bundle
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue
 from surogate_core.plugins.contract import incompatible, verify
-from surogate_core.plugins.discovery import CORE, ImportPolicy, InstalledPlugin, core_plugin, installed_plugins
+from surogate_core.plugins.discovery import (
+    CORE,
+    ImportPolicy,
+    InstalledPlugin,
+    canonical,
+    core_plugin,
+    installed_plugins,
+)
+from surogate_core.plugins.isolation import Remark, observed
 from surogate_core.plugins.static import StaticView, config_options, search_path_dir, static_view
 
 
@@ -74,11 +82,14 @@ class Registry:
     blocked: dict[str, tuple[InstalledPlugin, str]] = field(default_factory=dict)
     """Plugins that were not imported, with the reason."""
     broken: dict[str, Broken] = field(default_factory=dict)
+    remarks: list[Remark] = field(default_factory=list)
+    """What plugins did besides: printed, started threads, took long to import."""
     search_path: list[tuple[str, str]] = field(default_factory=list)
     """(plugin name, Hydra search path), in the order of loading; the core's own is not in it."""
     options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
     """Config group → option → its file and owner."""
     _offers: dict[str, dict[str, Offered]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
 
     # ------------------------------------------------------------------------- bundles
 
@@ -131,7 +142,8 @@ class Registry:
         for impl in sorted(caller.get_hookimpls(), key=lambda i: (i.plugin_name != CORE, i.plugin_name)):
             plugin = self.plugins[impl.plugin_name]
             try:
-                offers = impl.function()
+                with observed(plugin, f"in its hook {hook}", self.remarks):
+                    offers = impl.function()
                 listed = [] if offers is None else offers if isinstance(offers, list) else [offers]
                 for offer in listed:
                     if not isinstance(offer, expected):
@@ -176,6 +188,16 @@ class Registry:
         if not near and self.broken:
             message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."
         return Missing(message=message, fix=near[0] if near else "")
+
+    def untold(self) -> list[str]:
+        """What is to be said of plugins that failed or did something besides, and was not returned before.
+
+        Hooks are called when their kind is looked up for the first time, so there may be more later.
+        """
+        said = [f"{broken}; it is left out" for broken in self.broken.values()] + [str(r) for r in self.remarks]
+        found = [text for text in dict.fromkeys(said) if text not in self._told]
+        self._told.update(found)
+        return found
 
     # ----------------------------------------------------------------------------- facts
 
@@ -228,7 +250,8 @@ def _load(registry: Registry, plugin: InstalledPlugin) -> None:
 
             module: Any = builtin
         else:
-            module = plugin.entry_point.load()
+            with observed(plugin, doing, registry.remarks, timed=True):
+                module = plugin.entry_point.load()
         doing = "when its hooks were registered"
         registry.manager.register(module, name=plugin.name)
     except KeyboardInterrupt:
@@ -281,13 +304,17 @@ def _add_options(registry: Registry, plugin: InstalledPlugin, directory: Path) -
 
 
 def _refuse_equal_names(found: Sequence[InstalledPlugin], policy: ImportPolicy) -> None:
-    seen: dict[str, InstalledPlugin] = {CORE: core_plugin()}
+    names: dict[str, InstalledPlugin] = {CORE: core_plugin()}
+    modules: dict[str, InstalledPlugin] = {}
     for plugin in found:
         if policy.refusal(plugin.name) is not None:
             continue
-        other = seen.setdefault(plugin.name, plugin)
+        other = names.setdefault(canonical(plugin.name), plugin)
         if other is not plugin:
             raise PluginError(_clash(f"entry point {plugin.name!r}", other, plugin, same_name=True))
+        other = modules.setdefault(plugin.module, plugin)
+        if other is not plugin:
+            raise PluginError(_clash(f"module {plugin.module!r}", other, plugin))
 
 
 def _clash(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> str:

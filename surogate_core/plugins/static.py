@@ -127,6 +127,15 @@ def module_file(name: str) -> Path | None:
     return next((f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()), None)
 
 
+def module_api(module: str) -> str | None:
+    """`SUROGATE_API` of the module that an entry point's value names, read from that one file; None if it has none."""
+    file = module_file(module.partition(":")[0].strip())
+    try:
+        return stated_api(ast.parse(file.read_text(encoding="utf-8"))) if file is not None else None
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
 def stated_api(tree: ast.Module) -> str | None:
     """The text that a module assigns to `SUROGATE_API`; ``not a literal`` where it is computed."""
     for node in tree.body:
@@ -157,7 +166,11 @@ def _returned_text(function: ast.FunctionDef) -> str | None:
 
 def _bundles(file: Path) -> list[tuple[str, str]]:
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        # Parsing is what takes the time, and most files make no bundle.
+        if not any(name in text for name in _KIND_OF_CLASS):
+            return []
+        tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError):
         return []
     constants = {

@@ -9,10 +9,9 @@ import sys
 from surogate_core.bundles import KINDS
 from surogate_core.plugins import Registry
 from surogate_core.plugins.discovery import InstalledPlugin, unmet_requirements
+from surogate_core.plugins.isolation import HEAVY
 from surogate_core.plugins.static import static_view
 from surogate_core.testing.check import ensure
-
-_HEAVY = ("torch", "hydra", "transformers", "datasets")
 
 
 def states_its_api(plugin: InstalledPlugin, registry: Registry) -> None:
@@ -30,12 +29,19 @@ def imports_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
     """Importing the module imports nothing heavy, prints nothing and starts no thread."""
     code = (
         f"import importlib, sys, threading\nimportlib.import_module({plugin.module.partition(':')[0]!r})\n"
-        f"heavy = [m for m in {_HEAVY!r} if m in sys.modules]\n"
+        f"heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
         "sys.exit(f'imports {heavy}' if heavy else 'starts a thread' if threading.active_count() > 1 else 0)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     ensure(found.returncode == 0, f"the module {(found.stderr or found.stdout).strip().splitlines()[-1:]}")
     ensure(not found.stdout, f"the module prints {found.stdout[:80]!r}")
+
+
+def answers_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
+    """Its hooks print nothing and leave no thread."""
+    registry.check()
+    said = [r.text for r in registry.remarks if r.plugin.name == plugin.name and "in its hook" in r.text]
+    ensure(not said, f"the plugin {'; '.join(said)}")
 
 
 def is_seen_without_import(plugin: InstalledPlugin, registry: Registry) -> None:
@@ -66,6 +72,7 @@ CHECKS = (
     states_its_api,
     has_what_it_requires,
     imports_quietly,
+    answers_quietly,
     is_seen_without_import,
     has_options_with_defaults,
 )

@@ -43,16 +43,28 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
 
 
 def _suites(registry: Registry) -> dict[str, Sequence[Callable[[Any], None]]]:
-    from surogate_core.testing import datasets, kernels, models, monitors, offloaders, optimizers, recipes
+    from surogate_core.testing import (
+        datasets,
+        kernels,
+        launchers,
+        models,
+        monitors,
+        objectives,
+        offloaders,
+        optimizers,
+        recipes,
+    )
 
     return {
         "model": (*models.CHECKS, models.trains_with(registry.all("recipe"))),
+        "objective": objectives.CHECKS,
         "recipe": recipes.CHECKS,
         "optimizer": optimizers.CHECKS,
         "dataset": datasets.CHECKS,
         "monitor": monitors.CHECKS,
         "kernels": kernels.CHECKS,
         "offload": offloaders.CHECKS,
+        "launcher": launchers.CHECKS,
     }
 
 

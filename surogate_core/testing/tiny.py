@@ -20,6 +20,7 @@ from surogate_core.bundles import (
     OptimizerSpec,
     ParamGroup,
     Recipe,
+    RecipeSettings,
 )
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
@@ -100,6 +101,7 @@ class PlainDescent:
 
 
 PLAIN = Recipe(name="reference", linear=lambda x, weight, slot, options: x @ weight.t(), plain=True)
+CROSS_ENTROPY = Objective(name="cross_entropy", token_loss=ops.cross_entropy)
 DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0)
 
 
@@ -131,8 +133,12 @@ def engine(
     source: Source | None = None,
     recompute: bool = False,
     packs: Sequence[KernelPack] = (TORCH_PACK,),
+    objective: Objective = CROSS_ENTROPY,
+    head_chunks: int = 1,
 ) -> Engine:
-    """An engine in fp32 with FX graphs; bundles get their options' defaults."""
+    """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot."""
+    if recipe_options is None:
+        recipe_options = recipe.prepare(recipe.options(), RecipeSettings(), CPU)
     return Engine(
         build(config),
         settings=EngineSettings(
@@ -145,14 +151,14 @@ def engine(
             adapter_dtype=torch.float32,
             compiler="fx",
             cuda_graphs=False,
-            head_chunks=1,
+            head_chunks=head_chunks,
             weight_decay=0.1,
             max_grad_norm=1.0,
             seed=0,
         ),
         recipe=recipe,
-        recipe_options=recipe.options() if recipe_options is None else recipe_options,
-        objective=Objective(name="cross_entropy", token_loss=ops.cross_entropy),
+        recipe_options=recipe_options,
+        objective=objective,
         optimizer=optimizer,
         optimizer_settings=OptimizerSettings(),
         optimizer_options=optimizer.options(),

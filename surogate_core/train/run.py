@@ -149,6 +149,8 @@ class _Run:
         sample = collate(data.train, [0] * config.per_device_train_batch_size)
         self.engine = build_engine(config, registry, resolved, sample=sample, progress=self._progress)
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in self.engine.programs.kernels.chosen.items()})
+        # Kernel packs are looked up only now.
+        notes += self.registry.untold()
         if config.epoch_adjustment:
             config = self.config = self._with_adjusted_epochs(data, notes)
         evaluation = None

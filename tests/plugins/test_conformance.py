@@ -11,7 +11,7 @@ import torch
 from surogate_core import bundles
 from surogate_core.cli.main import main
 from surogate_core.data.tokenize import Encoded
-from surogate_core.errors import PluginError
+from surogate_core.errors import MachineError, PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.discovery import installed_plugins
 from surogate_core.testing import (
@@ -20,8 +20,10 @@ from surogate_core.testing import (
     checks,
     datasets,
     kernels,
+    launchers,
     models,
     monitors,
+    objectives,
     offloaders,
     optimizers,
     recipes,
@@ -40,12 +42,13 @@ def registry() -> Registry:
 
 
 def cases() -> list[Any]:
-    """Those that trace a family's blocks, or start an interpreter, are too slow for every run."""
+    """Those that trace a family's blocks or emulate NVFP4, or start an interpreter, are too slow for every run."""
     found = []
     for name in OURS:
         for check in checks(name, registry()):
             traces = check.subject.startswith("model ") and check.title != "reads its presets"
-            marks = [pytest.mark.slow] if traces or check.title == "imports quietly" else []
+            emulates = check.subject == "recipe nvfp4" and check.title in ("trains", "resumes")
+            marks = [pytest.mark.slow] if traces or emulates or check.title == "imports quietly" else []
             found.append(pytest.param(check, id=f"{name}-{check}".replace(" ", "_"), marks=marks))
     return found
 
@@ -60,7 +63,8 @@ def test_our_own_plugins_conform(check: Check) -> None:
 
 def test_the_core_conforms() -> None:
     found = checks("core", registry())
-    assert {c.subject for c in found} == {"offload none", "kernels torch"}
+    subjects = {"offload none", "kernels torch", "objective cross_entropy", "launcher local"}
+    assert {c.subject for c in found} == subjects
     for check in found:
         check.run()
 
@@ -127,9 +131,64 @@ def test_recipes_that_break_a_rule_are_caught(linear: Any, plain: bool, message:
 
 
 def test_a_recipe_that_needs_another_device_is_not_tried() -> None:
-    recipe = bundles.Recipe(name="x", linear=lambda *a: None, unavailable=lambda device: "it needs a lathe")
-    with pytest.raises(NotApplicable, match="it needs a lathe"):
-        recipes.multiplies(recipe)
+    def prepare(options: Any, settings: Any, device: Any) -> Any:
+        raise MachineError("it needs a lathe")
+
+    recipe = bundles.Recipe(name="x", linear=lambda *a: None, prepare=prepare)
+    for check in (recipes.multiplies, recipes.trains, recipes.resumes):
+        with pytest.raises(NotApplicable, match="it needs a lathe"):
+            check(recipe)
+
+
+def test_a_recipe_that_packs_something_else_is_caught() -> None:
+    def linear(x: Any, weight: Any, slot: Any, options: Any) -> Any:
+        return x @ weight.t()
+
+    def made(factor: float) -> bundles.Recipe:
+        return bundles.Recipe(name="x", linear=linear, pack=lambda weight, slot, options: weight * factor)
+
+    recipes.multiplies_packed_weights(made(1.0))
+    with pytest.raises(AssertionError, match=r"y with the packed weight: relative error 1\.0e-02"):
+        recipes.multiplies_packed_weights(made(1.01))
+    with pytest.raises(NotApplicable, match="packs no weights"):
+        recipes.multiplies_packed_weights(tiny.PLAIN)
+
+
+class Rows:
+    """State of a recipe that does what it should, but for what `fault` names."""
+
+    def __init__(self, fault: str, slots: int):
+        self.fault, self.rows = fault, torch.ones(slots, 3)
+        self.hidden = 0.0
+
+    def update(self, observed: Any, skip: Any) -> None:
+        self.hidden += 1.0
+        kept = self.rows * 0.5 + (self.hidden if self.fault == "forgets" else 0.0)
+        if self.fault == "replaces":
+            self.rows = torch.where(skip > 0, self.rows, kept)
+        elif self.fault != "idles":
+            self.rows.copy_(kept if self.fault == "never skips" else torch.where(skip > 0, self.rows, kept))
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("never skips", "a skipped step changed the state"),
+        ("idles", "an update changed no state"),
+        ("replaces", "did not write `rows` in place"),
+        ("forgets", "with copied state: rows differs"),
+    ],
+)
+def test_a_recipe_whose_state_breaks_a_rule_is_caught(fault: str, message: str) -> None:
+    def made(fault: str) -> bundles.Recipe:
+        return bundles.Recipe(name="x", linear=lambda *a: None, state=lambda slots, *a: Rows(fault, slots))
+
+    recipes.keeps_its_state(made(""))
+    with pytest.raises(AssertionError, match=message):
+        recipes.keeps_its_state(made(fault))
 
 
 def test_an_offloader_that_changes_a_bit_is_caught() -> None:
@@ -144,6 +203,51 @@ def test_an_offloader_that_changes_a_bit_is_caught() -> None:
     for check in offloaders.CHECKS:
         with pytest.raises(AssertionError, match=r"losses are|with offloading"):
             check(offloader)
+
+
+def _uphill(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.where(labels >= 0, -torch.log_softmax(logits.float(), -1).mean(-1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "check", "message"),
+    [
+        (lambda x, y: torch.where(y >= 0, x.float().sum(-1), 1.0), objectives.gives_a_loss_for_each_token, "is not 0"),
+        (lambda x, y: x.sum(-1) * (y >= 0), objectives.gives_a_loss_for_each_token, "is torch.bfloat16"),
+        (lambda x, y: x.float().sum(), objectives.gives_a_loss_for_each_token, r"has the shape \(\), not \[N\]"),
+        (lambda x, y: 0 * x.float().sum(-1), objectives.is_differentiable, "of a trained token is 0"),
+        (lambda x, y: x.float().sum(-1), objectives.is_differentiable, "is not 0 where the label is -100"),
+        (lambda x, y: x.sum(-1) - x.mean(), objectives.does_not_look_at_other_tokens, "tokens 0 to 5 alone"),
+        (lambda x, y: 2 * _uphill(x, y).detach() - _uphill(x, y), objectives.trains, "the loss does not fall"),
+    ],
+)
+def test_objectives_that_break_a_rule_are_caught(loss: Any, check: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(bundles.Objective(name="x", token_loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (lambda main, options: 0, "main was not called"),
+        (lambda main, options: main() and 0, "main ended with 3, and launch returned 0"),
+        (lambda main, options: None if main() == 0 else 3, "main ended with 0, and launch returned None"),
+    ],
+)
+def test_launchers_that_break_a_rule_are_caught(launch: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        launchers.returns_the_exit_code(bundles.Launcher(name="x", launch=launch))
+
+
+def test_a_launcher_that_swallows_errors_is_caught() -> None:
+    def launch(main: Any, options: Any) -> int:
+        try:
+            return int(main())
+        except RuntimeError:
+            return 0
+
+    with pytest.raises(AssertionError, match="main raised, and launch returned 0"):
+        launchers.lets_errors_through(bundles.Launcher(name="x", launch=launch))
 
 
 class Monitor(monitors._Recorder):
@@ -248,7 +352,7 @@ def test_check_prints_a_short_verdict(install_plugin: Any, capsys: Any) -> None:
     install_plugin("good", RECIPE.replace("NAME", "'fine'"))
     assert main(["plugins", "check", "good"]) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("good fails: 7 checks hold, 1 do not\n")
+    assert printed.startswith("good fails: 8 checks hold, 1 do not, 2 not applicable\n")
     assert "FAILED  plugin good: imports quietly" in printed  # its directory is on the path of this process only
 
 
@@ -256,13 +360,16 @@ def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> Non
     source = RECIPE.replace("NAME", "''.join('bad')").replace("SUROGATE_API", "OTHER").replace("x @ w.t()", "x @ w")
     install_plugin("bad", source)
     install_plugin("broken", "1 / 0")
-    assert main(["plugins", "check", "bad", "dist-broken", "absent"]) == 1
+    install_plugin("loud", RECIPE.replace("NAME", "'loud'").replace("    return", "    print('hello')\n    return"))
+    assert main(["plugins", "check", "bad", "dist-broken", "absent", "loud"]) == 1
     printed = capsys.readouterr().out
     assert "plugin bad: states its api: the module states no SUROGATE_API" in printed
     assert "plugin bad: is seen without import: recipe bad: the name is not a literal in the source" in printed
     assert "recipe bad: multiplies: RuntimeError" in printed
     assert "plugin broken (distribution dist-broken 1.2.3) failed when it was imported: ZeroDivisionError" in printed
     assert "plugin absent is not installed" in printed
+    said = "the plugin printed to stdout in its hook surogate_recipe: 'hello'"
+    assert f"plugin loud: answers quietly: {said}" in printed
 
 
 def test_checks_of_what_is_blocked_are_refused(install_plugin: Any) -> None:
@@ -279,11 +386,11 @@ def test_the_pytest_plugin_makes_a_test_of_each_check(pytester: pytest.Pytester)
         'SUROGATE_PLUGIN = "monitor-jsonl"\n\ndef test_conformance(surogate_check):\n    surogate_check.run()\n'
     )
     arguments = ["-p", "surogate_core.testing.pytest_plugin", "-q"]
-    pytester.runpytest(*arguments).assert_outcomes(passed=8)
+    pytester.runpytest(*arguments).assert_outcomes(passed=9)
     result = pytester.runpytest(*arguments, "--surogate-plugin", "kernels-cuda")
     outcomes = result.parseoutcomes()
     assert outcomes["passed"] >= 5
-    assert outcomes["passed"] + outcomes.get("skipped", 0) == 8
+    assert outcomes["passed"] + outcomes.get("skipped", 0) == 9
 
 
 def test_the_pytest_plugin_wants_a_name(pytester: pytest.Pytester) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments import Environment
+from wheels import make_wheel
 
 from surogate_core.cli.main import main
 from surogate_core.config.schema import PluginPolicy
@@ -307,7 +309,9 @@ def test_lock_and_verify(
     assert "there is no plugin lock. Fix: surogate plugins lock --output surogate.lock" in capsys.readouterr().err
     site = install_plugin("marked", source("a", tmp_path / "imported"))
     assert main(["plugins", "lock"]) == 0
-    assert capsys.readouterr().out == "surogate.lock: 1 distributions, 3 files\n"
+    printed = "surogate.lock: 1 distributions, 3 files\n"
+    printed += "these have no RECORD, so files beside their packages are not known: dist-marked\n"
+    assert capsys.readouterr().out == printed
     assert main(["plugins", "verify", "--lock", "surogate.lock"]) == 0
     (site / "plugin_marked" / "__init__.py").open("a").write("\n")
     assert main(["plugins", "verify"]) == 1
@@ -345,3 +349,41 @@ def test_requirements_have_the_hashes_that_are_known(
         "dist-unknown==1.2.3  # the hash of its wheel is not known here",
     ]
     assert "pip will refuse them: dist-unknown." in printed.err
+
+
+def test_the_exported_requirements_install_the_locked_set_and_nothing_else(tmp_path: Path) -> None:
+    """With pip, in a fresh environment; another wheel is refused, and a requirement without a hash."""
+    wheels, lock = tmp_path / "wheels", str(tmp_path / "surogate.lock")
+    ours = {"SUROGATE_PLUGINS_ALLOW": "recipe-a recipe-b"}
+    made = [
+        make_wheel(
+            wheels, f"plugin-{n}", {f"plugin_{n}/__init__.py": f"{HEAD}# {n}\n"}, points={f"recipe-{n}": f"plugin_{n}"}
+        )
+        for n in "ab"
+    ]
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    first, second = (Environment(place) for place in places)
+    first.run("pip", "install", "--quiet", "--no-index", "--no-deps", *map(str, made), cwd=tmp_path)
+    cli = "surogate_core.cli.main"
+    first.run(cli, "plugins", "lock", "--output", lock, cwd=tmp_path, **ours)
+    listed = first.run(cli, "plugins", "lock", "--require-hashes", cwd=tmp_path, **ours)
+    hashes = [hashlib.sha256(w.read_bytes()).hexdigest() for w in made]
+    assert listed.splitlines()[1:] == [
+        f"plugin-{n}==1.0 --hash=sha256:{digest}" for n, digest in zip("ab", hashes, strict=True)
+    ]
+    requirements = tmp_path / "requirements.txt"
+    install = ["pip", "install", "--quiet", "--no-index", "--find-links", str(wheels), "--no-deps", "--require-hashes"]
+    requirements.write_text(f"{listed}plugin-c\n")
+    assert "plugin-c" in second.run(*install, "-r", str(requirements), cwd=tmp_path, code=1)
+    requirements.write_text(listed)
+    second.run(*install, "-r", str(requirements), cwd=tmp_path)
+    second.run(cli, "plugins", "verify", "--lock", lock, cwd=tmp_path, **ours)
+    second.run("pip", "uninstall", "--quiet", "--yes", "plugin-a", "plugin-b", cwd=tmp_path)
+    make_wheel(wheels, "plugin-b", {"plugin_b/__init__.py": "# another\n"}, points={"recipe-b": "plugin_b"})
+    said = second.run(*install, "-r", str(requirements), cwd=tmp_path, code=1)
+    assert "DO NOT MATCH THE HASHES" in said
+    assert "is locked but not installed" in second.run(
+        cli, "plugins", "verify", "--lock", lock, cwd=tmp_path, code=1, **ours
+    )

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+from environments import Environment
 
 from surogate_core.cli.main import main
 from surogate_core.plugins.new import KINDS, TEMPLATES
-
-
-class Environment:
-    """An environment on top of this one, without network."""
-
-    def __init__(self, directory: Path):
-        venv.create(directory / "environment", with_pip=False)
-        self.python = str(directory / "environment" / "bin" / "python")
-        site = next((directory / "environment" / "lib").glob("python*/site-packages"))
-        parents = [p for p in sys.path if p.endswith("site-packages")]
-        (site / "parent.pth").write_text("".join(f"import site; site.addsitedir({p!r})\n" for p in parents))
-
-    def run(self, *arguments: str, cwd: Path) -> str:
-        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_ADDOPTS", "VIRTUAL_ENV")}
-        env |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        command = [self.python, "-m", *arguments]
-        result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
-        assert result.returncode == 0, f"{arguments}:\n{result.stdout}{result.stderr}"
-        return result.stdout
 
 
 def make(kind: str, name: str, tmp_path: Path) -> tuple[Path, Environment]:

@@ -11,7 +11,7 @@ import pytest
 
 from surogate_core.plugins.catalogue import FILE, catalogue
 from surogate_core.plugins.discovery import installed_plugins, unmet_requirements
-from surogate_core.plugins.static import config_options, static_view
+from surogate_core.plugins.static import config_options, module_api, static_view
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +43,15 @@ def test_hooks_options_and_bundles_are_seen_without_importing(install_plugin: An
     assert view.offers("recipe", "by_constant")
     assert not view.problem
     assert "plugin_seen" not in sys.modules
+
+
+def test_the_api_is_read_from_the_one_file(install_plugin: Any) -> None:
+    site = install_plugin("stated", "SUROGATE_API = '>=1'\n")
+    (site / "plugin_stated" / "garbled.py").write_text("def f(:\n")
+    assert module_api("plugin_stated:plugin") == static_view("plugin_stated").api == ">=1"
+    install_plugin("broken", "SUROGATE_API = '>=1'\ndef f(:\n")
+    assert module_api("plugin_broken") is None
+    assert module_api("plugin_absent") is None
 
 
 def test_an_object_of_a_submodule_as_entry_point(install_plugin: Any) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from surogate_optimizer_normuon import normuon, surogate_optimizer
-from surogate_optimizer_normuon.normuon import NorMuon, NorMuonOptions, polar
+from surogate_optimizer_normuon import NorMuonOptions, normuon, surogate_optimizer
+from surogate_optimizer_normuon.normuon import NorMuon, polar
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup

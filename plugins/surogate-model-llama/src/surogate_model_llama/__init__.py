@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from surogate_core import bundles, hookimpl
+
+if TYPE_CHECKING:
+    from surogate_core.dsl import Model
 
 SUROGATE_API = ">=1,<2"
 
@@ -16,7 +22,13 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_model_family() -> bundles.ModelFamily:
     """Llama 3, 3.1, 3.2, 3.3."""
-    from surogate_model_llama.model import build
     from surogate_model_llama.presets import PRESETS
 
-    return bundles.ModelFamily(name="llama", hf_model_types=("llama",), build=build, presets=PRESETS)
+    return bundles.ModelFamily(name="llama", hf_model_types=("llama",), build=_build, presets=PRESETS)
+
+
+def _build(config: Mapping[str, Any]) -> Model:
+    # torch is imported when a model is built, not when a configuration is checked.
+    from surogate_model_llama.model import build
+
+    return build(config)

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels.blockwise import BLOCK, BlockwiseAdamW
-
-STATE_BYTES = 2 * (1 + 4 / BLOCK)
-"""Two codes, and two fp32 absmax for each block."""
+from surogate_core.kernels.blockwise import BlockwiseAdamW
 
 
 def build(groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any) -> BlockwiseAdamW:

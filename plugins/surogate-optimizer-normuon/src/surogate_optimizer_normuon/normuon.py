@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from annotated_types import Gt
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
 from surogate_core.kernels.blockwise import CHUNK, BlockwiseAdamW
+from surogate_optimizer_normuon import NorMuonOptions
 
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -29,14 +28,6 @@ SAFETY = 1.01
 """Each polynomial is evaluated at x / 1.01: rounding to bf16 may lift a singular value above 1."""
 EPSILON = 1e-8
 """Added to the root of a row's second moment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NorMuonOptions:
-    """Options of NorMuon."""
-
-    rest_lr_factor: Annotated[float, Gt(0)] = 1.0
-    """The learning rate of embeddings, head, norms and biases, as a multiple of `learning_rate`."""
 
 
 def polar(m_BRC: Tensor) -> Tensor:

@@ -1,0 +1,67 @@
+"""Checks of objectives: one loss a token, its gradient, chunks, training.
+
+Shape suffixes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Objective
+from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.testing import tiny
+from surogate_core.testing.check import ensure
+
+
+def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels_N = torch.randint(0, 32, (12,), generator=generator)
+    labels_N[::3] = IGNORE_LABEL
+    return torch.randn(12, 32, generator=generator).to(dtype), labels_N
+
+
+def gives_a_loss_for_each_token(objective: Objective) -> None:
+    """[N, V] and [N] to [N] fp32, finite, and 0 where the label is -100."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits_NV, labels_N = _case(dtype)
+        loss_N = objective.token_loss(logits_NV, labels_N)
+        ensure(loss_N.shape == labels_N.shape, f"the loss in {dtype} has the shape {tuple(loss_N.shape)}, not [N]")
+        ensure(loss_N.dtype == torch.float32, f"the loss in {dtype} is {loss_N.dtype}, not torch.float32")
+        ensure(bool(loss_N.isfinite().all()), f"the loss in {dtype} is not finite")
+        ensure(not loss_N[labels_N == IGNORE_LABEL].any(), f"the loss in {dtype} is not 0 where the label is -100")
+
+
+def is_differentiable(objective: Objective) -> None:
+    """The gradient of the summed loss is finite, 0 where the label is -100, and not 0 elsewhere."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits_NV, labels_N = _case(dtype)
+        leaf = logits_NV.requires_grad_()
+        (gradient,) = torch.autograd.grad(objective.token_loss(leaf, labels_N).sum(), [leaf])
+        ignored_N = labels_N == IGNORE_LABEL
+        ensure(bool(gradient.isfinite().all()), f"the gradient in {dtype} is not finite")
+        ensure(not gradient[ignored_N].any(), f"the gradient in {dtype} is not 0 where the label is -100")
+        ensure(bool(gradient[~ignored_N].any(1).all()), f"the gradient in {dtype} of a trained token is 0")
+
+
+def does_not_look_at_other_tokens(objective: Objective) -> None:
+    """The engine calls it once for each chunk of tokens, so a token's loss is the same in any chunk."""
+    logits_NV, labels_N = _case(torch.float32)
+    whole_N = objective.token_loss(logits_NV, labels_N)
+    for chunk in (slice(0, 5), slice(5, 12)):
+        part_N = objective.token_loss(logits_NV[chunk], labels_N[chunk])
+        error = tiny.relative_error(part_N, whole_N[chunk])
+        ensure(error <= 1e-6, f"tokens {chunk.start} to {chunk.stop} alone: relative error {error:.1e}")
+
+
+def trains(objective: Objective) -> None:
+    """It is traced with the head, whole and in chunks, and on a tiny model the loss falls."""
+    for chunks in (1, 4):
+        losses = tiny.train(tiny.engine(objective=objective, head_chunks=chunks), 5, lr=0.1, same=True)
+        ensure(all(map(math.isfinite, losses)), f"a loss is not finite: {losses}")
+        ensure(losses[-1] < losses[0], f"the loss does not fall: {losses}")
+
+
+CHECKS = (gives_a_loss_for_each_token, is_differentiable, does_not_look_at_other_tokens, trains)
