@@ -296,6 +296,19 @@ def test_a_format_whose_labels_are_shifted_or_that_takes_anything_is_caught() ->
         datasets.refuses_bad_rows(spec)
 
 
+def test_a_kernel_that_does_not_take_the_inputs_is_not_run() -> None:
+    def function(gate: Any, up: Any) -> Any:
+        raise AssertionError("must not be called")
+
+    kernel = bundles.Kernel(
+        op="swiglu", name="k", function=function, supports=lambda d, t: True, takes=lambda gate, up: gate.shape[-1] < 8
+    )
+    pack = bundles.KernelPack(name="x", kernels=lambda: [kernel])
+    with pytest.raises(NotApplicable, match="takes the kit's inputs"):
+        kernels.equals_references(pack)
+    kernels.repeats_its_bits(pack)
+
+
 def test_a_kernel_that_is_not_its_reference_is_caught() -> None:
     def pack(function: Any, op: str = "swiglu") -> bundles.KernelPack:
         kernel = bundles.Kernel(op=op, name="k", function=function, supports=lambda d, t: t == torch.float32)
