@@ -79,6 +79,8 @@ class RunRecord:
     advice: list[Mapping[str, Any]] = field(default_factory=list)
     notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
+    live: bool = False
+    """Whether this process is the run, so that one without an end is surely going on."""
     progress: Mapping[str, Any] | None = None
     """The long work outside the steps that is under way."""
     config_text: str = ""
@@ -120,6 +122,8 @@ class RunRecord:
     def outcome(self) -> str:
         """How it ended, in a few words."""
         if self.end is None:
+            if self.live:
+                return "running" if self.start else "starting"
             return "no end is recorded: killed, or still running"
         words = {"finished": "finished", "stopped": "stopped early", "signal": "interrupted", "failed": "failed"}
         return words.get(str(self.end.get("reason")), str(self.end.get("reason")))

@@ -147,7 +147,7 @@ def _figures(title: str, run: RunRecord, begin: float, end: float) -> dict[str, 
     task = run.progress
     return {
         "title": title,
-        "outcome": run.outcome if run.end else ("running" if run.start else "starting"),
+        "outcome": run.outcome,
         "over": run.end is not None,
         "step": last,
         "steps": run.start.get("steps"),

@@ -28,7 +28,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 def run_of(directory: Path, steps: int = 30, *, name: str = "run") -> RunRecord:
-    run = RunRecord(directory=directory, name=name)
+    run = RunRecord(directory=directory, name=name, live=True)
     run.add({"event": "run_start", "time": 1.0, "steps": steps, "model": HOSTILE, "notes": [HOSTILE]})
     for step in range(1, steps + 1):
         run.add({"event": "step_end", "step": step, "loss": 5 - step / steps, "lr": 1e-3, "total_tokens": 9 * step})
@@ -188,7 +188,7 @@ def test_a_long_run_is_a_small_answer_that_keeps_the_spike(tmp_path: Path) -> No
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    run = RunRecord(directory=tmp_path, name="new")
+    run = RunRecord(directory=tmp_path, name="new", live=True)
     run.add({"event": "progress", "task": "loading weights", "done": 3, "total": 9, "unit": ""})
     (found,) = figures([run])["runs"]
     assert (found["outcome"], found["step"], found["steps"]) == ("starting", 0, None)
@@ -227,9 +227,9 @@ def test_a_growing_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / "config.yaml").write_text("a: 1\n")
         with metrics.open("a") as file:
             file.write(step(2)[-10:] + "torn\n" + step(3) + line(event="run_end", reason="finished"))
-        until(lambda: follower.record.end is not None)
+        until(lambda: follower.record.config_text == "a: 1\n")
+        assert follower.record.end is not None
         assert follower.record.steps.tolist() == [1, 2, 3]
-        assert follower.record.config_text == "a: 1\n"
         # A run that resumes replaces the file.
         new = tmp_path / "metrics.jsonl.tmp"
         new.write_text(line(event="run_start", steps=9) + step(1, 7.0))

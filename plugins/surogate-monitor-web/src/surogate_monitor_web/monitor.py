@@ -38,7 +38,7 @@ class WebMonitor:
 
     def __init__(self, options: WebOptions, info: RunInfo):
         self._output = Path(info.output_dir)
-        self._record = RunRecord(directory=self._output, name=info.run_name)
+        self._record = RunRecord(directory=self._output, name=info.run_name, live=True)
         self._others = [Follower(Path(directory).expanduser()) for directory in options.compare]
         try:
             self._server = PageServer(self._runs, port=options.port)
@@ -82,7 +82,7 @@ class WebMonitor:
             found = read_run(self._output)
         except UserError:
             found = RunRecord(directory=self._output, name=self._record.name)
-        found.name = self._record.name
+        found.name, found.live = self._record.name, True
         found.drop_after(step)
         return found
 
