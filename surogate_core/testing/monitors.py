@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from surogate_core.bundles import Monitor, MonitorSpec
-from surogate_core.testing.check import ensure
+from surogate_core.errors import MachineError
+from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.train.bus import EventBus
 from surogate_core.train.events import (
     Advice,
@@ -103,7 +104,11 @@ class _Failing(_Recorder):
 def _built(spec: MonitorSpec) -> Iterator[Monitor]:
     with tempfile.TemporaryDirectory() as directory:
         info = RunInfo(run_name="check", output_dir=directory, task="sft", config={}, interactive=False)
-        yield spec.build(spec.options(), info)
+        try:
+            monitor = spec.build(spec.options(), info)
+        except MachineError as error:
+            raise NotApplicable(str(error)) from error
+        yield monitor
 
 
 def sees_a_run(spec: MonitorSpec) -> None:

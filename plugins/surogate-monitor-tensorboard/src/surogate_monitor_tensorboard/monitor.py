@@ -8,26 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.train.events import (
-    Advice,
-    Control,
-    EvalEnd,
-    Event,
-    GpuStats,
-    PhaseChange,
-    RunInfo,
-    RunStart,
-    StepEnd,
-)
+from surogate_core.train.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart
+from surogate_core.train.scalars import scalars_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes")
-"""Fields of a step, written as ``train/FIELD``."""
-
-GPU_SCALARS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
-"""Fields of the GPU's telemetry, written as ``gpu/FIELD``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +45,10 @@ class TensorboardMonitor:
             self._writer = self._class(str(self._directory), purge_step=purge)
             text = json.dumps(dict(self._info.config), indent=1, default=str)
             self._text("config", "".join(f"    {line}\n" for line in text.splitlines()), event.start_step)
+        step, scalars = scalars_of(event)
+        for name, value in scalars.items():
+            self._scalar(name, value, step)
         match event:
-            case StepEnd():
-                for name in SCALARS:
-                    self._scalar(f"train/{name}", getattr(event, name), event.step)
-                if event.speed_of_light is not None:
-                    self._scalar("train/speed_of_light", event.speed_of_light, event.step)
-            case GpuStats():
-                for name in GPU_SCALARS:
-                    self._scalar(f"gpu/{name}", getattr(event, name), event.step)
-            case EvalEnd():
-                self._scalar("eval/loss", event.loss, event.step)
             case PhaseChange():
                 self._text("phase", event.phase, event.step)
             case Advice():
