@@ -267,6 +267,17 @@ def test_a_jump_within_the_noise_is_none() -> None:
     assert told("loss_spike", curve(320, lambda at: noisy(at) - (0.3 if at == 300 else 0.0))) == []
 
 
+def test_a_loss_that_doubles_in_the_first_steps_is_a_jump() -> None:
+    def exploding(at: int, ratio: float) -> float:
+        return 6.9 * (ratio if at >= 4 else 1.0)
+
+    assert told("loss_spike", curve(19, lambda at: exploding(at, 2.05))) == [4]
+    assert told("warmup_too_short", curve(19, lambda at: exploding(at, 2.05))) == [4]
+    assert told("loss_spike", curve(19, lambda at: exploding(at, 1.95))) == []
+    assert told("loss_spike", curve(19, lambda at: 0.2 if at < 4 else 0.65)) == []
+    assert told("loss_spike", curve(19, lambda at: 1.0 if at == 1 else 3.0)) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "loss", "norm"),
     [("gradient", 2.0, 10.1), ("gradient", 2.0, 101.0), ("not finite", math.nan, 1.0), ("not finite", 2.0, math.inf)],

@@ -13,7 +13,13 @@ WINDOW = 100
 """Steps without a jump that a new one is compared with."""
 
 FEWEST = 20
-"""Fewest of them to compare with."""
+"""Fewest of them to compare with so."""
+
+EARLY_RATIO = 2.0
+"""With fewer, a loss jumps above so many means, and `LEAST_RISE` above: a rate that is far too high shows at once."""
+
+EARLIEST = 2
+"""Steps before a loss can jump."""
 
 SIGMAS = 3.0
 LEAST_RISE = 0.5
@@ -42,9 +48,11 @@ def jump(loss: float, norm: float, losses: Sequence[float], norms: Sequence[floa
     """What of a step is out of the ordinary, beside earlier losses and gradient norms."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "not finite"
-    if len(losses) < FEWEST:
+    if len(losses) < EARLIEST:
         return None
     centre = mean(losses)
+    if len(losses) < FEWEST:
+        return "loss" if loss > max(EARLY_RATIO * centre, centre + LEAST_RISE) else None
     if loss > centre + SIGMAS * deviation(losses) and loss > centre + LEAST_RISE:
         return "loss"
     usual = mean(norms)
