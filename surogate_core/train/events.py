@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 
@@ -30,8 +31,12 @@ class Event:
     @property
     def name(self) -> str:
         """The event's type as written in ``metrics.jsonl``, e.g. ``step_end``."""
-        words = "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__)
-        return words.lstrip("_")
+        return _with_underscores(type(self).__name__)
+
+
+@cache
+def _with_underscores(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -102,6 +102,28 @@ class _Made:
     state: dict[str, Any]
     epoch: float
     flops: float
+
+
+class _Mebibytes:
+    """Progress in MiB, an event a mebibyte at most."""
+
+    def __init__(self, emit: Callable[[Event], object], task: str):
+        self._emit, self._task, self._done, self._total = emit, task, 0, 1
+        self._tell(0)
+
+    def told(self, done: int, total: int) -> None:
+        """So many bytes are done; the end is told by `over` alone."""
+        self._total = max(1, -(-total // 2**20))
+        if self._done < done // 2**20 < self._total:
+            self._tell(done // 2**20)
+
+    def over(self) -> None:
+        """All is done."""
+        self._tell(self._total)
+
+    def _tell(self, done: int) -> None:
+        self._done = done
+        self._emit(Progress(task=self._task, done=done, total=self._total, unit="MiB"))
 
 
 class _Prefetcher:
@@ -415,11 +437,11 @@ class Loop:
             "loader": dict(loader_state),
             "monitors": self.bus.state(),
         }
-        self.emit(Progress(task="saving a checkpoint", done=0, total=1))
-        path = self.checkpoints.save(self.state.step, tensors=self.engine.state(), state=state)
+        progress = _Mebibytes(self.emit, "saving a checkpoint")
+        path = self.checkpoints.save(self.state.step, tensors=self.engine.state(), state=state, progress=progress.told)
         self._saved_step = self.state.step
         seconds = time.perf_counter() - started
-        self.emit(Progress(task="saving a checkpoint", done=1, total=1))
+        progress.over()
         self.emit(CheckpointSaved(step=self.state.step, path=str(path), seconds=seconds, reason=reason))
         self._clock.restart()
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,7 +121,9 @@ class _Run:
         # What can be refused is refused before anything long is done.
         for place in self._export_places():
             check_place(place)
+        self._progress("fetching the model", 0, 1)
         resolved = resolve_model(config, registry)
+        self._progress("fetching the model", 1, 1)
         config = self.config = pinned(config, resolved)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
         device = resolve_device(config)
@@ -393,7 +395,6 @@ class _Run:
                 "held-out loss after": state.last_eval_loss,
             },
         )
-        self._progress("exporting", 0, 1)
         stack: list[LoraAdapter] = []
         if config.lora:
             adapters = dict(parameters.adapter_tensors())
@@ -405,7 +406,7 @@ class _Run:
             stack = [*below, own]
             export_adapter(
                 self._export_places()[-1],
-                adapters.items(),
+                self._exported("the adapter", adapters.items(), len(adapters)),
                 rank=config.lora_rank,
                 alpha=config.lora_alpha,
                 dropout=config.lora_dropout,
@@ -427,14 +428,22 @@ class _Run:
             tensors = ((n, files.get(n)) for n in files.names()) if files else parameters.base_tensors()
             export_full(
                 self._export_places()[0],
-                folded(tensors, stack),
+                self._exported("the model", folded(tensors, stack), len(parameters.specs)),
                 config=values,
                 tokenizer=tokenizer,
                 card=card,
                 generation_config=generation_of(resolved.weights, values, tokenizer),
             )
-        self._progress("exporting", 1, 1)
         return self._export_places()[0]
+
+    def _exported(
+        self, what: str, tensors: Iterable[tuple[str, torch.Tensor]], total: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, with progress told; `total` is about their number."""
+        for number, item in enumerate(tensors):
+            self._progress(f"exporting {what}", min(number, total - 1), total)
+            yield item
+        self._progress(f"exporting {what}", total, total)
 
     def _reports(self) -> bool:
         """Whether there will be the metrics that a report is made of."""

@@ -240,6 +240,15 @@ def test_a_rule_fires_at_its_step_and_not_on_the_near_miss(rule: str) -> None:
     assert told(rule, near_miss, **config) == []
 
 
+def test_table_of_rules() -> None:
+    """`pytest -rP -k table` shows it: rule, step at which it fires, step at which it should."""
+    print(f"{'rule':34} fired  expected  on the near miss")  # noqa: T201
+    for rule, (expected, events, near_miss, config) in CASES.items():
+        fired, missed = told(rule, events, **config), told(rule, near_miss, **config)
+        print(f"{rule:34} {fired[0]:5}  {expected:8}  {missed or 'silent'}")  # noqa: T201
+        assert fired[0] == expected
+
+
 def test_advice_has_evidence_and_a_key() -> None:
     (advice,) = [a for a in advices(replay(curve(320, spiky(0.6)), info())) if a.rule == "loss_spike"]
     assert advice.evidence["what"] == "loss"

@@ -53,7 +53,7 @@ def jump(loss: float, norm: float, losses: Sequence[float], norms: Sequence[floa
     centre = mean(losses)
     if len(losses) < FEWEST:
         return "loss" if loss > max(EARLY_RATIO * centre, centre + LEAST_RISE) else None
-    if loss > centre + SIGMAS * deviation(losses) and loss > centre + LEAST_RISE:
+    if loss > centre + LEAST_RISE and loss > centre + SIGMAS * deviation(losses):
         return "loss"
     usual = mean(norms)
     if norm > NORM_RATIO * usual or norm > NORM_LIMIT >= usual:

@@ -105,11 +105,12 @@ class AdaptiveMonitor:
         step, loss, norm = event.step, event.loss, event.grad_norm
         self._counters.total_tokens = event.total_tokens
         # Before the guard takes the step: what was usual until now.
-        usual = mean(self._guard.losses) if self._guard.losses else loss
+        before = self._guard.losses
         told: list[Event] = []
         jump = self._guard.observe(loss, norm)
         reduction, proceed = None, False
         if jump is not None:
+            usual = mean(before) if before else loss
             evidence = {"what": jump, "loss": loss, "usual_loss": usual, "grad_norm": norm}
             told += self._advisor.tell(step, "loss_spike", evidence)
             if self._routing.underused(step):

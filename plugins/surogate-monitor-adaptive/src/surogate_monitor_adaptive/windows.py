@@ -16,13 +16,13 @@ def mean(values: Sequence[float]) -> float:
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation of at least one value, as of a whole population."""
     centre = mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / len(values))
+    return math.sqrt(math.fsum([(value - centre) * (value - centre) for value in values]) / len(values))
 
 
 def slope(values: Sequence[float]) -> float:
     """Rise a step of the least-squares line through at least two values."""
-    centre, middle = mean(values), (len(values) - 1) / 2
-    products = math.fsum((at - middle) * (value - centre) for at, value in enumerate(values))
+    middle = (len(values) - 1) / 2
+    products = math.fsum([(at - middle) * value for at, value in enumerate(values)])
     return products / (len(values) * (len(values) ** 2 - 1) / 12)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,9 @@ from surogate_core.report.serve import Follower, PageServer
 from surogate_core.train.events import Control, Event, Notice, RunInfo, RunStart
 
 URL_FILE = "web.url"
+
+WAITING = 1000
+"""Events that are kept as they are at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,8 @@ class WebMonitor:
     def __init__(self, options: WebOptions, info: RunInfo):
         self._output = Path(info.output_dir)
         self._record = RunRecord(directory=self._output, name=info.run_name, live=True)
+        self._waiting: deque[tuple[float, Event]] = deque()
+        self._taking = threading.Lock()
         self._others = [Follower(Path(directory).expanduser()) for directory in options.compare]
         try:
             self._server = PageServer(self._runs, port=options.port)
@@ -52,7 +59,10 @@ class WebMonitor:
         """Keep the event; the answer to the run's start tells the address."""
         if isinstance(event, RunStart):
             return self._run_start(event)
-        self._record.add(_record(event))
+        # Taken in when the page asks, or now and then: no step pays for it.
+        self._waiting.append((time.time(), event))
+        if len(self._waiting) >= WAITING:
+            self._take_in()
         return None
 
     def state(self) -> dict[str, Any]:
@@ -70,10 +80,11 @@ class WebMonitor:
         (self._output / URL_FILE).unlink(missing_ok=True)
 
     def _run_start(self, event: RunStart) -> Control:
+        self._take_in()
         if event.start_step:
             self._record = self._history(event.start_step)
         self._record.read_files()
-        self._record.add(_record(event))
+        self._record.add(_record(time.time(), event))
         return Control(events=(Notice(level="info", message=f"Live page: {self._server.url}"),))
 
     def _history(self, step: int) -> RunRecord:
@@ -86,7 +97,13 @@ class WebMonitor:
         found.drop_after(step)
         return found
 
+    def _take_in(self) -> None:
+        with self._taking:
+            while self._waiting:
+                self._record.add(_record(*self._waiting.popleft()))
+
     def _runs(self) -> list[RunRecord]:
+        self._take_in()
         return [self._record, *(other.record for other in self._others)]
 
     def _write_url(self) -> None:
@@ -98,7 +115,9 @@ class WebMonitor:
             file.write(f"{self._server.url}\n")
 
 
-def _record(event: Event) -> dict[str, Any]:
+def _record(at: float, event: Event) -> dict[str, Any]:
     """The event as ``metrics.jsonl`` has it."""
-    values = {one.name: getattr(event, one.name) for one in fields(event)}
-    return {"event": event.name, "time": time.time(), **values}
+    record: dict[str, Any] = {"event": event.name, "time": at}
+    for name in event.__dataclass_fields__:
+        record[name] = getattr(event, name)
+    return record
