@@ -249,6 +249,17 @@ def test_table_of_rules() -> None:
         assert fired[0] == expected
 
 
+def test_norms_of_the_first_steps_and_norms_that_come_back_are_no_acceleration() -> None:
+    def steep(begin: int) -> list[Event]:
+        return curve(begin + 40, falling, lambda at: 1.0 + max(0.0, at - begin) * 0.4)
+
+    assert told("gradient_acceleration", steep(10)) == []
+    assert told("gradient_acceleration", steep(60)) == [66]
+    # Down to a third for 30 steps, and back.
+    dip = curve(340, falling, lambda at: 0.35 if 270 <= at < 300 else 1.0)
+    assert told("gradient_acceleration", dip) == []
+
+
 def test_advice_has_evidence_and_a_key() -> None:
     (advice,) = [a for a in advices(replay(curve(320, spiky(0.6)), info())) if a.rule == "loss_spike"]
     assert advice.evidence["what"] == "loss"

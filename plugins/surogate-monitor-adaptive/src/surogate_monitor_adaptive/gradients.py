@@ -19,6 +19,9 @@ HALVES = 1.5
 USUAL_WINDOW = 100
 """And over the median of so many norms: one that falls for a while and comes back rises to where it was."""
 
+SETTLED = 50
+"""Norms before an acceleration is told: those of the first steps go up and down with the learning rate's warm-up."""
+
 VANISHED = 0.01
 """Share of the highest window mean below which gradients have vanished."""
 
@@ -70,7 +73,7 @@ class GradientTracker(Detector):
     @property
     def accelerating(self) -> bool:
         """Whether the norm rises steeply."""
-        return len(self.norms) == WINDOW and accelerates(self.norms, self.usual)
+        return len(self.usual) > SETTLED and accelerates(self.norms, self.usual)
 
     @property
     def vanishing(self) -> bool:
