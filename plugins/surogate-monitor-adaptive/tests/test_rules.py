@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
-from surogate_monitor_adaptive.monitor import replay
+from surogate_monitor_adaptive.monitor import GUARDED, replay
 
 from surogate_core.train.events import Advice, Control, EvalEnd, Event, PhaseChange, RoutingStats, RunInfo, RunStart
 from surogate_core.train.events import StepEnd as Step
@@ -265,6 +265,8 @@ def test_advice_has_evidence_and_a_key() -> None:
     assert advice.evidence["what"] == "loss"
     assert advice.evidence["loss"] - advice.evidence["usual_loss"] > 0.5
     assert (advice.key, advice.suggestion) == ("auto_lr_reduction", RULES["loss_spike"].suggestion)
+    guarded = advices(replay(curve(320, spiky(0.6)), info(auto_lr_reduction=True)))
+    assert [a.suggestion for a in guarded if a.rule == "loss_spike"] == [GUARDED]
 
 
 def test_the_warmup_that_is_advised() -> None:
