@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -82,9 +83,10 @@ def _serve(directories: Sequence[Path], port: int) -> int:
         except OSError as error:
             raise UserError(f"--port {port}: cannot be listened on: {error.strerror}. Fix: another port") from error
         stack.enter_context(closing(server))
+        # Before the address is shown, and also where a shell has had SIGINT ignored, as it does behind `&`.
+        over = Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: over.set()))
         print(server.url, flush=True)
-        try:
-            Event().wait()
-        except KeyboardInterrupt:
-            print()
+        over.wait()
     return 0

@@ -69,7 +69,7 @@ def mean_pairs(positions_N: Tensor) -> float:
 def gemm_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Rate of a square product of random values of this dtype; the median, measured once a process."""
     size = GEMM_SIZE.get(device.type, 1024)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     a @ b
     seconds = [_seconds(a, b) for _ in range(GEMM_REPEATS.get(device.type, 3))]
     return 2 * float(size) ** 3 / statistics.median(seconds)

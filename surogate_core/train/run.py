@@ -320,10 +320,14 @@ class _Run:
         if self.setting_up and self.signals.received is not None:
             raise _Interrupted
 
-    def _gemm_rate(self, device: torch.device) -> float:
-        """Measured before the model is there; what that takes is not of the run's peak memory."""
+    def _gemm_rate(self, device: torch.device) -> float | None:
+        """Measured before the model is there; what that takes is not of the run's peak memory. None without room."""
         self._progress("measuring the device's rate", 0, 1)
-        rate = gemm_flops_per_second(device, resolve_dtype(self.config, device))
+        rate = None
+        try:
+            rate = gemm_flops_per_second(device, resolve_dtype(self.config, device))
+        except torch.OutOfMemoryError as error:
+            log.info("no speed of light: the device has no room to measure its rate", error=repr(error))
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -331,7 +335,7 @@ class _Run:
         return rate
 
     def _start(
-        self, resolved: ResolvedModel, data: PreparedData, loader: StepLoader, notes: Sequence[str], rate: float
+        self, resolved: ResolvedModel, data: PreparedData, loader: StepLoader, notes: Sequence[str], rate: float | None
     ) -> RunStart:
         assert self.engine is not None
         assert self.loop is not None

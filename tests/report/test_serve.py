@@ -258,7 +258,8 @@ def test_reading_while_another_thread_adds(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- command
 
 
-def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path, stop: signal.Signals) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(step(1) + step(2))
@@ -277,7 +278,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             return [(r["title"], r["step"]) for r in json.loads(connection.getresponse().read())["runs"]]
 
         until(lambda: read() == [("a", 2), ("b", 2)])
-        process.send_signal(signal.SIGINT)
+        process.send_signal(stop)
         assert process.wait(timeout=20) == 0
     finally:
         process.kill()

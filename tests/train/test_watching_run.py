@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import ConfigError
@@ -76,6 +77,18 @@ def test_speed_of_light_and_telemetry_are_recorded_and_change_no_bit(
     assert "GPU power (W)" in report
     assert "Speed of light" in report
     assert "GPU power" not in (tmp_path / "plain" / "report.html").read_text()
+
+
+def test_a_device_without_room_to_be_measured_trains_all_the_same(
+    tmp_path: Path, base: list[str], run_here: RunHere, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("surogate_core.train.run.gemm_flops_per_second", full)
+    assert run_here(tmp_path / "run", *base, "max_steps=1") == 0
+    assert records(tmp_path / "run", "run_start")[0]["gemm_flops_per_second"] is None
+    assert records(tmp_path / "run", "step_end")[0]["speed_of_light"] is None
 
 
 def test_the_end_names_the_report(tmp_path: Path, base: list[str], run_here: RunHere, records: Records) -> None:

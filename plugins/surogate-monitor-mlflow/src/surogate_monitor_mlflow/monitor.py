@@ -25,6 +25,9 @@ BATCH_METRICS = 1000
 BATCH_PARAMS = 100
 """Most values that the server takes at once."""
 
+LAST_SECONDS = 60.0
+"""How long the end of a run waits for the server."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlflowOptions:
@@ -151,10 +154,12 @@ class _Sender:
         self._waiting.put(RunTag(name, text[:PARAM_CHARACTERS]))
 
     def close(self) -> None:
-        """Send the rest; raises what went wrong."""
+        """Send the rest, for `LAST_SECONDS` at most; raises what went wrong."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(LAST_SECONDS)
         self._check()
+        if self._thread.is_alive():
+            raise TimeoutError(f"MLflow has not taken the last figures within {LAST_SECONDS:.0f} s")
 
     def _check(self) -> None:
         if self._error is not None:
