@@ -274,6 +274,19 @@ def test_the_warmup_that_is_advised() -> None:
     assert (advice.key, advice.suggestion, advice.evidence["warmup_steps"]) == ("warmup_steps", "warmup_steps=200", 100)
 
 
+def test_a_state_that_two_have_loaded_belongs_to_none_of_them() -> None:
+    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
+
+    first, second, third = (AdaptiveMonitor(AdaptiveOptions(), info()) for _ in range(3))
+    for event in curve(150, falling):
+        first.on_event(event)
+    state = first.state()
+    second.load_state(state)
+    third.load_state(state)
+    second.on_event(step(151, 7.0))
+    assert third.state() == state == first.state() != second.state()
+
+
 def test_cooldown_of_each_rule() -> None:
     def spikes(at: int) -> float:
         return falling(at) + (1.0 if at in (300, 499, 500, 501) else 0.0)

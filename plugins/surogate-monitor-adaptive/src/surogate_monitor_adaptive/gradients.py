@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from surogate_monitor_adaptive.windows import Detector, mean, relative, slope
+from surogate_monitor_adaptive.windows import Detector, mean, push, relative, slope
 
 WINDOW = 20
 """Gradient norms that are looked at."""
@@ -63,8 +63,9 @@ class GradientTracker(Detector):
 
     def observe(self, norm: float, loss: float) -> None:
         """Take a finite norm and loss."""
-        self.norms, self.losses = [*self.norms, norm][-WINDOW:], [*self.losses, loss][-WINDOW:]
-        self.usual = [*self.usual, norm][-USUAL_WINDOW:]
+        push(self.norms, norm, WINDOW)
+        push(self.losses, loss, WINDOW)
+        push(self.usual, norm, USUAL_WINDOW)
         if len(self.norms) == WINDOW:
             self.highest_mean = max(self.highest_mean, mean(self.norms))
             if self.first_loss is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from surogate_monitor_adaptive.windows import Detector, deviation, mean
+from surogate_monitor_adaptive.windows import Detector, deviation, mean, push
 
 WINDOW = 100
 """Steps without a jump that a new one is compared with."""
@@ -91,7 +91,8 @@ class LossGuard(Detector):
             self.losses, self.norms, self.jumps_in_a_row = [], [], 0
         if not self.jumps_in_a_row:
             # A jump is kept out of what the next is compared with.
-            self.losses, self.norms = [*self.losses, loss][-WINDOW:], [*self.norms, norm][-WINDOW:]
+            push(self.losses, loss, WINDOW)
+            push(self.norms, norm, WINDOW)
         return kind
 
     @property
