@@ -76,9 +76,9 @@ def monitor(directory: Path, **options: Any) -> Any:
 
 
 def test_a_run_read_back(tmp_path: Path) -> None:
+    writer = monitor(tmp_path / "out")
     from mlflow import MlflowClient
 
-    writer = monitor(tmp_path / "out")
     answers = [writer.on_event(event) for event in (*EVENTS, step(3, math.nan), END)]
     run_id = writer.state()["id"]
     assert [a.events[0].message for a in answers if a] == [
