@@ -15,7 +15,7 @@ KEYS = frozenset(
     offload_residual offload_optimizer offload_master offload_grads offload_quants persistent_quants cpu_training
     zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
-    report_to log_gpu_util debug_time_breakdown debug_memory_breakdown
+    debug_time_breakdown debug_memory_breakdown
     """.split()  # noqa: SIM905
 )
 """Flat keys."""

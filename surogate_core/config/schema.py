@@ -244,6 +244,10 @@ class RunConfig:
     # -------------------------------------------------------------------------- watching
     monitor: list[Selection] = field(default_factory=list)
     """The monitors that receive the run's events."""
+    report_to: list[str] | None = None
+    """Names of further monitors, such as [wandb]; the same as adding them to `monitor`."""
+    log_gpu_util: NonNegative = 100
+    """Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0 reads none."""
     log_file: str | None = None
     """The run's log as JSON lines; null is `output_dir/surogate.log`."""
 

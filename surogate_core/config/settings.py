@@ -322,7 +322,28 @@ class Settings:
                 message = f"the preset model={','.join(model.options)} and model.path are both given."
                 self.problems.append(Problem(key="model", message=message, where=model.where, fix="model=PATH"))
 
+        self._add_reported_to()
         self._check_defaults()
+
+    def _add_reported_to(self) -> None:
+        """`report_to` names further monitors; what is not a list of names is left to the schema."""
+        given = [v for v in self.values if v.key == "report_to" and not v.sweep]
+        names = parse_override(f"report_to={given[-1].text}").value() if given else None
+        chosen = self.choices.get("monitor")
+        if not isinstance(names, list) or (chosen is not None and chosen.sweep):
+            return
+        options = list(chosen.options if chosen else default_groups()["monitor"])
+        for name in names:
+            if not isinstance(name, str):
+                return
+            if name not in self._options("monitor"):
+                known = self._options("monitor")
+                where = given[-1].where
+                self.problems.append(unknown_name("monitor", name, where, self.registry, known, "report_to"))
+            elif name not in options:
+                options.append(name)
+        where = chosen.where if chosen else given[-1].where
+        self.choices["monitor"] = Choice(options, where, implied=chosen is None)
 
     def _check_defaults(self) -> None:
         """The default options may be missing too, when their plugin is not installed, blocked or broken."""

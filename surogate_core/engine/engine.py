@@ -205,7 +205,8 @@ class Engine:
             adapter_dtype=settings.adapter_dtype,
             weight_decay=settings.weight_decay,
         )
-        self.parameters.fill(source, progress=lambda done, total: progress("loading weights", done, total))
+        loading = "loading and quantising weights" if self.parameters.packed else "loading weights"
+        self.parameters.fill(source, progress=lambda done, total: progress(loading, done, total))
         self.optimizer: Optimizer = optimizer.build(self.parameters.groups, optimizer_settings, optimizer_options)
         self.train_embedding = self.embed.specs[0].trainable
         self.training = training_schedule(len(layers), train_embedding=self.train_embedding)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from surogate_core.report.curves import Band, Mark, figure
+import numpy as np
+
+from surogate_core.report.curves import Band, Mark, figure, kept_places
 from surogate_core.report.records import RunRecord
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Rows = list[tuple[str, ...]]
 
@@ -21,13 +26,36 @@ CURVES = (
 )
 """(title, series, unit)."""
 
+MORE_CURVES = (
+    ("Speed of light", "speed_of_light", "% of the product rate"),
+    ("GPU utilization", "gpu.utilization", "%"),
+    ("GPU memory", "gpu.memory_used_bytes", "GiB, all processes"),
+    ("GPU power", "gpu.power_watts", "W"),
+    ("GPU temperature", "gpu.temperature_celsius", "°C"),
+    ("GPU clock", "gpu.sm_clock_mhz", "MHz"),
+)
+"""Shown for runs that have recorded them."""
+
+SCALES = {
+    "peak_memory_bytes": 2.0**-30,
+    "gpu.memory_used_bytes": 2.0**-30,
+    "speed_of_light": 100.0,
+    "gpu.utilization": 100.0,
+}
+
+
+def shown_curves(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
+    """(title, series, unit) of the curves that a report of these runs has."""
+    more = [c for c in MORE_CURVES if any(bool(np.isfinite(run.curve(c[1])[1]).any()) for run in runs)]
+    return [*CURVES, *more]
+
 
 def points_of(run: RunRecord, series: str) -> list[tuple[float, float]]:
-    """A curve's points; x is the step."""
-    if series == "eval":
-        return [(float(at), loss) for at, loss in zip(run.eval_steps, run.eval_losses, strict=True)]
-    scale = 2.0**-30 if series == "peak_memory_bytes" else 1.0
-    return [(float(at), y * scale) for at, y in zip(run.steps, run.series[series], strict=True)]
+    """A curve's points, thinned; x is the step."""
+    steps, values = run.curve(series)
+    places = kept_places(values)
+    heights = values[places] * SCALES.get(series, 1.0)
+    return list(zip(steps[places].astype(float).tolist(), heights.tolist(), strict=True))
 
 
 def summary(run: RunRecord) -> Rows:
@@ -41,23 +69,24 @@ def summary(run: RunRecord) -> Rows:
             ("model", str(start.get("model"))),
             ("parameters", f"{start.get('parameters', 0):,}, {start.get('trainable_parameters', 0):,} of them trained"),
             ("device", str(start.get("device"))),
-            ("steps", f"{run.steps[-1] if run.steps else 0:,} of {start.get('steps', 0):,}"),
+            ("steps", f"{run.steps[-1] if len(run.steps) else 0:,} of {start.get('steps', 0):,}"),
         ]
-    if run.steps:
-        losses = [loss for loss in run.series["loss"] if math.isfinite(loss)]
-        seconds = math.fsum(s for s in run.series["seconds"] if math.isfinite(s))
-        speeds = sorted(s for s in run.series["tokens_per_second"] if math.isfinite(s))
+    if len(run.steps):
+        losses, seconds, speeds = (_finite(run, name) for name in ("loss", "seconds", "tokens_per_second"))
+        shares = _finite(run, "speed_of_light")
         rows.append(("tokens", f"{run.total_tokens:,}"))
-        rows.append(("time in steps", f"{seconds:,.1f} s"))
-        if losses:
+        rows.append(("time in steps", f"{seconds.sum():,.1f} s"))
+        if len(losses):
             tail = losses[-20:]
-            rows.append(("loss", f"{losses[0]:.4f} → {math.fsum(tail) / len(tail):.4f} (mean of the last {len(tail)})"))
+            rows.append(("loss", f"{losses[0]:.4f} → {tail.mean():.4f} (mean of the last {len(tail)})"))
         if len(losses) < len(run.steps):
             rows.append(("steps that were not finite", f"{len(run.steps) - len(losses):,}"))
-        if speeds:
-            rows.append(("throughput", f"{speeds[len(speeds) // 2]:,.0f} tokens/s (median)"))
-        rows.append(("peak memory", f"{max(run.series['peak_memory_bytes']) / 2**30:.2f} GiB"))
-    if run.eval_losses:
+        if len(speeds):
+            rows.append(("throughput", f"{np.median(speeds):,.0f} tokens/s (median)"))
+        if len(shares):
+            rows.append(("speed of light", f"{np.median(shares):.1%} of the measured product rate (median)"))
+        rows.append(("peak memory", f"{run.series['peak_memory_bytes'].max() / 2**30:.2f} GiB"))
+    if len(run.eval_losses):
         rows.append(("held-out loss", f"{run.eval_losses[0]:.4f} → {run.eval_losses[-1]:.4f}"))
     if end.get("export_path"):
         rows.append(("exported to", str(end["export_path"])))
@@ -131,7 +160,7 @@ def plugins(run: RunRecord) -> Rows:
 
 def bands(run: RunRecord) -> list[Band]:
     """The phases as stretches of steps."""
-    ends = [float(p.get("step", 0)) for p in run.phases[1:]] + [float(run.steps[-1]) if run.steps else 0.0]
+    ends = [float(p.get("step", 0)) for p in run.phases[1:]] + [float(run.steps[-1]) if len(run.steps) else 0.0]
     return [
         Band(begin=float(p.get("step", 0)), end=end, label=str(p.get("phase")))
         for p, end in zip(run.phases, ends, strict=False)
@@ -150,6 +179,11 @@ def titles(runs: Sequence[RunRecord]) -> list[str]:
     """Names that tell the runs apart."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
+
+
+def _finite(run: RunRecord, series: str) -> NDArray[np.float64]:
+    values = run.curve(series)[1]
+    return values[np.isfinite(values)]
 
 
 def _shown(value: float) -> str:

@@ -6,6 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 POINTS = 1000
 """Most points of a curve; a longer one is thinned out."""
@@ -51,21 +58,27 @@ class Mark:
     label: str
 
 
-def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points: of each of `limit` // 2 stretches the lowest and the highest, so that no spike is lost.
+def kept_places(heights: NDArray[np.float64], limit: int = POINTS) -> NDArray[np.int64]:
+    """Which at most `limit` values a curve keeps, rising.
 
-    A value that is not finite counts as the highest. The first and the last point are kept.
+    Of each of `limit` // 2 stretches the lowest and the highest, so that no spike is lost, and the first and the
+    last of all. A value that is not finite counts as the highest.
     """
-    if len(points) <= limit:
-        return list(points)
-    inner, stretches = points[1:-1], limit // 2 - 1
-    kept = [points[0]]
-    for number in range(stretches):
-        part = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
-        heights = [y if math.isfinite(y) else math.inf for _, y in part]
-        low, high = heights.index(min(heights)), heights.index(max(heights))
-        kept += [part[i] for i in sorted({low, high})]
-    return [*kept, points[-1]]
+    count = len(heights)
+    if count <= limit:
+        return np.arange(count)
+    inner, stretches = np.where(np.isfinite(heights[1:-1]), heights[1:-1], np.inf), limit // 2 - 1
+    kept = [0, count - 1]
+    borders = np.arange(stretches + 1) * len(inner) // stretches
+    for begin, end in pairwise(borders.tolist()):
+        part = inner[begin:end]
+        kept += [1 + begin + int(part.argmin()), 1 + begin + int(part.argmax())]
+    return np.unique(kept)
+
+
+def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most `limit` of the points, as `kept_places` chooses them."""
+    return [points[place] for place in kept_places(np.array([y for _, y in points], np.float64), limit)]
 
 
 def chart(

@@ -48,7 +48,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         if len(runs) == 1
         else '<p class="pale">x is the step.</p>',
         '<div class="curves">',
-        *(_curve(runs, titles, *curve) for curve in contents.CURVES),
+        *(_curve(runs, titles, *curve) for curve in contents.shown_curves(runs)),
         "</div>",
     ]
     for title, run in zip(titles, runs, strict=True):

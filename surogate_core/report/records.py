@@ -1,28 +1,72 @@
-"""What a run has left in its directory, read into one value."""
+"""What a run has left in its directory, or is leaving there, in one value."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 METRICS = "metrics.jsonl"
 
 NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 """How numbers that JSON lacks are written."""
 
-STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes", "seconds")
+STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes", "seconds", "speed_of_light")
+EVAL_FIELDS = ("loss", "gap")
+GPU_FIELDS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
+
+
+class Table:
+    """Columns of figures over rising steps, which grow at the end.
+
+    One thread may add while others read: a row counts once all of it is there.
+    """
+
+    def __init__(self, fields: tuple[str, ...]):
+        self._fields = fields
+        self._steps: NDArray[np.int64] = np.empty(256, np.int64)
+        self._values: NDArray[np.float64] = np.empty((len(fields), 256), np.float64)
+        self._count = 0
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """The step of each row."""
+        return self._steps[: self._count]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """The values of a field; NaN where a row has none."""
+        values, count = self._values, self._count
+        return values[self._fields.index(name), :count]
+
+    def add(self, step: int, record: Mapping[str, Any]) -> None:
+        """Add the fields of a record. A run that has gone back to an earlier step drops what it had after it."""
+        if self._count and step <= self._steps[self._count - 1]:
+            self._count = int(np.searchsorted(self.steps, step))
+        if self._count == len(self._steps):
+            self._steps = np.concatenate([self._steps, np.empty_like(self._steps)])
+            self._values = np.concatenate([self._values, np.empty_like(self._values)], axis=1)
+        self._steps[self._count] = step
+        self._values[:, self._count] = [_number(record.get(name)) for name in self._fields]
+        self._count += 1
+
+    def drop_after(self, step: int) -> None:
+        """Drop the rows of later steps."""
+        self._count = int(np.searchsorted(self.steps, step, side="right"))
 
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """One run. `steps` and the columns of `series` have equal lengths, in the order of the steps."""
+    """One run: what its events say, and its files."""
 
     directory: Path
     name: str
@@ -30,86 +74,129 @@ class RunRecord:
     """The last ``run_start``; empty if the run failed before it."""
     end: Mapping[str, Any] | None = None
     """The last ``run_end``; None if the run was killed or is still going."""
-    steps: Sequence[int] = ()
-    series: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Field of ``step_end`` → its values."""
     total_tokens: int = 0
-    eval_steps: Sequence[int] = ()
-    eval_losses: Sequence[float] = ()
-    phases: Sequence[Mapping[str, Any]] = ()
-    advice: Sequence[Mapping[str, Any]] = ()
-    notices: Sequence[Mapping[str, Any]] = ()
+    phases: list[Mapping[str, Any]] = field(default_factory=list)
+    advice: list[Mapping[str, Any]] = field(default_factory=list)
+    notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
+    live: bool = False
+    """Whether this process is the run, so that one without an end is surely going on."""
+    progress: Mapping[str, Any] | None = None
+    """The long work outside the steps that is under way."""
     config_text: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """``run.json``."""
+    _steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
+    _evaluations: Table = field(default_factory=lambda: Table(EVAL_FIELDS))
+    _gpu: Table = field(default_factory=lambda: Table(GPU_FIELDS))
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """The steps that were taken."""
+        return self._steps.steps
+
+    @property
+    def series(self) -> Mapping[str, NDArray[np.float64]]:
+        """Field of ``step_end`` → its values, one a step."""
+        return {name: self._steps.column(name) for name in STEP_FIELDS}
+
+    @property
+    def eval_losses(self) -> NDArray[np.float64]:
+        """Held-out losses."""
+        return self._evaluations.column("loss")
+
+    def curve(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(steps, values) of a field of ``step_end``, of ``eval`` or ``gap``, or of ``gpu.FIELD``; equally long."""
+        if name == "eval":
+            table, column = self._evaluations, "loss"
+        elif name == "gap":
+            table, column = self._evaluations, "gap"
+        elif name.startswith("gpu."):
+            table, column = self._gpu, name.removeprefix("gpu.")
+        else:
+            table, column = self._steps, name
+        values = table.column(column)
+        return table.steps[: len(values)], values
 
     @property
     def outcome(self) -> str:
         """How it ended, in a few words."""
         if self.end is None:
+            if self.live:
+                return "running" if self.start else "starting"
             return "no end is recorded: killed, or still running"
         words = {"finished": "finished", "stopped": "stopped early", "signal": "interrupted", "failed": "failed"}
         return words.get(str(self.end.get("reason")), str(self.end.get("reason")))
 
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take one event, as ``metrics.jsonl`` has it."""
+        match record.get("event"):
+            case "step_end":
+                self._steps.add(int(record["step"]), record)
+                self.total_tokens = int(record.get("total_tokens", 0))
+            case "eval_end":
+                self._evaluations.add(int(record["step"]), record)
+            case "gpu_stats":
+                self._gpu.add(int(record["step"]), record)
+            case "run_start":
+                self.start, self.end, self.progress = record, None, None
+            case "run_end":
+                self.end, self.progress = record, None
+            case "phase_change":
+                self.phases.append(record)
+            case "advice":
+                self.advice.append(record)
+            case "progress":
+                over = 0 < int(record.get("total", 0)) <= int(record.get("done", 0))
+                self.progress = None if over else record
+            case "notice" if record.get("level") != "info" or "learning rate ×" in str(record.get("message")):
+                self.notices.append(record)
+
+    def drop_after(self, step: int) -> None:
+        """Forget what is of later steps: the run goes on from `step`."""
+        for table in (self._steps, self._evaluations, self._gpu):
+            table.drop_after(step)
+        self.phases = [p for p in self.phases if int(p.get("step", 0)) <= step]
+        self.advice = [a for a in self.advice if int(a.get("step", 0)) <= step]
+
+    def read_files(self) -> None:
+        """Read ``config.yaml`` and ``run.json``, as far as they are there."""
+        self.config_text = _text(self.directory / "config.yaml")
+        facts = parsed(_text(self.directory / "run.json"))
+        self.facts = facts if isinstance(facts, dict) else {}
+
 
 def read_run(directory: Path) -> RunRecord:
     """The run in `directory`; raises `UserError` when it has no metrics."""
-    if not directory.is_dir():
-        raise UserError(f"surogate report {directory}: there is no such directory. Fix: name a run's output_dir.")
-    config_text = _text(directory / "config.yaml")
-    metrics = directory / _metrics_file(config_text)
+    metrics = metrics_path(directory)
     if not metrics.is_file():
         raise UserError(
             f"surogate report {directory}: there is no {metrics.name}. Fix: name the output_dir of a run with the "
             f"monitor jsonl."
         )
-    run = RunRecord(directory=directory, name=directory.resolve().name, config_text=config_text)
-    facts = _parsed(_text(directory / "run.json"))
-    run.facts = facts if isinstance(facts, dict) else {}
-    _read_metrics(metrics, run)
+    run = RunRecord(directory=directory, name=directory.resolve().name)
+    run.read_files()
+    for record in _lines(metrics):
+        run.add(record)
     return run
 
 
-def _read_metrics(path: Path, run: RunRecord) -> None:
-    # A resumed run may have written a step twice; the last counts.
-    steps: dict[int, tuple[float, ...]] = {}
-    evaluations: dict[int, float] = {}
-    phases, advice, notices = [], [], []
-    for record in _lines(path):
-        match record.get("event"):
-            case "step_end":
-                steps[int(record["step"])] = tuple(_number(record.get(name)) for name in STEP_FIELDS)
-                run.total_tokens = int(record.get("total_tokens", 0))
-            case "eval_end":
-                evaluations[int(record["step"])] = _number(record.get("loss"))
-            case "run_start":
-                run.start, run.end = record, None
-            case "run_end":
-                run.end = record
-            case "phase_change":
-                phases.append(record)
-            case "advice":
-                advice.append(record)
-            case "notice" if record.get("level") != "info" or "learning rate ×" in str(record.get("message")):
-                notices.append(record)
-    ordered = sorted(steps)
-    run.steps = ordered
-    run.series = {name: [steps[at][i] for at in ordered] for i, name in enumerate(STEP_FIELDS)}
-    run.eval_steps = sorted(evaluations)
-    run.eval_losses = [evaluations[at] for at in run.eval_steps]
-    run.phases, run.advice, run.notices = phases, advice, notices
+def metrics_path(directory: Path) -> Path:
+    """Where the run's monitor jsonl writes; raises `UserError` for no directory."""
+    if not directory.is_dir():
+        raise UserError(f"surogate report {directory}: there is no such directory. Fix: name a run's output_dir.")
+    return directory / _metrics_file(_text(directory / "config.yaml"))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            record = _parsed(line)
+            record = parsed(line)
             if isinstance(record, dict):
                 yield record
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str | bytes) -> Any:
     """The JSON value, or None for a torn line, which a killed run may leave."""
     try:
         return json.loads(text)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from surogate_core.bundles import Monitor, MonitorSpec
-from surogate_core.testing.check import ensure
+from surogate_core.errors import MachineError
+from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.train.bus import EventBus
 from surogate_core.train.events import (
     Advice,
@@ -17,6 +18,7 @@ from surogate_core.train.events import (
     Control,
     EvalEnd,
     Event,
+    GpuStats,
     Notice,
     PhaseChange,
     Progress,
@@ -29,7 +31,7 @@ from surogate_core.train.events import (
 
 _STEP: dict[str, Any] = {
     "epoch": 0.1, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "label_tokens": 32, "total_tokens": 64, "seconds": 0.1,
-    "tokens_per_second": 640.0, "eta_seconds": 1.0, "peak_memory_bytes": 1 << 20,
+    "tokens_per_second": 640.0, "eta_seconds": 1.0, "peak_memory_bytes": 1 << 20, "speed_of_light": 0.4,
 }  # fmt: skip
 
 
@@ -47,6 +49,10 @@ def events() -> list[Event]:
         *steps,
         PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
         Advice(step=2, rule="plateau", message="a plateau", key="learning_rate", suggestion="lower it"),
+        GpuStats(
+            step=2, utilization=0.9, memory_used_bytes=1 << 30, memory_total_bytes=1 << 36, power_watts=400.0,
+            temperature_celsius=50.0, sm_clock_mhz=1800.0,
+        ),
         RoutingStats(step=2, imbalance=1.5, utilization=0.9, aux_loss=1.0),
         Notice(level="warning", message="something", data={"key": 1}),
         bad,
@@ -98,7 +104,11 @@ class _Failing(_Recorder):
 def _built(spec: MonitorSpec) -> Iterator[Monitor]:
     with tempfile.TemporaryDirectory() as directory:
         info = RunInfo(run_name="check", output_dir=directory, task="sft", config={}, interactive=False)
-        yield spec.build(spec.options(), info)
+        try:
+            monitor = spec.build(spec.options(), info)
+        except MachineError as error:
+            raise NotApplicable(str(error)) from error
+        yield monitor
 
 
 def sees_a_run(spec: MonitorSpec) -> None:

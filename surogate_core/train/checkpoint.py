@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +79,17 @@ class CheckpointDir:
         """Why the last `latest_good` passed over a directory, one sentence each."""
         self._recovered = False
 
-    def save(self, step: int, *, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Path:
         """Write ``checkpoint-<step>`` from groups of named tensors (any device) and a JSON state.
+
+        `progress` is told the bytes of tensors that are written, and all.
 
         When this returns the checkpoint is durable and older ones beyond `limit` are gone. When it
         raises (`MachineError`: disk full or failing; `UserError`: not writable), nothing has changed.
@@ -91,13 +100,20 @@ class CheckpointDir:
         # Python's NaN and Infinity are kept: only this module reads the file back.
         state_bytes = json.dumps(state, indent=1).encode()
         needed = sum(nbytes(t) + 256 for group in tensors.values() for t in group.values()) + len(state_bytes) + 4096
+        total, done = sum(nbytes(t) for group in tensors.values() for t in group.values()), 0
+
+        def wrote(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
         fix = "free space, point checkpoint_dir to another disk, or lower save_total_limit; older checkpoints are kept"
         sequence = 1 + max((manifest.sequence for _, manifest in self._ours()), default=0)
         self._set_aside_foreign(final)
         with atomic.replaced_directory(final, what="checkpoint", needed=needed, fix=fix) as directory:
             files: dict[str, tuple[int, str]] = {}
             for group, named in tensors.items():
-                files[f"{group}.safetensors"] = write_tensors(directory / f"{group}.safetensors", named)
+                files[f"{group}.safetensors"] = write_tensors(directory / f"{group}.safetensors", named, wrote=wrote)
             atomic.write_file(directory / _STATE, state_bytes)
             files[_STATE] = (len(state_bytes), file_digest(directory / _STATE))
             _write_manifest(directory, Manifest(step=step, sequence=sequence, files=files))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 
@@ -30,8 +31,12 @@ class Event:
     @property
     def name(self) -> str:
         """The event's type as written in ``metrics.jsonl``, e.g. ``step_end``."""
-        words = "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__)
-        return words.lstrip("_")
+        return _with_underscores(type(self).__name__)
+
+
+@cache
+def _with_underscores(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,8 @@ class RunStart(Event):
     """Token slots of one optimizer step, padding counted."""
     epochs: float
     device: str
+    gemm_flops_per_second: float | None = None
+    """Measured rate of a large product in the dtype of the weights, to which `StepEnd.speed_of_light` is the share."""
     notes: tuple[str, ...] = ()
     """Things the owner of the run should know, one sentence each."""
 
@@ -89,6 +96,23 @@ class StepEnd(Event):
     eta_seconds: float
     peak_memory_bytes: int
     """Peak of the device allocator on CUDA, peak resident set on a CPU."""
+    speed_of_light: float | None = None
+    """SOL: share, 0 to 1, of the measured product rate at which the step's necessary FLOPs were done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuStats(Event):
+    """What the driver says of the GPU, every `log_gpu_util` steps; read in a thread, so it may come a step late."""
+
+    step: int
+    utilization: float
+    """Share of the last moments, 0 to 1, in which a kernel ran."""
+    memory_used_bytes: int
+    """Of the whole device, other processes included."""
+    memory_total_bytes: int
+    power_watts: float
+    temperature_celsius: float
+    sm_clock_mhz: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +196,8 @@ class RunEnd(Event):
     first_eval_loss: float | None
     last_eval_loss: float | None
     export_path: str | None
+    report_path: str | None = None
+    """The report that is written right after this event; None for a run without the monitor `jsonl`."""
     message: str = ""
 
 

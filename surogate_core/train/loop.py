@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -21,8 +21,10 @@ from surogate_core.errors import UserError
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
+from surogate_core.train.flops import Work
 from surogate_core.train.lr import faded, learning_rate, warmup_length
 from surogate_core.train.signals import StopSignals
+from surogate_core.train.telemetry import GpuTelemetry
 
 SPEED_SMOOTHING = 0.1
 """Weight of the newest step in the moving average that the ETA is made from."""
@@ -67,6 +69,7 @@ class _Launched:
     step: int
     lr: float
     epoch: float
+    flops: float
     result: StepResult
 
 
@@ -91,25 +94,57 @@ class _Clock:
         self.mark = time.perf_counter()
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A step's micro-batches, the loader's state and epoch after them, and their FLOPs."""
+
+    batches: list[MicroBatch]
+    state: dict[str, Any]
+    epoch: float
+    flops: float
+
+
+class _Mebibytes:
+    """Progress in MiB, an event a mebibyte at most."""
+
+    def __init__(self, emit: Callable[[Event], object], task: str):
+        self._emit, self._task, self._done, self._total = emit, task, 0, 1
+        self._tell(0)
+
+    def told(self, done: int, total: int) -> None:
+        """So many bytes are done; the end is told by `over` alone."""
+        self._total = max(1, -(-total // 2**20))
+        if self._done < done // 2**20 < self._total:
+            self._tell(done // 2**20)
+
+    def over(self) -> None:
+        """All is done."""
+        self._tell(self._total)
+
+    def _tell(self, done: int) -> None:
+        self._done = done
+        self._emit(Progress(task=self._task, done=done, total=self._total, unit="MiB"))
+
+
 class _Prefetcher:
     """Makes the next step's micro-batches in a thread; the loader's state is as of what was taken."""
 
-    def __init__(self, loader: StepLoader):
-        self._loader = loader
+    def __init__(self, loader: StepLoader, work: Work):
+        self._loader, self._work = loader, work
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
         self.state: dict[str, Any] = loader.state()
-        self.epoch = loader.epoch
-        self._next: Future[tuple[list[MicroBatch], dict[str, Any], float]] = self._pool.submit(self._make)
+        self._next: Future[_Made] = self._pool.submit(self._make)
 
-    def _make(self) -> tuple[list[MicroBatch], dict[str, Any], float]:
+    def _make(self) -> _Made:
         batches = self._loader.next_step()
-        return batches, self._loader.state(), self._loader.epoch
+        return _Made(batches, self._loader.state(), self._loader.epoch, self._work.step(batches))
 
-    def take(self) -> list[MicroBatch]:
+    def take(self) -> _Made:
         """The next step's micro-batches; what went wrong in making them is raised here."""
-        batches, self.state, self.epoch = self._next.result()
+        made = self._next.result()
+        self.state = made.state
         self._next = self._pool.submit(self._make)
-        return batches
+        return made
 
     def close(self) -> None:
         """Wait for the thread: nothing reads the data after the run."""
@@ -143,14 +178,21 @@ class Loop:
         identity: Mapping[str, Any],
         signals: StopSignals,
         checkpoint: Checkpoint | None = None,
+        gemm_flops_per_second: float | None = None,
     ):
-        """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit."""
+        """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit.
+
+        `gemm_flops_per_second`: the device's rate that `StepEnd.speed_of_light` compares with.
+        """
         self.config, self.engine, self.loader, self.evaluation = config, engine, loader, evaluation
         self.bus, self.checkpoints, self.identity, self.signals = bus, checkpoints, identity, signals
         self.state = LoopState()
         self.stop_reason = ""
         """Why a monitor stopped the run."""
         self._clock = _Clock()
+        self._gemm_rate = gemm_flops_per_second
+        self._work = Work.of(engine.model, frozen=config.lora)
+        self._telemetry = GpuTelemetry.of_device(engine.settings.device) if config.log_gpu_util else None
         self._save_asked = False
         self._saved_step: int | None = None
         self._started_at = 0
@@ -188,7 +230,7 @@ class Loop:
 
     def run(self) -> Reason:
         """Take the remaining steps; returns why it ended. If a step was taken, a checkpoint of the end is on disk."""
-        batches = _Prefetcher(self.loader)
+        batches = _Prefetcher(self.loader, self._work)
         try:
             return self._run(batches)
         except _Interrupted:
@@ -196,6 +238,8 @@ class Loop:
             return "signal"
         finally:
             batches.close()
+            if self._telemetry is not None:
+                self._telemetry.close()
 
     def _run(self, batches: _Prefetcher) -> Reason:
         if self._evaluation_due(self.state.step):
@@ -207,9 +251,10 @@ class Loop:
                 return ended
             step = self.state.step
             lr = self._learning_rate(step)
-            result = self.engine.train_step(batches.take(), step=step, lr=lr)
+            made = batches.take()
+            result = self.engine.train_step(made.batches, step=step, lr=lr)
             self.state.step += 1
-            previous, launched = launched, _Launched(step, lr, batches.epoch, result)
+            previous, launched = launched, _Launched(step, lr, made.epoch, made.flops, result)
             if previous:
                 self._report(previous)
             done = self.state.step
@@ -311,11 +356,22 @@ class Loop:
                 tokens_per_second=tokens / seconds,
                 eta_seconds=(self._clock.average or 0.0) * (self.total_steps - step),
                 peak_memory_bytes=peak_memory(self.engine.settings.device),
+                speed_of_light=launched.flops / seconds / self._gemm_rate if self._gemm_rate else None,
             )
         )
+        self._watch_gpu(step)
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
             what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
+
+    def _watch_gpu(self, step: int) -> None:
+        """Tell the reading that is ready, and ask for the next when it is due."""
+        if self._telemetry is None:
+            return
+        if (stats := self._telemetry.take(wait=1.0 if step == self.total_steps else 0.0)) is not None:
+            self.emit(stats)
+        if step % self.config.log_gpu_util == 0:
+            self._telemetry.ask(step)
 
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"
@@ -381,11 +437,11 @@ class Loop:
             "loader": dict(loader_state),
             "monitors": self.bus.state(),
         }
-        self.emit(Progress(task="saving a checkpoint", done=0, total=1))
-        path = self.checkpoints.save(self.state.step, tensors=self.engine.state(), state=state)
+        progress = _Mebibytes(self.emit, "saving a checkpoint")
+        path = self.checkpoints.save(self.state.step, tensors=self.engine.state(), state=state, progress=progress.told)
         self._saved_step = self.state.step
         seconds = time.perf_counter() - started
-        self.emit(Progress(task="saving a checkpoint", done=1, total=1))
+        progress.over()
         self.emit(CheckpointSaved(step=self.state.step, path=str(path), seconds=seconds, reason=reason))
         self._clock.restart()
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from surogate_core.train.card import Card, changed_keys
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
 from surogate_core.train.export import check_place, export_adapter, export_full, generation_of
+from surogate_core.train.flops import gemm_flops_per_second
 from surogate_core.train.loop import Loop
 from surogate_core.train.setup import (
     ResolvedModel,
@@ -43,6 +44,7 @@ from surogate_core.train.setup import (
     pinned,
     prepare_recipe,
     resolve_device,
+    resolve_dtype,
     resolve_lora,
     resolve_model,
     unused_note,
@@ -119,7 +121,9 @@ class _Run:
         # What can be refused is refused before anything long is done.
         for place in self._export_places():
             check_place(place)
+        self._progress("fetching the model", 0, 1)
         resolved = resolve_model(config, registry)
+        self._progress("fetching the model", 1, 1)
         config = self.config = pinned(config, resolved)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
         device = resolve_device(config)
@@ -147,6 +151,7 @@ class _Run:
         if checkpoint is not None:
             loader.load_state(checkpoint.state.get("loader", {}))
         sample = collate(data.train, [0] * config.per_device_train_batch_size)
+        rate = self._gemm_rate(device)
         self.engine = build_engine(config, registry, resolved, sample=sample, progress=self._progress)
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in self.engine.programs.kernels.chosen.items()})
         # Kernel packs are looked up only now.
@@ -166,13 +171,14 @@ class _Run:
             identity=identity,
             signals=self.signals,
             checkpoint=checkpoint,
+            gemm_flops_per_second=rate,
         )
         if checkpoint is not None:
             notes.append(_resumed(checkpoint, self.loop.total_steps))
         self._stop_if_asked()
         self._write_run_files(identity, data)
         self.setting_up = False
-        self.loop.emit(self._start(resolved, data, loader, notes))
+        self.loop.emit(self._start(resolved, data, loader, notes, rate))
         reason = self.loop.run()
         if reason == "signal":
             self.bus.emit(self._end(reason, None, ""))
@@ -316,7 +322,23 @@ class _Run:
         if self.setting_up and self.signals.received is not None:
             raise _Interrupted
 
-    def _start(self, resolved: ResolvedModel, data: PreparedData, loader: StepLoader, notes: Sequence[str]) -> RunStart:
+    def _gemm_rate(self, device: torch.device) -> float | None:
+        """Measured before the model is there; what that takes is not of the run's peak memory. None without room."""
+        self._progress("measuring the device's rate", 0, 1)
+        rate = None
+        try:
+            rate = gemm_flops_per_second(device, resolve_dtype(self.config, device))
+        except torch.OutOfMemoryError as error:
+            log.info("no speed of light: the device has no room to measure its rate", error=repr(error))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        self._progress("measuring the device's rate", 1, 1)
+        return rate
+
+    def _start(
+        self, resolved: ResolvedModel, data: PreparedData, loader: StepLoader, notes: Sequence[str], rate: float | None
+    ) -> RunStart:
         assert self.engine is not None
         assert self.loop is not None
         config, device, total = self.config, self.engine.settings.device, self.loop.total_steps
@@ -343,6 +365,7 @@ class _Run:
             tokens_per_step=self.engine.settings.tokens * config.gradient_accumulation_steps,
             epochs=total / loader.steps_per_epoch,
             device=on,
+            gemm_flops_per_second=rate,
             notes=tuple(notes),
         )
 
@@ -378,7 +401,6 @@ class _Run:
                 "held-out loss after": state.last_eval_loss,
             },
         )
-        self._progress("exporting", 0, 1)
         stack: list[LoraAdapter] = []
         if config.lora:
             adapters = dict(parameters.adapter_tensors())
@@ -390,7 +412,7 @@ class _Run:
             stack = [*below, own]
             export_adapter(
                 self._export_places()[-1],
-                adapters.items(),
+                self._exported("the adapter", adapters.items(), len(adapters)),
                 rank=config.lora_rank,
                 alpha=config.lora_alpha,
                 dropout=config.lora_dropout,
@@ -412,18 +434,30 @@ class _Run:
             tensors = ((n, files.get(n)) for n in files.names()) if files else parameters.base_tensors()
             export_full(
                 self._export_places()[0],
-                folded(tensors, stack),
+                self._exported("the model", folded(tensors, stack), len(parameters.specs)),
                 config=values,
                 tokenizer=tokenizer,
                 card=card,
                 generation_config=generation_of(resolved.weights, values, tokenizer),
             )
-        self._progress("exporting", 1, 1)
         return self._export_places()[0]
+
+    def _exported(
+        self, what: str, tensors: Iterable[tuple[str, torch.Tensor]], total: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, with progress told; `total` is about their number."""
+        for number, item in enumerate(tensors):
+            self._progress(f"exporting {what}", min(number, total - 1), total)
+            yield item
+        self._progress(f"exporting {what}", total, total)
+
+    def _reports(self) -> bool:
+        """Whether there will be the metrics that a report is made of."""
+        return any(chosen.name == "jsonl" for chosen in self.config.monitor)
 
     def _write_report(self) -> None:
         """Leave report.html and report.md, however the run ended; a failure at it changes nothing."""
-        if all(chosen.name != "jsonl" for chosen in self.config.monitor):
+        if not self._reports():
             return
         try:
             write_report([self.output])
@@ -439,6 +473,7 @@ class _Run:
             first_eval_loss=state.first_eval_loss if state else None,
             last_eval_loss=state.last_eval_loss if state else None,
             export_path=str(export) if export else None,
+            report_path=str(self.output / "report.html") if self._reports() else None,
             message=message,
         )
 

@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -235,8 +235,13 @@ def _entry(tensor: Tensor, begin: int) -> dict[str, object]:
     }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write a new safetensors file, not synced; returns its bytes and the xxh3-128 digest of what was written."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, wrote: Callable[[int], None] = lambda count: None
+) -> tuple[int, str]:
+    """Write a new safetensors file, not synced; returns its bytes and the xxh3-128 digest of what was written.
+
+    `wrote` is told the bytes of each piece.
+    """
     # Wide dtypes first keep every tensor aligned to its element, which readers that map the file need.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, position = {}, 0
@@ -252,6 +257,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
             for piece in pieces(tensors[name]):
                 digest.update(piece)
                 write_all(descriptor, piece)
+                wrote(piece.nbytes)
     finally:
         os.close(descriptor)
     return len(header) + position, digest.hexdigest()

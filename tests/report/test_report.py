@@ -213,7 +213,7 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["empty"], "surogate report empty: there is no metrics.jsonl. Fix:"),
         (["run", "--output", "x.pdf"], "--output x.pdf: the name must end in .html or .md. Fix: x.html"),
         (["run", "--output"], "a file must follow"),
-        (["run", "--serve"], "--serve is not known"),
+        (["run", "--server"], "--server is not known"),
     ],
 )
 def test_wrong_arguments(

@@ -407,16 +407,34 @@ def test_long_work_is_shown(fake: tuple[Any, Registry], tmp_path: Path, base: li
     events = [event for event in monitor.seen if getattr(event, "name", "") == "progress"]
     tasks = {event.task for event in events}
     assert {
+        "fetching the model",
         "verifying the checkpoint",
         "loading weights",
         "differentiating Qwen3Block",
         "evaluating",
-        "exporting",
+        "exporting the model",
+        "pack",
     } <= tasks
     assert "saving a checkpoint" in tasks
     assert any(task.startswith("tokenise ") for task in tasks)
     last = {event.task: event for event in events}
     assert all(event.done == event.total for event in last.values() if event.total)
+    # Not only that it begins and ends.
+    for task in ("loading weights", "exporting the model"):
+        dones = [event.done for event in events if event.task == task]
+        assert dones == sorted(dones)
+        assert len(set(dones)) > 5
+
+
+def test_progress_of_a_save_is_told_by_the_mebibyte() -> None:
+    from surogate_core.train.loop import _Mebibytes
+
+    told: list[tuple[int, int]] = []
+    progress = _Mebibytes(lambda event: told.append((event.done, event.total)), "t")  # type: ignore[attr-defined]
+    for done in range(0, 5 * 2**20 // 2 + 1, 2**18):
+        progress.told(done, 5 * 2**20 // 2)
+    progress.over()
+    assert told == [(0, 1), (1, 3), (2, 3), (3, 3)]
 
 
 def test_one_run_at_a_time(tmp_path: Path, base: list[str], run_here: RunHere) -> None:

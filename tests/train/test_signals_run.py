@@ -66,7 +66,7 @@ PLACES: dict[str, Callable[[Any], bool]] = {
     "an evaluation": lambda e: e.name == "progress" and e.task == "evaluating" and e.done == 2,
     "a save": lambda e: e.name == "progress" and e.task == "saving a checkpoint",
     "after a save": lambda e: e.name == "checkpoint_saved",
-    "the export": lambda e: e.name == "progress" and e.task == "exporting",
+    "the export": lambda e: e.name == "progress" and e.task.startswith("exporting"),
 }
 
 

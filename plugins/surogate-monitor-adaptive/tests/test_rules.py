@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
-from surogate_monitor_adaptive.monitor import replay
+from surogate_monitor_adaptive.monitor import GUARDED, replay
 
 from surogate_core.train.events import Advice, Control, EvalEnd, Event, PhaseChange, RoutingStats, RunInfo, RunStart
 from surogate_core.train.events import StepEnd as Step
@@ -240,16 +240,51 @@ def test_a_rule_fires_at_its_step_and_not_on_the_near_miss(rule: str) -> None:
     assert told(rule, near_miss, **config) == []
 
 
+def test_table_of_rules() -> None:
+    """`pytest -rP -k table` shows it: rule, step at which it fires, step at which it should."""
+    print(f"{'rule':34} fired  expected  on the near miss")  # noqa: T201
+    for rule, (expected, events, near_miss, config) in CASES.items():
+        fired, missed = told(rule, events, **config), told(rule, near_miss, **config)
+        print(f"{rule:34} {fired[0]:5}  {expected:8}  {missed or 'silent'}")  # noqa: T201
+        assert fired[0] == expected
+
+
+def test_norms_of_the_first_steps_and_norms_that_come_back_are_no_acceleration() -> None:
+    def steep(begin: int) -> list[Event]:
+        return curve(begin + 40, falling, lambda at: 1.0 + max(0.0, at - begin) * 0.4)
+
+    assert told("gradient_acceleration", steep(10)) == []
+    assert told("gradient_acceleration", steep(60)) == [66]
+    # Down to a third for 30 steps, and back.
+    dip = curve(340, falling, lambda at: 0.35 if 270 <= at < 300 else 1.0)
+    assert told("gradient_acceleration", dip) == []
+
+
 def test_advice_has_evidence_and_a_key() -> None:
     (advice,) = [a for a in advices(replay(curve(320, spiky(0.6)), info())) if a.rule == "loss_spike"]
     assert advice.evidence["what"] == "loss"
     assert advice.evidence["loss"] - advice.evidence["usual_loss"] > 0.5
     assert (advice.key, advice.suggestion) == ("auto_lr_reduction", RULES["loss_spike"].suggestion)
+    guarded = advices(replay(curve(320, spiky(0.6)), info(auto_lr_reduction=True)))
+    assert [a.suggestion for a in guarded if a.rule == "loss_spike"] == [GUARDED]
 
 
 def test_the_warmup_that_is_advised() -> None:
     (advice,) = [a for a in advices(replay(curve(240, spiky(1.0, 200)), info(**LONG_WARMUP))) if "warmup" in a.rule]
     assert (advice.key, advice.suggestion, advice.evidence["warmup_steps"]) == ("warmup_steps", "warmup_steps=200", 100)
+
+
+def test_a_state_that_two_have_loaded_belongs_to_none_of_them() -> None:
+    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
+
+    first, second, third = (AdaptiveMonitor(AdaptiveOptions(), info()) for _ in range(3))
+    for event in curve(150, falling):
+        first.on_event(event)
+    state = first.state()
+    second.load_state(state)
+    third.load_state(state)
+    second.on_event(step(151, 7.0))
+    assert third.state() == state == first.state() != second.state()
 
 
 def test_cooldown_of_each_rule() -> None:
@@ -265,6 +300,17 @@ def test_a_jump_within_the_noise_is_none() -> None:
 
     assert told("loss_spike", curve(320, noisy)) == [300]
     assert told("loss_spike", curve(320, lambda at: noisy(at) - (0.3 if at == 300 else 0.0))) == []
+
+
+def test_a_loss_that_doubles_in_the_first_steps_is_a_jump() -> None:
+    def exploding(at: int, ratio: float) -> float:
+        return 6.9 * (ratio if at >= 4 else 1.0)
+
+    assert told("loss_spike", curve(19, lambda at: exploding(at, 2.05))) == [4]
+    assert told("warmup_too_short", curve(19, lambda at: exploding(at, 2.05))) == [4]
+    assert told("loss_spike", curve(19, lambda at: exploding(at, 1.95))) == []
+    assert told("loss_spike", curve(19, lambda at: 0.2 if at < 4 else 0.65)) == []
+    assert told("loss_spike", curve(19, lambda at: 1.0 if at == 1 else 3.0)) == []
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from surogate_core.train.events import (
     Advice,
     CheckpointSaved,
     EvalEnd,
+    GpuStats,
     Notice,
     PhaseChange,
     Progress,
@@ -135,6 +136,33 @@ def test_plain_run_reads_well() -> None:
         "Your own data: datasets=…",
     ]
     assert "\x1b" not in stream.getvalue()
+
+
+GPU = GpuStats(
+    step=2,
+    utilization=0.97,
+    memory_used_bytes=71 * 2**30,
+    memory_total_bytes=80 * 2**30,
+    power_watts=655.4,
+    temperature_celsius=58.0,
+    sm_clock_mhz=1755.0,
+)
+GPU_TEXT = "GPU 97% busy · 71.00 GiB of 80.00 GiB · 655 W · 58 °C · 1755 MHz"
+
+
+def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> None:
+    view, stream, _ = plain()
+    view.on_event(START)
+    view.on_event(step(1, speed_of_light=0.0712))
+    view.on_event(PhaseChange(step=1, phase="converging", previous="warmup", improvement=0.1))
+    view.on_event(step(2, speed_of_light=0.415))
+    view.on_event(GPU)
+    view.on_event(replace(END, report_path="output/report.html"))
+    lines = stream.getvalue().splitlines()
+    assert "tok/s  SOL  7.1 %  mem  1.50 GiB  eta    1:01" in lines[4]
+    assert lines[6].endswith("tok/s  SOL 41.5 %  mem  1.50 GiB  eta    1:01  converging")
+    assert lines[7] == f"step 2: {GPU_TEXT}"
+    assert "Report: output/report.html" in lines
 
 
 def test_plain_lines_by_time() -> None:
@@ -254,6 +282,16 @@ def test_phase_and_advice_on_plain_lines() -> None:
     view.on_event(ADVICE)
     lines = stream.getvalue().splitlines()
     assert lines == ["step 75: warmup → plateau", "step 80: It [stands]. Advice on learning_rate: lower it."]
+
+
+def test_speed_of_light_and_telemetry_in_the_live_view() -> None:
+    view, _, _ = terminal()
+    view.on_event(START)
+    view.on_event(step(2, speed_of_light=0.415))
+    view.on_event(GPU)
+    assert drawn(view)[2] == "lr 2.00e-04  grad norm 1.23  12.3k tok/s  SOL 41.5 %  memory 1.50 GiB"
+    assert drawn(view)[3] == GPU_TEXT
+    view.close()
 
 
 def test_phase_and_advice_in_the_live_view() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from surogate_monitor_adaptive.windows import Detector, mean, relative, slope
+from surogate_monitor_adaptive.windows import Detector, mean, push, relative, slope
 
 WINDOW = 20
 """Gradient norms that are looked at."""
@@ -15,6 +15,12 @@ ACCELERATION = 1.0
 
 HALVES = 1.5
 """And the newer half's median over the older's: one outlier bends a line, but no median."""
+
+USUAL_WINDOW = 100
+"""And over the median of so many norms: one that falls for a while and comes back rises to where it was."""
+
+SETTLED = 50
+"""Norms before an acceleration is told: those of the first steps go up and down with the learning rate's warm-up."""
 
 VANISHED = 0.01
 """Share of the highest window mean below which gradients have vanished."""
@@ -28,11 +34,19 @@ def acceleration_of(norms: Sequence[float]) -> float:
     return relative(slope(norms) * len(norms), mean(norms))
 
 
-def accelerates(norms: Sequence[float]) -> bool:
-    """Whether the norms of a full window rise steeply."""
+def accelerates(norms: Sequence[float], usual: Sequence[float]) -> bool:
+    """Whether the norms of a full window rise steeply, above those of the longer window `usual`."""
     half = len(norms) // 2
-    before, after = sorted(norms[:half])[half // 2], sorted(norms[-half:])[half // 2]
-    return acceleration_of(norms) > ACCELERATION and after > HALVES * before
+    after = _middle(norms[-half:])
+    return (
+        after > HALVES * _middle(norms[:half])
+        and acceleration_of(norms) > ACCELERATION
+        and after > HALVES * _middle(usual)
+    )
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 @dataclass(slots=True)
@@ -40,6 +54,8 @@ class GradientTracker(Detector):
     """Mean, maximum and trend of the norm, one value a step."""
 
     norms: list[float] = field(default_factory=list)
+    usual: list[float] = field(default_factory=list)
+    """The last `USUAL_WINDOW` norms."""
     losses: list[float] = field(default_factory=list)
     highest_mean: float = 0.0
     first_loss: float | None = None
@@ -47,7 +63,9 @@ class GradientTracker(Detector):
 
     def observe(self, norm: float, loss: float) -> None:
         """Take a finite norm and loss."""
-        self.norms, self.losses = [*self.norms, norm][-WINDOW:], [*self.losses, loss][-WINDOW:]
+        push(self.norms, norm, WINDOW)
+        push(self.losses, loss, WINDOW)
+        push(self.usual, norm, USUAL_WINDOW)
         if len(self.norms) == WINDOW:
             self.highest_mean = max(self.highest_mean, mean(self.norms))
             if self.first_loss is None:
@@ -56,7 +74,7 @@ class GradientTracker(Detector):
     @property
     def accelerating(self) -> bool:
         """Whether the norm rises steeply."""
-        return len(self.norms) == WINDOW and accelerates(self.norms)
+        return len(self.usual) > SETTLED and accelerates(self.norms, self.usual)
 
     @property
     def vanishing(self) -> bool:

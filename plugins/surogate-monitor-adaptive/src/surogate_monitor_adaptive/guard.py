@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from surogate_monitor_adaptive.windows import Detector, deviation, mean
+from surogate_monitor_adaptive.windows import Detector, deviation, mean, push
 
 WINDOW = 100
 """Steps without a jump that a new one is compared with."""
 
 FEWEST = 20
-"""Fewest of them to compare with."""
+"""Fewest of them to compare with so."""
+
+EARLY_RATIO = 2.0
+"""With fewer, a loss jumps above so many means, and `LEAST_RISE` above: a rate that is far too high shows at once."""
+
+EARLIEST = 2
+"""Steps before a loss can jump."""
 
 SIGMAS = 3.0
 LEAST_RISE = 0.5
@@ -42,10 +48,12 @@ def jump(loss: float, norm: float, losses: Sequence[float], norms: Sequence[floa
     """What of a step is out of the ordinary, beside earlier losses and gradient norms."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "not finite"
-    if len(losses) < FEWEST:
+    if len(losses) < EARLIEST:
         return None
     centre = mean(losses)
-    if loss > centre + SIGMAS * deviation(losses) and loss > centre + LEAST_RISE:
+    if len(losses) < FEWEST:
+        return "loss" if loss > max(EARLY_RATIO * centre, centre + LEAST_RISE) else None
+    if loss > centre + LEAST_RISE and loss > centre + SIGMAS * deviation(losses):
         return "loss"
     usual = mean(norms)
     if norm > NORM_RATIO * usual or norm > NORM_LIMIT >= usual:
@@ -83,7 +91,8 @@ class LossGuard(Detector):
             self.losses, self.norms, self.jumps_in_a_row = [], [], 0
         if not self.jumps_in_a_row:
             # A jump is kept out of what the next is compared with.
-            self.losses, self.norms = [*self.losses, loss][-WINDOW:], [*self.norms, norm][-WINDOW:]
+            push(self.losses, loss, WINDOW)
+            push(self.norms, norm, WINDOW)
         return kind
 
     @property

@@ -18,6 +18,9 @@ from surogate_monitor_adaptive.phases import PhaseDetector, PlateauDetector, imp
 from surogate_monitor_adaptive.routing import RoutingMonitor
 from surogate_monitor_adaptive.windows import Detector, mean
 
+GUARDED = "the guard halves the rate; if this comes again, lower learning_rate or max_grad_norm"
+"""What `loss_spike` suggests where `auto_lr_reduction` is on already."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveOptions:
@@ -105,13 +108,14 @@ class AdaptiveMonitor:
         step, loss, norm = event.step, event.loss, event.grad_norm
         self._counters.total_tokens = event.total_tokens
         # Before the guard takes the step: what was usual until now.
-        usual = mean(self._guard.losses) if self._guard.losses else loss
+        before = self._guard.losses
         told: list[Event] = []
         jump = self._guard.observe(loss, norm)
         reduction, proceed = None, False
         if jump is not None:
+            usual = mean(before) if before else loss
             evidence = {"what": jump, "loss": loss, "usual_loss": usual, "grad_norm": norm}
-            told += self._advisor.tell(step, "loss_spike", evidence)
+            told += self._advisor.tell(step, "loss_spike", evidence, suggestion=GUARDED if self._reduces else "")
             if self._routing.underused(step):
                 told += self._advisor.tell(step, "loss_spike_with_low_utilization", evidence)
             told += self._blame_warmup(step, evidence)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from surogate_core.train.events import PhaseChange
-from surogate_monitor_adaptive.windows import Detector, deviation, mean, relative, scatter
+from surogate_monitor_adaptive.windows import Detector, deviation, mean, push, relative, scatter
 
 Phase = Literal["warmup", "converging", "plateau", "diverging", "unstable"]
 
@@ -85,7 +85,7 @@ class PhaseDetector(Detector):
 
     def observe(self, step: int, loss: float) -> PhaseChange | None:
         """Take a finite loss; the change of phase that it confirms."""
-        self.losses = [*self.losses, loss][-WINDOW:]
+        push(self.losses, loss, WINDOW)
         now = phase_of(self.losses)
         if now != self.candidate:
             self.candidate, self.candidate_since = now, step

@@ -21,6 +21,7 @@ from surogate_core.train.events import (
     Control,
     EvalEnd,
     Event,
+    GpuStats,
     Notice,
     PhaseChange,
     Progress,
@@ -58,6 +59,7 @@ class LiveView:
         self._losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._evals: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._phase = ""
+        self._gpu: GpuStats | None = None
         self._tasks: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
@@ -87,6 +89,8 @@ class LiveView:
                 self._say(text.saved_line(event), style="dim")
             case PhaseChange():
                 self._phase = event.phase
+            case GpuStats():
+                self._gpu = event
             case Advice():
                 self._say(text.advice_line(event), style="yellow")
             case Notice():
@@ -178,8 +182,12 @@ class LiveView:
         grid.add_row(loss, held_out, epoch)
         second = Table.grid(padding=(0, 2))
         phase = Text.assemble(("phase ", "dim"), self._phase) if self._phase else Text()
-        second.add_row(rate, grad, speed, memory, phase)
-        return Group(grid, second)
+        share = text.speed_of_light(step.speed_of_light)
+        second.add_row(rate, grad, speed, *([share] if share else []), memory, phase)
+        rows: list[RenderableType] = [grid, second]
+        if self._gpu is not None:
+            rows.append(Text(text.gpu_line(self._gpu), style="dim"))
+        return Group(*rows)
 
     def _task_bars(self) -> RenderableType | None:
         tasks = self._tasks

@@ -13,6 +13,7 @@ from surogate_core.train.events import (
     Control,
     EvalEnd,
     Event,
+    GpuStats,
     Notice,
     PhaseChange,
     Progress,
@@ -43,6 +44,7 @@ class PlainView:
         self._stream = stream if stream is not None else sys.stdout
         self._steps = 0
         self._seen = 0
+        self._phase = ""
         self._last_line = float("-inf")
         self._tasks: dict[str, list[float]] = {}
 
@@ -59,9 +61,12 @@ class PlainView:
             case CheckpointSaved():
                 self._print(text.saved_line(event))
             case PhaseChange():
+                self._phase = event.phase
                 self._print(text.phase_line(event))
             case Advice():
                 self._print(text.advice_line(event))
+            case GpuStats():
+                self._print(f"step {event.step}: {text.gpu_line(event)}")
             case Notice():
                 self._print(event.message if event.level == "info" else f"{event.level}: {event.message}")
             case Progress():
@@ -96,7 +101,7 @@ class PlainView:
         if not due:
             return
         self._last_line = now
-        width = len(str(self._steps))
+        width, share = len(str(self._steps)), text.speed_of_light(event.speed_of_light)
         self._print(
             f"step {event.step:>{width}}/{self._steps}"
             f"  loss {event.loss:>8.4f}"
@@ -104,8 +109,10 @@ class PlainView:
             f"  lr {event.lr:.2e}"
             f"  epoch {event.epoch:>5.2f}"
             f"  {text.count(event.tokens_per_second):>6} tok/s"
+            f"{f'  {share}' if share else ''}"
             f"  mem {text.size(event.peak_memory_bytes):>9}"
             f"  eta {text.duration(event.eta_seconds):>7}"
+            f"{f'  {self._phase}' if self._phase else ''}"
         )
 
     def _progress(self, event: Progress) -> None:

@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surogate_core.train.events import Advice, CheckpointSaved, EvalEnd, PhaseChange, RunEnd, RunInfo, RunStart
+from surogate_core.train.events import (
+    Advice,
+    CheckpointSaved,
+    EvalEnd,
+    GpuStats,
+    PhaseChange,
+    RunEnd,
+    RunInfo,
+    RunStart,
+)
 
 TREND_WINDOW = 20
 """Losses whose two halves the trend compares."""
@@ -105,6 +114,19 @@ def phase_line(event: PhaseChange) -> str:
     return f"step {event.step}: {event.previous} → {event.phase}"
 
 
+def speed_of_light(share: float | None) -> str:
+    """``SOL 41.5 %``: the share of the device's product rate; empty where it was not measured."""
+    return f"SOL {100 * share:4.1f} %" if share is not None else ""
+
+
+def gpu_line(event: GpuStats) -> str:
+    """What the driver said, in one line."""
+    return (
+        f"GPU {event.utilization:.0%} busy · {size(event.memory_used_bytes)} of {size(event.memory_total_bytes)} · "
+        f"{event.power_watts:.0f} W · {event.temperature_celsius:.0f} °C · {event.sm_clock_mhz:.0f} MHz"
+    )
+
+
 def advice_line(event: Advice) -> str:
     """What was seen, and the key to change."""
     return f"step {event.step}: {event.message} Advice on {event.key}: {event.suggestion}."
@@ -130,6 +152,8 @@ def summary(event: RunEnd) -> list[str]:
         lines.append(f"Held-out loss {first:.4f} → {last:.4f}, perplexity {_perplexity(first)} → {_perplexity(last)}.")
     if event.export_path is not None:
         lines.append(f"Exported to {event.export_path}")
+    if event.report_path is not None:
+        lines.append(f"Report: {event.report_path}")
     if event.reason == "signal":
         lines.append("The same command again goes on from here.")
     # Why a run failed is said by the command itself, once, at the very end.

@@ -7,12 +7,14 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from surogate_core.train.events import Control, Event, Progress, RunInfo, RunStart
 from surogate_monitor_jsonl.reader import read_lines
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class JsonlMonitor:
     def __init__(self, options: JsonlOptions, info: RunInfo):
         self._path = Path(info.output_dir) / options.file
         self._progress = options.progress
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         # What comes before the run's start cannot be written yet: only then is it known what to keep.
         self._early: list[str] = []
 
@@ -49,8 +51,7 @@ class JsonlMonitor:
         if self._file is None:
             self._early.append(line)
         else:
-            self._file.write(line)
-            self._file.flush()
+            self._file.write(line.encode())
         return None
 
     def state(self) -> dict[str, Any]:
@@ -85,9 +86,9 @@ class JsonlMonitor:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
-        self._file = self._path.open("a", encoding="utf-8")
-        self._file.writelines(self._early)
-        self._file.flush()
+        # Unbuffered: a line is on its way to the disk when `write` returns.
+        self._file = self._path.open("ab", buffering=0)
+        self._file.write("".join(self._early).encode())
         self._early = []
 
 
@@ -106,9 +107,13 @@ def drop_after(path: Path, step: int) -> None:
 
 def json_line(event: Event, *, at: float) -> str:
     """One event as a line of strict JSON; `at` is in seconds since 1970."""
-    record = {"event": event.name, "time": round(at, 3)}
-    record.update({field.name: _strict(getattr(event, field.name)) for field in fields(event)})
-    return json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
+    parts = [f'"event": "{event.name}", "time": {round(at, 3)!r}']
+    for name in event.__dataclass_fields__:
+        value = getattr(event, name)
+        kind = type(value)
+        plain = kind is int or (kind is float and math.isfinite(value))
+        parts.append(f'"{name}": {value!r}' if plain else f'"{name}": {_ENCODER.encode(_strict(value))}')
+    return f"{{{', '.join(parts)}}}\n"
 
 
 def _strict(value: Any) -> Any:

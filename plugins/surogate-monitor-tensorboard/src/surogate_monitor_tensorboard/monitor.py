@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.train.events import Advice, Control, EvalEnd, Event, PhaseChange, RunInfo, RunStart, StepEnd
+from surogate_core.train.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart
+from surogate_core.train.scalars import scalars_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes")
-"""Fields of a step, written as ``train/FIELD``."""
+SECONDS = 1.0
+"""Time between two writes of scalars."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,14 @@ class TensorboardMonitor:
 
     def __init__(self, options: TensorboardOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
-        self._class = SummaryWriter
+        self._class, self._summary = SummaryWriter, Summary
         self._directory, self._info = Path(info.output_dir) / options.directory, info
         self._writer: SummaryWriter | None = None
+        self._waiting: list[tuple[float, int, dict[str, float]]] = []
+        self._written_at = 0.0
 
     def on_event(self, event: Event) -> Control | None:
         """Write the event, if TensorBoard can show it."""
@@ -47,12 +52,13 @@ class TensorboardMonitor:
             self._writer = self._class(str(self._directory), purge_step=purge)
             text = json.dumps(dict(self._info.config), indent=1, default=str)
             self._text("config", "".join(f"    {line}\n" for line in text.splitlines()), event.start_step)
+        step, scalars = scalars_of(event)
+        if scalars and self._writer is not None:
+            now = time.time()
+            self._waiting.append((now, step, scalars))
+            if now - self._written_at >= SECONDS:
+                self._write_waiting()
         match event:
-            case StepEnd():
-                for name in SCALARS:
-                    self._scalar(f"train/{name}", getattr(event, name), event.step)
-            case EvalEnd():
-                self._scalar("eval/loss", event.loss, event.step)
             case PhaseChange():
                 self._text("phase", event.phase, event.step)
             case Advice():
@@ -68,13 +74,21 @@ class TensorboardMonitor:
 
     def close(self) -> None:
         """Flush and close the file."""
+        self._write_waiting()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _scalar(self, tag: str, value: float, step: int) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar(tag, value, step)
+    def _write_waiting(self) -> None:
+        """All of a step as one event, all of a second at once: a call for each costs several times as much."""
+        waiting, self._waiting = self._waiting, []
+        if self._writer is None:
+            return
+        assert self._writer.file_writer is not None
+        for at, step, values in waiting:
+            summary = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
+            self._writer.file_writer.add_summary(summary, step, at)
+        self._written_at = time.time()
 
     def _text(self, tag: str, text: str, step: int) -> None:
         if self._writer is not None:

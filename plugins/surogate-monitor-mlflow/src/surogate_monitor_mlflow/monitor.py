@@ -1,0 +1,201 @@
+"""A run of MLflow, by its official client, in a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Annotated, Any
+
+from annotated_types import Gt
+
+from surogate_core.errors import MachineError
+from surogate_core.train.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
+from surogate_core.train.scalars import scalars_of
+
+PARAM_CHARACTERS = 6000
+"""Longest value of a parameter that every MLflow server takes."""
+
+BATCH_METRICS = 1000
+BATCH_PARAMS = 100
+"""Most values that the server takes at once."""
+
+LAST_SECONDS = 60.0
+"""How long the end of a run waits for the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowOptions:
+    """Options of the MLflow monitor."""
+
+    tracking_uri: str | None = None
+    """Where to log; null is `MLFLOW_TRACKING_URI`, and without it `output_dir/mlflow.db`."""
+    experiment: str = "surogate"
+    """Experiment that the run belongs to; it is made if it is not there."""
+    seconds: Annotated[float, Gt(0)] = 2.0
+    """Time between two batches that are sent."""
+
+
+class MlflowMonitor:
+    """Metrics, parameters, and phases and advice as tags; a resumed run goes on under the same id."""
+
+    def __init__(self, options: MlflowOptions, info: RunInfo):
+        # A missing package is to be told before anything long is done.
+        try:
+            from mlflow import MlflowClient
+        except ModuleNotFoundError as error:
+            raise MachineError(
+                "monitor mlflow: its package is not installed. Fix: pip install 'surogate-monitor-mlflow[client]'"
+            ) from error
+        self._options, self._info = options, info
+        output = Path(info.output_dir).absolute()
+        uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            output.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{output / 'mlflow.db'}"
+        self._uri, self._client = uri, MlflowClient(tracking_uri=uri)
+        self._id: str | None = None
+        self._sender: _Sender | None = None
+
+    def on_event(self, event: Event) -> Control | None:
+        """Hand the event to the thread; raises what went wrong there since the last one."""
+        if isinstance(event, RunStart):
+            return self._begin(event)
+        if self._sender is None:
+            return None
+        step, values = scalars_of(event)
+        match event:
+            case PhaseChange():
+                self._sender.tag("phase", event.phase)
+            case Advice():
+                text = f"step {event.step}: {event.message} {event.key}: {event.suggestion}."
+                self._sender.tag(f"advice.{event.rule}", text)
+            case RunEnd():
+                self._finish("FINISHED" if event.reason in ("finished", "stopped") else _STATUS[event.reason])
+            case _:
+                self._sender.metrics(step, values)
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """The id under which a resumed run goes on."""
+        return {"id": self._id}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self._id = state["id"]
+
+    def close(self) -> None:
+        """Finish a run that has not told its end."""
+        self._finish("FAILED")
+
+    def _begin(self, event: RunStart) -> Control:
+        self._finish("FAILED")
+        client, name = self._client, self._options.experiment
+        if self._id is not None:
+            client.update_run(self._id, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else client.create_experiment(name)
+            run = client.create_run(experiment, run_name=self._info.run_name)
+            self._id = str(run.info.run_id)
+            self._log_params({**_flat(self._info.config), "model_title": event.model, "device": event.device})
+        self._sender = _Sender(client, self._id, self._options.seconds)
+        return Control(events=(Notice(level="info", message=f"MLflow: run {self._id} at {self._uri}"),))
+
+    def _log_params(self, values: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        assert self._id is not None
+        params = [Param(key, value[:PARAM_CHARACTERS]) for key, value in values.items()]
+        for begin in range(0, len(params), BATCH_PARAMS):
+            self._client.log_batch(self._id, params=params[begin : begin + BATCH_PARAMS])
+
+    def _finish(self, status: str) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            assert self._id is not None
+            sender.close()
+            self._client.set_terminated(self._id, status)
+
+
+_STATUS = {"signal": "KILLED", "failed": "FAILED"}
+
+
+class _Sender:
+    """Collects values and sends them in batches, so that no step waits for a server."""
+
+    def __init__(self, client: Any, run: str, seconds: float):
+        self._client, self._run, self._seconds = client, run, seconds
+        self._waiting: SimpleQueue[Any] = SimpleQueue()
+        self._closed = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="surogate-mlflow", daemon=True)
+        self._thread.start()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Send these at the next batch."""
+        from mlflow.entities import Metric
+
+        self._check()
+        now = int(time.time() * 1000)
+        for name, value in values.items():
+            self._waiting.put(Metric(name, value, now, step))
+
+    def tag(self, name: str, text: str) -> None:
+        """Send a tag, which replaces the one before."""
+        from mlflow.entities import RunTag
+
+        self._check()
+        self._waiting.put(RunTag(name, text[:PARAM_CHARACTERS]))
+
+    def close(self) -> None:
+        """Send the rest, for `LAST_SECONDS` at most; raises what went wrong."""
+        self._closed.set()
+        self._thread.join(LAST_SECONDS)
+        self._check()
+        if self._thread.is_alive():
+            raise TimeoutError(f"MLflow has not taken the last figures within {LAST_SECONDS:.0f} s")
+
+    def _check(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _work(self) -> None:
+        from mlflow.entities import Metric
+
+        over = False
+        while not over and self._error is None:
+            over = self._closed.wait(self._seconds)
+            try:
+                while batch := self._batch():
+                    metrics = [value for value in batch if isinstance(value, Metric)]
+                    tags = [value for value in batch if not isinstance(value, Metric)]
+                    self._client.log_batch(self._run, metrics=metrics, tags=tags)
+            except Exception as error:
+                self._error = error
+
+    def _batch(self) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < BATCH_METRICS:
+            try:
+                found.append(self._waiting.get_nowait())
+            except Empty:
+                break
+        return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key → text."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return found

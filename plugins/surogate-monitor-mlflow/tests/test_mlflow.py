@@ -1,0 +1,175 @@
+"""What the real client reads back from the database that it has written."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import surogate_monitor_mlflow
+
+from surogate_core.errors import MachineError
+from surogate_core.testing.check import NotApplicable
+from surogate_core.testing.monitors import sees_a_run
+from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunInfo, RunStart, StepEnd
+
+START = RunStart(
+    model="m",
+    parameters=1,
+    trainable_parameters=1,
+    train_tokens=1,
+    steps=9,
+    start_step=0,
+    tokens_per_step=1,
+    epochs=1.0,
+    device="cpu",
+)
+END = RunEnd(reason="finished", step=3, seconds=1.0, first_eval_loss=2.0, last_eval_loss=1.0, export_path=None)
+
+
+def step(number: int, loss: float) -> StepEnd:
+    return StepEnd(
+        step=number,
+        epoch=0.5,
+        loss=loss,
+        grad_norm=2.0,
+        lr=1e-3,
+        tokens=1,
+        label_tokens=1,
+        total_tokens=number,
+        seconds=0.1,
+        tokens_per_second=10.0,
+        eta_seconds=0.0,
+        peak_memory_bytes=2**30,
+    )
+
+
+EVENTS = (
+    Progress(task="t", done=0),
+    START,
+    step(1, 3.0),
+    step(2, 2.5),
+    EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None),
+    PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
+    Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def monitor(directory: Path, **options: Any) -> Any:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    spec = surogate_monitor_mlflow.surogate_monitor()
+    config = {"learning_rate": 1e-3, "name": "<script>", "model": {"path": None, "preset": "tiny"}, "long": "x" * 9000}
+    config |= {f"key_{number}": number for number in range(150)}
+    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
+    return spec.build(spec.options(**{"seconds": 0.05, **options}), info)
+
+
+def test_a_run_read_back(tmp_path: Path) -> None:
+    writer = monitor(tmp_path / "out")
+    from mlflow import MlflowClient
+
+    answers = [writer.on_event(event) for event in (*EVENTS, step(3, math.nan), END)]
+    run_id = writer.state()["id"]
+    assert [a.events[0].message for a in answers if a] == [
+        f"MLflow: run {run_id} at sqlite:///{tmp_path}/out/mlflow.db"
+    ]
+    writer.close()
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/out/mlflow.db")
+    losses = client.get_metric_history(run_id, "train/loss")
+    assert [(m.step, m.value) for m in losses[:2]] == [(1, 3.0), (2, 2.5)]
+    assert math.isnan(losses[2].value)
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "eval/loss")] == [(2, 1.25)]
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "r")
+    assert client.get_experiment(run.info.experiment_id).name == "surogate"
+    params = run.data.params
+    assert (params["name"], params["model.preset"], params["model.path"]) == ("<script>", "tiny", "null")
+    assert params["key_149"] == "149"
+    assert len(params["long"]) == 6000
+    assert run.data.tags["phase"] == "plateau"
+    assert run.data.tags["advice.plateau"] == "step 2: It stands. k: turn."
+
+    # A resumed run goes on under the same id; one that tells no end has failed.
+    resumed = monitor(tmp_path / "out")
+    resumed.load_state(json.loads(json.dumps(writer.state())))
+    resumed.on_event(replace(START, start_step=2))
+    assert client.get_run(run_id).info.status == "RUNNING"
+    resumed.on_event(step(3, 30.0))
+    resumed.close()
+    assert resumed.state() == {"id": run_id}
+    assert (3, 30.0) in [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
+    assert client.get_run(run_id).info.status == "FAILED"
+
+
+class Client:
+    """A server that fails."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def log_batch(self, run: str, **values: Any) -> None:
+        self.batches += 1
+        raise ConnectionError("no server")
+
+
+def test_what_the_thread_could_not_send_is_raised_at_the_next_event() -> None:
+    pytest.importorskip("mlflow")
+    from surogate_monitor_mlflow.monitor import _Sender
+
+    client = Client()
+    sender = _Sender(client, "id", 0.01)
+    sender.metrics(1, {"a": 1.0})
+    sender._thread.join(10)
+    with pytest.raises(ConnectionError, match="no server"):
+        sender.metrics(2, {"a": 1.0})
+    sender.close()
+    assert client.batches == 1
+
+
+def test_many_values_are_sent_in_batches() -> None:
+    pytest.importorskip("mlflow")
+    from surogate_monitor_mlflow.monitor import BATCH_METRICS, _Sender
+
+    sizes = []
+
+    class Counting:
+        def log_batch(self, run: str, *, metrics: list[Any], tags: list[Any]) -> None:
+            sizes.append(len(metrics) + len(tags))
+
+    sender = _Sender(Counting(), "id", 60.0)
+    for number in range(2500):
+        sender.metrics(number, {"a": 1.0})
+    sender.tag("t", "text")
+    sender.close()
+    assert sizes == [BATCH_METRICS, BATCH_METRICS, 501]
+
+
+def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    spec = surogate_monitor_mlflow.surogate_monitor()
+    info = RunInfo(run_name="r", output_dir=str(tmp_path), task="sft", config={}, interactive=False)
+    with pytest.raises(MachineError, match=r"Fix: pip install 'surogate-monitor-mlflow\[client\]'"):
+        spec.build(spec.options(), info)
+    with pytest.raises(NotApplicable, match="not installed"):
+        sees_a_run(spec)
+
+
+def test_the_option_has_the_defaults() -> None:
+    from omegaconf import OmegaConf
+
+    spec = surogate_monitor_mlflow.surogate_monitor()
+    yaml = resources.files("surogate_monitor_mlflow.conf.monitor").joinpath("mlflow.yaml").read_text()
+    values = dict(OmegaConf.create(yaml))
+    assert values.pop("name") == spec.name == "mlflow"
+    assert spec.options(**values) == spec.options()

@@ -1,0 +1,206 @@
+"""Make docs/images/: curves of auto_lr_reduction and early_stop, and what console, live page and report look like.
+
+Trains four small runs on the CPU (a few minutes). The pictures of page and report need playwright, Pillow and a
+Chromium of the system; with --without-browser they are left as they are.
+
+    OMP_NUM_THREADS=1 python scripts/make_doc_images.py [--without-browser] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from surogate_core.config.resolve import load_run_config
+from surogate_core.plugins.registry import load_plugins
+from surogate_core.report.curves import Curve, chart, legend
+from surogate_core.report.records import RunRecord, read_run
+from surogate_core.report.serve import PageServer
+from surogate_core.train import events
+from surogate_core.train.run import run
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+
+GUARD = (
+    "learning_rate=2",
+    "warmup_steps=150",
+    "lr_scheduler_type=constant",
+    "max_steps=300",
+    "sequence_len=64",
+    "per_device_train_batch_size=2",
+    "eval_steps=50",
+)
+STOP = (
+    "lora=true",
+    "lora_rank=1",
+    "lora_target_modules=[k_proj]",
+    "learning_rate=1e-2",
+    "lr_scheduler_type=linear",
+    "max_steps=600",
+    "sequence_len=128",
+    "eval_steps=20",
+)
+RUNS = {
+    "without-guard": GUARD,
+    "auto_lr_reduction": (*GUARD, "auto_lr_reduction=true"),
+    "without-early-stop": STOP,
+    "early_stop": (*STOP, "early_stop=true"),
+}
+
+STYLE = """
+svg { font: 11px system-ui, sans-serif; } rect.back { fill: #fff; }
+text { font-size: 11px; fill: #6b7280; } text.y { text-anchor: end; } text.x { text-anchor: middle; }
+text.title { font-size: 13px; font-weight: 600; fill: #1f2937; }
+polyline { fill: none; stroke-width: 1.5; } .grid { stroke: #e5e7eb; } .band { opacity: .13; }
+"""
+HEIGHT, HEAD = 220, 26
+
+
+def train(directory: Path) -> None:
+    """The four runs; one that is there already is kept."""
+    registry = load_plugins()
+    for name, keys in RUNS.items():
+        place = directory / name
+        if (place / "report.md").exists():
+            continue
+        common = ("save_steps=0", "device=cpu", "monitor=[jsonl,adaptive]", "gradient_accumulation_steps=1")
+        run(load_run_config([*common, *keys, f"output_dir={place}"], registry=registry), registry)
+
+
+def stacked(path: Path, figures: Sequence[tuple[str, Sequence[tuple[str, RunRecord, str]]]]) -> None:
+    """One SVG of several charts, one under the other: (title, (label, run, series)…)."""
+    parts = []
+    for number, (title, lines) in enumerate(figures):
+        curves = [
+            Curve(label=label, points=points(run_record, series), dots=series == "eval")
+            for label, run_record, series in lines
+        ]
+        inner = chart(title, curves)
+        body = inner[inner.index("<svg") : inner.index("</svg>")].partition(">")[2]
+        top = HEAD + number * (HEIGHT + HEAD)
+        parts.append(
+            f'<text class="title" x="62" y="{top - 8}">{title}</text><g transform="translate(0 {top})">{body}</g>'
+        )
+    names = [label for label, _, _ in figures[0][1]]
+    colours = [item.partition("background:")[2][:7] for item in legend(names).split("<li>")[1:]]
+    keys = "".join(
+        f'<rect x="{300 + 170 * i}" y="8" width="10" height="10" fill="{colour}"/>'
+        f'<text x="{315 + 170 * i}" y="17">{name}</text>'
+        for i, (name, colour) in enumerate(zip(names, colours, strict=True))
+    )
+    height = len(figures) * (HEIGHT + HEAD)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" width="640" height="{height}">'
+    back = f'<style>{STYLE}</style><rect class="back" width="640" height="{height}"/>'
+    path.write_text(f"{head}{back}{keys}{''.join(parts)}</svg>\n")
+
+
+def points(record: RunRecord, series: str) -> list[tuple[float, float]]:
+    """The points of one curve."""
+    steps, values = record.curve(series)
+    return [(float(at), float(value)) for at, value in zip(steps, values, strict=True)]
+
+
+def event_of(record: dict[str, Any]) -> events.Event:
+    """The event that a line of metrics.jsonl was made of."""
+    kinds = {kind.__name__.lower(): kind for kind in events.Event.__subclasses__()}
+    kind = kinds[str(record["event"]).replace("_", "")]
+    names = {one.name for one in dataclasses.fields(kind)}
+    numbers = {"NaN": float("nan"), "Infinity": float("inf")}
+    values = {key: numbers.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+    return kind(**{key: value for key, value in values.items() if key in names})
+
+
+def console(path: Path, directory: Path, *, steps: int) -> None:
+    """The live view after so many steps of a run."""
+    from rich.console import Console
+    from surogate_monitor_console.live import LiveView
+    from surogate_monitor_console.options import ConsoleOptions
+
+    config = load_run_config([*RUNS["auto_lr_reduction"], "auto_lr_reduction=true"], registry=load_plugins())
+    values = {"learning_rate": config.learning_rate, "lr_scheduler_type": config.lr_scheduler_type}
+    values |= {"recipe": {"name": "bf16"}, "optimizer": {"name": "adamw"}}
+    info = events.RunInfo(run_name="example", output_dir="output", task="sft", config=values, interactive=True)
+    screen = Console(record=True, force_terminal=True, width=118, height=40, file=io.StringIO())
+    seconds = 0.0
+    view = LiveView(ConsoleOptions(), info, console=screen, clock=lambda: seconds)
+    view.close()  # frames are drawn here
+    screen.clear()
+    screen.export_text(clear=True)
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record.get("step", 0) > steps and record["event"] != "run_start":
+            break
+        seconds += float(record.get("seconds") or 0.0)
+        view.on_event(event_of(record))
+    screen.print(view.render())
+    path.write_text(screen.export_svg(title="surogate auto_lr_reduction=true …"))
+
+
+def keep(picture: bytes, path: Path) -> None:
+    """With 64 colours a picture of curves is a third as large and looks the same."""
+    from PIL import Image
+
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def pictures(directory: Path) -> None:
+    """The live page and the report in Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = next(p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n)))
+    one, two = read_run(directory / "auto_lr_reduction"), read_run(directory / "without-guard")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 1200, "height": 1020}, device_scale_factor=0.75)
+        for name, runs in (("page", [one]), ("page-overlay", [one, two])):
+            with closing(PageServer(lambda runs=runs: runs)) as server:  # type: ignore[misc]
+                shown.goto(server.url)
+                shown.wait_for_selector("body[data-drawn]")
+                shown.wait_for_timeout(200)
+                keep(shown.screenshot(), IMAGES / f"{name}.png")
+        shown.goto((directory / "auto_lr_reduction" / "report.html").resolve().as_uri())
+        keep(shown.screenshot(), IMAGES / "report.png")
+        browser.close()
+
+
+def main() -> None:
+    """Train, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--without-browser", action="store_true")
+    parser.add_argument("--keep", type=Path, help="where the runs are kept, and taken from if they are there")
+    options = parser.parse_args()
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.keep or Path(temporary)
+        train(directory)
+        found = {name: read_run(directory / name) for name in RUNS}
+        with_guard, without_guard = found["auto_lr_reduction"], found["without-guard"]
+        stacked(
+            IMAGES / "auto_lr_reduction.svg",
+            [
+                ("Loss", [("with the guard", with_guard, "loss"), ("without", without_guard, "loss")]),
+                ("Learning rate", [("", with_guard, "lr"), ("", without_guard, "lr")]),
+            ],
+        )
+        stopped, whole = found["early_stop"], found["without-early-stop"]
+        stacked(
+            IMAGES / "early_stop.svg",
+            [("Held-out loss", [("without", whole, "eval"), ("early_stop=true", stopped, "eval")])],
+        )
+        console(IMAGES / "console.svg", directory / "auto_lr_reduction", steps=180)
+        if not options.without_browser:
+            pictures(directory)
+    for path in sorted(IMAGES.iterdir()):
+        print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""How much arithmetic a step cannot do without, and how fast this device multiplies: the share is SOL.
+
+Counted are the products of the base weights and attention. Adapters, recomputation, norms and padding are not work:
+a run that does less of them is faster at the same count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from surogate_core.data.batch import MicroBatch
+from surogate_core.dsl.declare import Model
+
+ATTENTION_PASSES = 3.5
+"""Forwards that attention's forward and backward cost together (arXiv 2307.08691, section 4.1)."""
+
+GEMM_SIZE = {"cuda": 8192, "cpu": 1024}
+"""Rows, columns and inner size of the product that is timed, by the type of device."""
+
+GEMM_REPEATS = {"cuda": 10, "cpu": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs of training one model."""
+
+    products_per_token: float
+    """Forward, input gradients, and weight gradients where weights are trained; head included."""
+    attention_per_pair: float
+    """Of one token with one that it attends to, in all layers, forward and backward."""
+
+    @classmethod
+    def of(cls, model: Model, *, frozen: bool) -> Work:
+        """`frozen`: whether the base is not trained. Without `num_attention_heads` no attention is counted."""
+        weights, attending = model.vocab_size * model.width, 0
+        for _, block in model.blocks(0):
+            slots = block.linear_slots(None)
+            weights += sum(slot.inputs * slot.outputs for slot in slots)
+            attending += any(slot.group == "qkv" for slot in slots)
+        heads = int(model.config.get("num_attention_heads") or 0)
+        features = int(model.config.get("head_dim") or (model.width // heads if heads else 0))
+        return cls(
+            products_per_token=float(weights * (4 if frozen else 6)),
+            attention_per_pair=ATTENTION_PASSES * 4 * heads * features * attending,
+        )
+
+    def per_token(self, pairs: float) -> float:
+        """FLOPs of a token that attends to `pairs` tokens on average, itself among them."""
+        return self.products_per_token + self.attention_per_pair * pairs
+
+    def step(self, batches: Sequence[MicroBatch]) -> float:
+        """FLOPs of an optimizer step over these micro-batches; padding counts as nothing."""
+        return sum(b.tokens * self.per_token(mean_pairs(b.positions)) for b in batches)
+
+
+def mean_pairs(positions_N: Tensor) -> float:
+    """Tokens that a token attends to on average, where positions restart in each document."""
+    return float(positions_N.double().mean()) + 1.0
+
+
+@cache
+def gemm_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a square product of random values of this dtype; the median, measured once a process."""
+    size = GEMM_SIZE.get(device.type, 1024)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    a @ b
+    seconds = [_seconds(a, b) for _ in range(GEMM_REPEATS.get(device.type, 3))]
+    return 2 * float(size) ** 3 / statistics.median(seconds)
+
+
+def _seconds(a: Tensor, b: Tensor) -> float:
+    if a.device.type != "cuda":
+        started = time.perf_counter()
+        a @ b
+        return time.perf_counter() - started
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    a @ b
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,36 @@
+"""The figures of events as named scalars, so that every back end shows them under the same names."""
+
+from __future__ import annotations
+
+from surogate_core.train.events import EvalEnd, Event, GpuStats, RoutingStats, StepEnd
+
+STEP_SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes", "speed_of_light")
+"""Fields of a step, named ``train/FIELD``."""
+
+EVAL_SCALARS = ("loss", "gap")
+"""Fields of an evaluation, named ``eval/FIELD``."""
+
+GPU_SCALARS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
+"""Fields of the GPU's telemetry, named ``gpu/FIELD``."""
+
+ROUTING_SCALARS = ("imbalance", "utilization", "aux_loss")
+"""Fields of a mixture of experts, named ``routing/FIELD``."""
+
+
+def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
+    """(step, name → value); no names for an event without figures. What was not measured is left out."""
+    match event:
+        case StepEnd():
+            return event.step, _named("train", event, STEP_SCALARS)
+        case EvalEnd():
+            return event.step, _named("eval", event, EVAL_SCALARS)
+        case GpuStats():
+            return event.step, _named("gpu", event, GPU_SCALARS)
+        case RoutingStats():
+            return event.step, _named("routing", event, ROUTING_SCALARS)
+    return 0, {}
+
+
+def _named(group: str, event: Event, fields: tuple[str, ...]) -> dict[str, float]:
+    values = ((name, getattr(event, name)) for name in fields)
+    return {f"{group}/{name}": float(value) for name, value in values if value is not None}

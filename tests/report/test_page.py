@@ -1,0 +1,212 @@
+"""The live page in Chromium: what it draws, what it never executes, how it answers the mouse.
+
+Skipped where playwright or Chromium is missing: `pip install playwright`, and a system's Chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.report.records import RunRecord
+from surogate_core.report.serve import PageServer
+
+CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>${window.hacked=3}{{7*7}}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+class Shown:
+    """A page, and what went wrong on it."""
+
+    def __init__(self, browser: Any, *runs: RunRecord):
+        self.runs = list(runs)
+        self.server = PageServer(lambda: self.runs)
+        self.tab = browser.new_page(viewport={"width": 1200, "height": 900})
+        self.wrong: list[str] = []
+        # `ink` reads pixels back, which Chromium advises against.
+        self.tab.on("console", lambda m: self.wrong.append(m.text) if "getImageData" not in m.text else None)
+        self.tab.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.asked: list[str] = []
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.tab.goto(self.server.url)
+        self.tab.wait_for_selector("body[data-drawn]")
+
+    def close(self) -> None:
+        self.tab.close()
+        self.server.close()
+
+    def until(self, expression: str) -> None:
+        """Wait until it is true; the page's policy forbids playwright's own way of waiting."""
+        deadline = time.monotonic() + 20
+        while not self.tab.evaluate(expression):
+            assert time.monotonic() < deadline, expression
+            self.tab.wait_for_timeout(20)
+
+    def ink(self, title: str) -> int:
+        """Pixels of a curve's canvas that are neither empty nor grey."""
+        count = """element => {
+            const d = element.getContext("2d").getImageData(0, 0, element.width, element.height).data;
+            let found = 0;
+            for (let i = 0; i < d.length; i += 4) {
+                const rgb = [d[i], d[i + 1], d[i + 2]];
+                if (d[i + 3] > 128 && Math.max(...rgb) - Math.min(...rgb) > 60) found++;
+            }
+            return found;
+        }"""
+        return int(self.tab.locator(f'canvas[aria-label="{title}"]').evaluate(count))
+
+
+def make_run(name: str = "run", steps: int = 200, *, text: str = "plain", loss: float = 5.0) -> RunRecord:
+    run = RunRecord(directory=Path(name), name=name, live=True)
+    run.add({"event": "run_start", "time": 1.0, "steps": 2 * steps, "model": text, "notes": [text], "device": text})
+    for step in range(1, steps + 1):
+        run.add(
+            {
+                "event": "step_end",
+                "step": step,
+                "loss": loss - 3 * step / steps,
+                "lr": 1e-3,
+                "grad_norm": 1.0 + step % 5,
+                "tokens_per_second": 100.0,
+                "peak_memory_bytes": 2**30,
+                "seconds": 0.5,
+            }
+        )
+    run.add({"event": "eval_end", "step": steps, "loss": 2.5})
+    run.add({"event": "phase_change", "step": 75, "phase": "converging", "previous": "warmup", "improvement": 0.1})
+    run.add(
+        {"event": "advice", "step": 150, "rule": "r", "message": text, "key": text, "suggestion": text, "evidence": {}}
+    )
+    run.add({"event": "notice", "level": "warning", "message": text})
+    run.config_text = f"name: {text}\n"
+    return run
+
+
+def test_it_draws_a_run_and_follows_it(browser: Any) -> None:
+    run = make_run()
+    with closing(Shown(browser, run)) as shown:
+        tab = shown.tab
+        assert tab.title() == "run · Surogate"
+        assert tab.locator("#outcome").inner_text() == "running · step 200 of 400 · 0:01:40 to go"
+        tiles = dict(zip(tab.locator("dt").all_inner_texts(), tab.locator("#latest dd").all_inner_texts(), strict=True))
+        assert (tiles["loss"], tiles["held-out loss"], tiles["phase"]) == ("2", "2.5", "converging")
+        assert tab.locator("figure:visible").count() == 5
+        before = shown.ink("Loss")
+        assert before > 300
+        run.add({"event": "step_end", "step": 201, "loss": 1.0, "seconds": 0.5})
+        run.add({"event": "run_end", "reason": "finished"})
+        shown.until("document.getElementById('outcome').textContent.startsWith('finished · step 201')")
+        assert shown.wrong == []
+        own = f"http://127.0.0.1:{shown.server.port}"
+        asked = {url.split("?")[0] for url in shown.asked if not url.startswith("data:")}
+        assert asked == {f"{own}/", f"{own}/figures", f"{own}/texts"}
+
+
+def test_hostile_text_is_shown_and_not_executed(browser: Any) -> None:
+    run = make_run(HOSTILE, text=HOSTILE)
+    with closing(Shown(browser, run, make_run("other", text=HOSTILE))) as shown:
+        tab = shown.tab
+        tab.locator("summary").first.click()
+        assert tab.locator("pre").first.inner_text().strip() == f"name: {HOSTILE}"
+        assert tab.locator("#runs label").first.inner_text() == HOSTILE
+        assert tab.locator("#details li").first.inner_text() == HOSTILE
+        assert HOSTILE in tab.locator("#details td").all_inner_texts()
+        assert tab.locator("img").count() == 0
+        assert tab.locator("script").count() == 2
+        assert tab.evaluate("window.hacked === undefined")
+        assert shown.wrong == []
+
+
+def test_a_script_that_is_put_in_does_not_run(browser: Any) -> None:
+    """The policy holds even where the page's own care would fail."""
+    with closing(Shown(browser, make_run())) as shown:
+        shown.tab.evaluate("document.getElementById('details').innerHTML = '<img src=x onerror=\"window.hacked=1\">'")
+        shown.tab.evaluate(
+            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hacked=2'}))"
+        )
+        shown.tab.wait_for_timeout(100)
+        assert shown.tab.evaluate("window.hacked === undefined")
+        assert any("Content Security Policy" in text for text in shown.wrong)
+
+
+def test_dragging_enlarges_a_stretch(browser: Any) -> None:
+    run = make_run(steps=5000)
+    with closing(Shown(browser, run)) as shown:
+        tab = shown.tab
+        assert tab.evaluate("state.runs[0].curves.grad_norm[0].length") <= 1000
+        box = tab.locator('canvas[aria-label="Loss"]').bounding_box()
+        middle = box["y"] + 80
+        tab.mouse.move(box["x"] + 200, middle)
+        tab.mouse.down()
+        tab.mouse.move(box["x"] + 230, middle)
+        assert tab.locator("figcaption span").first.inner_text().startswith("step ")
+        tab.mouse.up()
+        tab.wait_for_selector("#whole:visible")
+        shown.until("state.runs[0].curves.grad_norm[0].length < 900")
+        steps = tab.evaluate("state.runs[0].curves.grad_norm[0]")
+        begin, end = tab.evaluate("[state.begin, state.end]")
+        # Every step of the stretch, and one on each side.
+        assert steps == list(range(begin - 1, end + 2))
+        tab.locator("#whole").click()
+        shown.until("state.runs[0].curves.grad_norm[0].length > 900")
+        assert shown.wrong == []
+
+
+def test_runs_are_laid_over_each_other_and_can_be_hidden(browser: Any) -> None:
+    with closing(Shown(browser, make_run("a"), make_run("b", loss=9.0))) as shown:
+        tab = shown.tab
+        assert tab.locator("#runs label").all_inner_texts() == ["a", "b"]
+        assert tab.locator("h1").all_inner_texts() == ["2 runs", "a", "b"]
+        both = shown.ink("Loss")
+        tab.locator("#runs input").nth(1).uncheck()
+        shown.until("charts[0].scale && charts[0].curves().length === 2")
+        tab.wait_for_timeout(50)
+        assert 0 < shown.ink("Loss") != both
+        assert shown.wrong == []
+
+
+def test_values_that_are_not_finite_and_a_run_without_steps(browser: Any) -> None:
+    run = RunRecord(directory=Path("r"), name="r", live=True)
+    run.add({"event": "progress", "task": "loading weights", "done": 1, "total": 4})
+    with closing(Shown(browser, run)) as shown:
+        assert shown.tab.locator("#outcome").inner_text() == "starting · step 0 of ? · loading weights 1/4"
+        run.add({"event": "run_start", "time": 2.0, "steps": 9})
+        for step, loss in enumerate(["NaN", 2.0, "Infinity", 1e30, 3.0, 0.0], start=1):
+            run.add({"event": "step_end", "step": step, "loss": loss})
+        shown.until("state.runs[0].step === 6")
+        shown.tab.wait_for_timeout(50)
+        assert shown.ink("Loss") > 10
+        assert shown.wrong == []
+
+
+def test_the_server_going_away_is_said(browser: Any) -> None:
+    with closing(Shown(browser, make_run())) as shown:
+        threading.Thread(target=shown.server.close).start()
+        shown.until("document.getElementById('outcome').textContent.startsWith('no longer served')")
+
+
+def test_layout_is_what_the_script_reads(browser: Any) -> None:
+    with closing(Shown(browser, make_run())) as shown:
+        layout = json.loads(shown.tab.locator("#layout").text_content())
+        assert [c["title"] for c in layout["curves"]][:2] == ["Loss", "Learning rate"]
+        assert shown.tab.evaluate("charts.length") == len(layout["curves"])

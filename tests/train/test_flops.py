@@ -1,0 +1,77 @@
+"""FLOPs counted by hand, and the rate that they are held against."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from surogate_model_qwen3.model import build
+from surogate_model_qwen3.presets import PRESETS
+
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.train.flops import Work, gemm_flops_per_second, mean_pairs
+
+
+def batch(*lengths: int, padding: int = 0) -> MicroBatch:
+    n = sum(lengths) + padding
+    documents = [*lengths, *([padding] if padding else [])]
+    return MicroBatch(
+        input_ids=torch.zeros(n, dtype=torch.int64),
+        labels=torch.full((n,), IGNORE_LABEL),
+        positions=torch.cat([torch.arange(d, dtype=torch.int32) for d in documents]),
+        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+        max_seqlen=n,
+        tokens=sum(lengths),
+        label_tokens=0,
+    )
+
+
+@pytest.mark.parametrize(("preset", "gflop"), [("0.6b", 3.21), ("8b", 32.4)])
+def test_published_shapes(preset: str, gflop: float) -> None:
+    """Rows of 2048 tokens, frozen base: the figures that the speed of the house is measured by."""
+    work = Work.of(build(PRESETS[preset]), frozen=True)
+    assert work.per_token(mean_pairs(torch.arange(2048))) / 1e9 == pytest.approx(gflop, rel=0.005)
+
+
+def test_every_product_counts_once() -> None:
+    config = {**PRESETS["tiny"]}
+    model = build(config)
+    width, wide, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    heads, kv_heads, features = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    layer = 2 * width * heads * features + 2 * width * kv_heads * features + 3 * width * wide
+    weights = layers * layer + config["vocab_size"] * width
+    assert Work.of(model, frozen=True).products_per_token == 4 * weights
+    assert Work.of(model, frozen=False).products_per_token == 6 * weights
+    # Two products of `features` a head, two FLOPs each, and 3.5 times that with the backward.
+    assert Work.of(model, frozen=True).attention_per_pair == 3.5 * 4 * heads * features * layers
+
+
+def test_documents_are_short_and_padding_is_no_work() -> None:
+    assert mean_pairs(torch.tensor([0, 1, 2, 3])) == 2.5
+    assert mean_pairs(torch.tensor([0, 1, 0, 1])) == 1.5
+    work = Work(products_per_token=100.0, attention_per_pair=1.0)
+    assert work.step([batch(4), batch(2, 2)]) == pytest.approx(4 * 102.5 + 4 * 101.5)
+    assert work.step([batch(4, padding=4)]) == pytest.approx(4 * 102.5)
+
+
+def test_a_layer_without_attention_has_none_counted() -> None:
+    def block(*groups: str) -> tuple[str, Any]:
+        slots = tuple(SimpleNamespace(inputs=2, outputs=3, group=group) for group in groups)
+        return "layer", SimpleNamespace(linear_slots=lambda lora: slots)
+
+    blocks = [block("qkv", "qkv", "att"), block("ffn")]
+    config = {"num_attention_heads": 4, "head_dim": 8}
+    model: Any = SimpleNamespace(vocab_size=10, width=7, config=config, blocks=lambda max_seqlen: iter(blocks))
+    work = Work.of(model, frozen=True)
+    assert work == Work(products_per_token=4.0 * (70 + 4 * 6), attention_per_pair=3.5 * 4 * 4 * 8 * 1)
+    model.config = {}
+    assert Work.of(model, frozen=True).attention_per_pair == 0
+
+
+def test_the_rate_is_measured_once() -> None:
+    device = torch.device("cpu")
+    rate = gemm_flops_per_second(device, torch.float32)
+    assert rate > 1e8
+    assert gemm_flops_per_second(device, torch.float32) is rate

@@ -1,0 +1,26 @@
+"""Names and values of the scalars."""
+
+from __future__ import annotations
+
+import math
+
+from surogate_core.testing.monitors import events
+from surogate_core.train.events import EvalEnd, GpuStats, RoutingStats, StepEnd
+from surogate_core.train.scalars import scalars_of
+
+
+def test_every_event_of_a_run() -> None:
+    found = [(type(event), *scalars_of(event)) for event in events()]
+    silent = [kind for kind, _, named in found if not named]
+    assert not {StepEnd, EvalEnd, GpuStats, RoutingStats} & set(silent)
+    step = next(named for kind, at, named in found if kind is StepEnd and at == 2)
+    assert step["train/loss"] == 1.5
+    assert step["train/speed_of_light"] == 0.4
+    assert len(step) == 7
+    bad = next(named for kind, at, named in found if kind is StepEnd and at == 3)
+    assert math.isnan(bad["train/loss"])
+    assert bad["train/grad_norm"] == math.inf
+    evaluations = [named for kind, _, named in found if kind is EvalEnd]
+    assert evaluations == [{"eval/loss": 4.0}, {"eval/loss": 2.0, "eval/gap": 0.5}]
+    (gpu,) = [named for kind, _, named in found if kind is GpuStats]
+    assert gpu["gpu/power_watts"] == 400.0
