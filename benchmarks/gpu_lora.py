@@ -43,6 +43,7 @@ from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.train.flops import Work, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 PACKS = ["triton", "cuda", "hopper"]
@@ -151,26 +152,14 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
 
 
 def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool) -> float:
-    """FLOPs that a step cannot do without: base products and attention; recomputation and adapters are not work.
-
-    A frozen weight is multiplied twice (forward, input gradient), a trained one three times; the
-    backward of attention counts as 2.5 forwards.
-    """
-    c = PRESETS[preset]
-    heads, kv_heads, features = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-    width, wide, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
-    layer = width * features * (2 * heads + 2 * kv_heads) + 3 * width * wide
-    products = (layers * layer + c["vocab_size"] * width) * (6 if full else 4)
-    pairs = sum(float((b.positions + 1.0).sum()) for b in batches) / sum(b.tokens for b in batches)
-    return (products + 3.5 * layers * 4 * heads * features * pairs) / 1e9
+    """FLOPs that a step cannot do without, by the accounting of the training loop's own SOL."""
+    work = Work.of(build(PRESETS[preset]), frozen=not full)
+    return work.step(batches) / sum(b.tokens for b in batches) / 1e9
 
 
 def gemm_tflops(device: torch.device) -> float:
-    """Rate of a bf16 product of 8192³ on random values; the median of ten."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    return 2 * 8192**3 / statistics.median(timed(lambda: a @ b, 10)) / 1e9
+    """Rate of a bf16 product of 8192³ on random values."""
+    return gemm_flops_per_second(device, torch.bfloat16) / 1e12
 
 
 def timed(function: Callable[[], Any], count: int) -> list[float]:
