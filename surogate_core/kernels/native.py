@@ -67,6 +67,17 @@ def architecture_of(device: torch.device) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+def missing_gpu(device: torch.device) -> str | None:
+    """Why no CUDA kernel runs on the device, or None; for a pack's `unavailable`."""
+    import torch
+
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU"
+    return None
+
+
 def missing_cupy() -> str | None:
     """What to install where there is no CuPy, or None; for a pack's `unavailable`."""
     import importlib.util

@@ -6,8 +6,9 @@ from importlib import resources
 
 import pytest
 import surogate_monitor_adaptive
+from run_events import START
 
-from surogate_core.train.events import Notice, RunInfo, RunStart
+from surogate_core.train.events import Notice, RunInfo
 
 
 def test_the_option_has_the_defaults() -> None:
@@ -25,18 +26,7 @@ def test_advice_can_be_turned_off(advice: bool) -> None:
     spec = surogate_monitor_adaptive.surogate_monitor()
     info = RunInfo(run_name="r", output_dir="o", task="sft", config={}, interactive=False)
     monitor = spec.build(spec.options(advice=advice), info)
-    start = RunStart(
-        model="m",
-        parameters=1,
-        trainable_parameters=1,
-        train_tokens=1,
-        steps=9,
-        start_step=0,
-        tokens_per_step=1,
-        epochs=1.0,
-        device="cpu",
-    )
-    control = monitor.on_event(start)
+    control = monitor.on_event(START)
     assert [type(event) for event in control.events] == [Notice] if advice else control is None
 
 

@@ -9,37 +9,9 @@ from typing import Any
 
 import pytest
 import surogate_monitor_tensorboard
+from run_events import START, step
 
-from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo, RunStart, StepEnd
-
-START = RunStart(
-    model="m",
-    parameters=1,
-    trainable_parameters=1,
-    train_tokens=1,
-    steps=9,
-    start_step=0,
-    tokens_per_step=1,
-    epochs=1.0,
-    device="cpu",
-)
-
-
-def step(number: int, loss: float) -> StepEnd:
-    return StepEnd(
-        step=number,
-        epoch=0.5,
-        loss=loss,
-        grad_norm=2.0,
-        lr=1e-3,
-        tokens=1,
-        label_tokens=1,
-        total_tokens=number,
-        seconds=0.1,
-        tokens_per_second=10.0,
-        eta_seconds=0.0,
-        peak_memory_bytes=2**30,
-    )
+from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo
 
 
 def monitor(directory: Path) -> Any:

@@ -10,52 +10,12 @@ from typing import Any
 
 import pytest
 import surogate_monitor_trackio
+from run_events import END, EVENTS, START, step
 
 from surogate_core.errors import MachineError
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.monitors import sees_a_run
-from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunInfo, RunStart, StepEnd
-
-START = RunStart(
-    model="m",
-    parameters=1,
-    trainable_parameters=1,
-    train_tokens=1,
-    steps=9,
-    start_step=0,
-    tokens_per_step=1,
-    epochs=1.0,
-    device="cpu",
-)
-END = RunEnd(reason="finished", step=3, seconds=1.0, first_eval_loss=2.0, last_eval_loss=1.0, export_path=None)
-
-
-def step(number: int, loss: float) -> StepEnd:
-    return StepEnd(
-        step=number,
-        epoch=0.5,
-        loss=loss,
-        grad_norm=2.0,
-        lr=1e-3,
-        tokens=1,
-        label_tokens=1,
-        total_tokens=number,
-        seconds=0.1,
-        tokens_per_second=10.0,
-        eta_seconds=0.0,
-        peak_memory_bytes=2**30,
-    )
-
-
-EVENTS = (
-    Progress(task="t", done=0),
-    START,
-    step(1, 3.0),
-    step(2, 2.5),
-    EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None),
-    PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
-    Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn"),
-)
+from surogate_core.train.events import RunInfo
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from urllib.error import URLError
 
 import pytest
 import surogate_monitor_web
+from run_events import START, step
 
 from surogate_core.errors import UserError
 from surogate_core.train.events import (
@@ -23,39 +24,7 @@ from surogate_core.train.events import (
     Progress,
     RunEnd,
     RunInfo,
-    RunStart,
-    StepEnd,
 )
-
-START = RunStart(
-    model="m",
-    parameters=1,
-    trainable_parameters=1,
-    train_tokens=1,
-    steps=9,
-    start_step=0,
-    tokens_per_step=1,
-    epochs=1.0,
-    device="cpu",
-)
-
-
-def step(number: int, loss: float) -> StepEnd:
-    return StepEnd(
-        step=number,
-        epoch=0.5,
-        loss=loss,
-        grad_norm=2.0,
-        lr=1e-3,
-        tokens=1,
-        label_tokens=1,
-        total_tokens=number,
-        seconds=0.1,
-        tokens_per_second=10.0,
-        eta_seconds=0.0,
-        peak_memory_bytes=2**30,
-        speed_of_light=0.25,
-    )
 
 
 def monitor(directory: Path, **options: Any) -> Any:
@@ -80,8 +49,8 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     control = live.on_event(START)
     assert control.events == (Notice(level="info", message=f"Live page: {url}"),)
     events = [
-        step(1, 3.0),
-        step(2, float("nan")),
+        step(1, 3.0, speed_of_light=0.25),
+        step(2, float("nan"), speed_of_light=0.25),
         EvalEnd(step=2, loss=2.5, label_tokens=1, seconds=0.1, gap=None),
         PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
         Advice(step=2, rule="plateau", message="It stands.", key="lr", suggestion="turn"),

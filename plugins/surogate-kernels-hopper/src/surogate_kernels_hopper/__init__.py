@@ -15,15 +15,12 @@ SUROGATE_API = ">=1,<2"
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
-    if device.type != "cuda":
-        return "it needs an NVIDIA GPU"
     import torch
 
-    from surogate_core.kernels.native import missing_cupy
+    from surogate_core.kernels.native import missing_cupy, missing_gpu
 
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU"
-    if (reason := missing_cupy()) is not None:
+    reason = missing_gpu(device) or missing_cupy()
+    if reason is not None:
         return reason
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):

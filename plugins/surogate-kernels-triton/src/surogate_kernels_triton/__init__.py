@@ -17,12 +17,13 @@ def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
     import importlib.util
 
-    if device.type != "cuda":
-        return "it needs an NVIDIA GPU"
     import torch
 
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU"
+    from surogate_core.kernels.native import missing_gpu
+
+    reason = missing_gpu(device)
+    if reason is not None:
+        return reason
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; torch's CUDA builds bring it"
     major, minor = torch.cuda.get_device_capability(device)

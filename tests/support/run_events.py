@@ -1,0 +1,48 @@
+"""Events of a short run, for tests of monitors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunStart, StepEnd
+
+START = RunStart(
+    model="m",
+    parameters=1,
+    trainable_parameters=1,
+    train_tokens=1,
+    steps=9,
+    start_step=0,
+    tokens_per_step=1,
+    epochs=1.0,
+    device="cpu",
+)
+END = RunEnd(reason="finished", step=3, seconds=1.0, first_eval_loss=2.0, last_eval_loss=1.0, export_path=None)
+
+
+def step(number: int, loss: float, **changes: Any) -> StepEnd:
+    """A step with this loss; other fields as given, or as they are in every step."""
+    fields: dict[str, Any] = {
+        "epoch": 0.5,
+        "grad_norm": 2.0,
+        "lr": 1e-3,
+        "tokens": 1,
+        "label_tokens": 1,
+        "total_tokens": number,
+        "seconds": 0.1,
+        "tokens_per_second": 10.0,
+        "eta_seconds": 0.0,
+        "peak_memory_bytes": 2**30,
+    }
+    return StepEnd(step=number, loss=loss, **(fields | changes))
+
+
+EVENTS = (
+    Progress(task="t", done=0),
+    START,
+    step(1, 3.0),
+    step(2, 2.5),
+    EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None),
+    PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
+    Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn"),
+)
