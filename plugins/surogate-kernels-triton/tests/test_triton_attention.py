@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-
-import op_cases
 import pytest
 import surogate_kernels_triton
 import torch
-from op_cases import Compared, compare, random
+from attention_suite import BOUNDS, Attention, PackedAttention, against_reference, make
 
 from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.registry import KernelTable, references
-
-BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest error over the largest value of a tensor. Weights and score gradients are rounded to 8 or 11 bits before
-they are multiplied, results once more."""
-BORDERS = {
-    "one document": [0, 300],
-    "even": [0, 128, 256, 300],
-    "odd": [0, 1, 8, 141, 142, 299, 300],
-    "single tokens": list(range(301)),
-    "one and many empty": [0, 300, *[300] * 200],
-    "empty anywhere": [0, 0, 4, 4, 4, 130, 130, 300, 300],
-}
-HEADS = [(4, 4), (4, 2), (4, 1), (8, 1)]
-
-
-# --------------------------------------------------------------------------- anywhere
+from surogate_core.kernels.registry import KernelTable
 
 
 def test_it_is_not_for_a_cpu() -> None:
@@ -67,169 +47,13 @@ def test_what_a_gpu_must_have(
     assert answer is None if reason is None else answer is not None and reason in answer
 
 
-# ------------------------------------------------------------------------------- CUDA
+class TestAttention(PackedAttention):
+    pack = surogate_kernels_triton
 
+    features = (64, 128)
+    dtypes = (torch.bfloat16, torch.float16)
 
-@pytest.fixture
-def attention() -> Callable[..., torch.Tensor]:
-    device = torch.device("cuda")
-    reason = surogate_kernels_triton.unavailable(device)
-    if reason is not None:
-        pytest.skip(reason)
-    kernel = next(k for k in surogate_kernels_triton.kernels() if k.op == "attention")
-    assert kernel.supports(device, torch.bfloat16)
-    assert not kernel.supports(device, torch.float32)
-    return kernel.function
-
-
-def make(
-    n: int, heads: tuple[int, int], features: int, dtype: torch.dtype, scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q = random(n, heads[0], features, seed=0, scale=scale, dtype=dtype).cuda()
-    k, v = (random(n, heads[1], features, seed=s, scale=scale, dtype=dtype).cuda() for s in (1, 2))
-    return q, k, v
-
-
-def borders_of(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def against_reference(
-    attention: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], borders: list[int], scale: float
-) -> Compared:
-    longest = max(b - a for a, b in pairwise(borders))
-    return compare(attention, references["attention"].function, [*tensors, borders_of(borders)], longest, scale)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("borders", BORDERS.values(), ids=BORDERS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("features", [64, 128])
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_against_the_reference(
-    attention: Callable[..., torch.Tensor],
-    dtype: torch.dtype,
-    features: int,
-    heads: tuple[int, int],
-    borders: list[int],
-) -> None:
-    compared = against_reference(attention, make(300, heads, features, dtype), borders, features**-0.5)
-    assert compared.error() <= BOUNDS[dtype]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
-def test_any_number_of_tokens(attention: Callable[..., torch.Tensor], tokens: int) -> None:
-    for borders in ([0, tokens], [0, (tokens + 1) // 2, tokens], [0, tokens // 3, tokens, tokens]):
-        compared = against_reference(attention, make(tokens, (4, 2), 128, torch.bfloat16), borders, 0.1)
+    @pytest.mark.parametrize("features", [16, 80])
+    def test_other_head_sizes_go_to_torch(self, attention: Attention, features: int) -> None:
+        compared = against_reference(attention, make(300, (4, 2), features, torch.bfloat16), [0, 141, 300], 0.1)
         assert compared.error() <= BOUNDS[torch.bfloat16]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("features", [64, 128])
-def test_long_documents(attention: Callable[..., torch.Tensor], features: int) -> None:
-    borders = [0, 1, 700, 2999, 3000, 3000]
-    compared = against_reference(attention, make(3000, (4, 2), features, torch.bfloat16), borders, features**-0.5)
-    assert compared.error() <= BOUNDS[torch.bfloat16]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", [30.0, 1e-8, 0.0], ids=["huge", "tiny", "zero"])
-def test_sizes_of_values(attention: Callable[..., torch.Tensor], scale: float) -> None:
-    """At 30 the scores reach thousands: softmax picks one key, and exp must not overflow."""
-    compared = against_reference(attention, make(300, (4, 2), 128, torch.bfloat16, scale), [0, 141, 300], 128**-0.5)
-    # Where softmax has picked a key, dq and dk are what is left of terms of this size.
-    size = 128**-0.5 * max(scale, 1e-8) ** 2 if scale == 30.0 else 0.0
-    assert compared.error(at_least=[0.0, size, size]) <= BOUNDS[torch.bfloat16]
-
-
-@pytest.mark.gpu
-def test_other_layouts(attention: Callable[..., torch.Tensor]) -> None:
-    """Slices of one buffer, which are read where they are, and layouts that must be copied first."""
-    fused = random(300, 8, 128, dtype=torch.bfloat16).cuda()
-    sliced = (fused[:, :4], fused[:, 4:6], fused[:, 6:])
-    assert against_reference(attention, sliced, [0, 141, 300], 0.1).error() <= BOUNDS[torch.bfloat16]
-    heads_first = tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in sliced)
-    assert torch.equal(
-        attention(*sliced, borders_of([0, 300]), 300, 0.1), attention(*heads_first, borders_of([0, 300]), 300, 0.1)
-    )
-    strided = tuple(op_cases.strided(t.cpu()).cuda() for t in sliced)
-    assert against_reference(attention, strided, [0, 141, 300], 0.1).error() <= BOUNDS[torch.bfloat16]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("features", [16, 80])
-def test_other_head_sizes_go_to_torch(attention: Callable[..., torch.Tensor], features: int) -> None:
-    compared = against_reference(attention, make(300, (4, 2), features, torch.bfloat16), [0, 141, 300], 0.1)
-    assert compared.error() <= BOUNDS[torch.bfloat16]
-
-
-@pytest.mark.gpu
-def test_a_document_does_not_see_another(attention: Callable[..., torch.Tensor]) -> None:
-    """Bit for bit: what stands in other documents and later in one's own does not matter."""
-    q, k, v = make(300, (4, 2), 128, torch.bfloat16)
-    borders = borders_of([0, 141, 300])
-    y = attention(q, k, v, borders, 300, 0.1)
-    for t in (q, k, v):
-        t[:141] = random(*t[:141].shape, seed=9, dtype=torch.bfloat16).cuda() * 50
-        t[200:] = -7
-    changed = attention(q, k, v, borders, 300, 0.1)
-    assert torch.equal(changed[141:200], y[141:200])
-    assert not torch.equal(changed[:141], y[:141])
-
-
-@pytest.mark.gpu
-def test_nan_is_seen(attention: Callable[..., torch.Tensor]) -> None:
-    q, k, v = make(300, (4, 2), 128, torch.bfloat16)
-    q[200, 1, 2] = float("nan")
-    v[280, 0, 3] = float("nan")
-    y = attention(q, k, v, borders_of([0, 60, 300]), 300, 0.1)
-    assert y[200, 1].isnan().all()
-    assert y[280:, 0, 3].isnan().all()
-    assert y[:60].isfinite().all()
-
-
-def run(attention: Callable[..., torch.Tensor], tensors: list[torch.Tensor], borders: torch.Tensor) -> list[bytes]:
-    leaves = [t.detach().requires_grad_() for t in tensors[:3]]
-    y = attention(*leaves, borders, 2048, 128**-0.5)
-    values = [y.detach(), *torch.autograd.grad(y, leaves, tensors[3])]
-    return [t.view(torch.int16).cpu().numpy().tobytes() for t in values]
-
-
-@pytest.mark.gpu
-def test_equal_inputs_give_equal_bits(attention: Callable[..., torch.Tensor]) -> None:
-    """Ten times alone, ten times while another stream keeps the GPU busy."""
-    tensors = [*make(4096, (16, 8), 128, torch.bfloat16), random(4096, 16, 128, seed=4, dtype=torch.bfloat16).cuda()]
-    borders = borders_of([0, 1, 700, 2048, 2100, 4000, 4096, 4096])
-    first = run(attention, tensors, borders)
-    assert all(run(attention, tensors, borders) == first for _ in range(10))
-    load, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    for _ in range(10):
-        with torch.cuda.stream(side):
-            for _ in range(5):
-                load @ load
-        assert run(attention, tensors, borders) == first
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_takes_new_borders(attention: Callable[..., torch.Tensor]) -> None:
-    """The launch does not depend on where documents end: one graph serves all packings."""
-    q, k, v = (t.requires_grad_() for t in make(600, (4, 2), 128, torch.bfloat16))
-    dy, borders = torch.randn_like(q), borders_of([0, 600, 600, 600])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(attention(q, k, v, borders, 600, 0.1), (q, k, v), dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = attention(q, k, v, borders, 600, 0.1)
-        grads = torch.autograd.grad(y, (q, k, v), dy)
-    borders.copy_(borders_of([0, 77, 78, 600]))
-    graph.replay()
-    expected = attention(q, k, v, borders, 600, 0.1)
-    assert torch.equal(y, expected)
-    for grad, value in zip(grads, torch.autograd.grad(expected, (q, k, v), dy), strict=True):
-        assert torch.equal(grad, value)
