@@ -201,6 +201,8 @@ class _Run:
             "recipe": config.recipe.name,
             "lora": config.lora,
         }
+        if config.master_dtype == "bf16":
+            essential["master_dtype"] = config.master_dtype
         if self.registry.get("recipe", config.recipe.name).state is not None:
             essential["fp8_amax_history"] = config.fp8_amax_history
         if config.lora:

@@ -247,6 +247,7 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
         weighted=weighted,
         plain_first=config.skip_quant_first_layers,
         plain_last=config.skip_quant_last_layers,
+        master_dtype=DTYPES[config.master_dtype or "fp32"],
     )
 
 

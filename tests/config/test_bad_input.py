@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ Problems = Callable[..., list[Problem]]
         (["task=grpo"], "task=grpo", "not available in this version", ""),
         (["zero_level=2"], "zero_level", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),
+        (["master_dtype=fp16"], "master_dtype", "one of fp32, bf16", ""),
+        (["master_dtype=e4m3"], "master_dtype", "one of fp32, bf16", ""),
         (["max_steps=1.5"], "max_steps", "a whole number of at least -1; got 1.5", ""),
         (["max_steps=2.0"], "max_steps", "got 2.0", "2"),
         (["max_steps=many"], "max_steps", "got 'many'", ""),
@@ -240,6 +243,19 @@ def test_the_policy_is_read_before_anything_is_imported(tmp_path: Path) -> None:
 def test_a_policy_that_an_option_file_changes_is_refused(problems: Problems, registry: Registry) -> None:
     (problem,) = problems("plugins.block=[x]")
     assert problem.key == "plugins"
+
+
+def test_an_optimizer_that_cannot_train_bf16_masters_is_refused_by_name(
+    problems: Problems, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Any = registry.bundles("optimizer")
+    narrow = replace(found["adamw"], bundle=replace(found["adamw"].bundle, master_dtypes=("fp32",)))
+    monkeypatch.setitem(found, "adamw", narrow)
+    (problem,) = problems(file="optimizer: adamw\nmaster_dtype: bf16\n")
+    assert problem.key == "master_dtype"
+    assert "run.yaml:2" in problem.where
+    assert problem.message == "is bf16, and optimizer adamw cannot train such masters."
+    assert problem.fix == "master_dtype: null, or optimizer: adamw_8bit or normuon"
 
 
 # --------------------------------------------------------------------------- the contract

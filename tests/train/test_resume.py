@@ -25,6 +25,11 @@ KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 OTHERS = [
     *[pytest.param((f"optimizer={name}",), id=name) for name in ("adamw_8bit", "normuon")],
+    pytest.param(("master_dtype=bf16",), id="bf16-masters"),
+    *[
+        pytest.param((f"optimizer={name}", "master_dtype=bf16"), marks=pytest.mark.slow, id=f"{name}-bf16-masters")
+        for name in ("adamw_8bit", "normuon")
+    ],
     *[
         pytest.param((f"recipe={recipe}", "fp8_amax_history=3", *mode), marks=pytest.mark.slow, id=f"{recipe}-{kind}")
         for recipe in ("fp8-hybrid", "nvfp4")
