@@ -42,6 +42,10 @@ def _needs_adaptive(key: str) -> Check:
     )
 
 
+TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+"""Value of `torch_dtype` → that of `model_dtype`."""
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         name="two_warmups",
@@ -134,6 +138,15 @@ CHECKS: tuple[Check, ...] = (
         wrong=lambda v: v["merge_adapter"] and not v["lora"],
         message="is set while `lora` is false: all weights are trained and exported anyway.",
         fix="merge_adapter: false, or lora: true",
+    ),
+    Check(
+        name="two_model_dtypes",
+        key="model_dtype",
+        wrong=lambda v: (
+            v["model_dtype"] is not None and TORCH_DTYPES.get(v["torch_dtype"], v["model_dtype"]) != v["model_dtype"]
+        ),
+        message="and `torch_dtype` name two dtypes for the same tensors.",
+        fix="torch_dtype: auto, or model_dtype: null",
     ),
     _needs_adaptive("auto_lr_reduction"),
     _needs_adaptive("early_stop"),

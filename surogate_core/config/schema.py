@@ -188,6 +188,8 @@ class RunConfig:
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))
     """The precision recipe and its own options."""
+    model_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of weights and activations, in place of `torch_dtype`; null is what that says."""
     master_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the trained weights that the optimizer updates; bf16 is rounded stochastically, null is fp32."""
     fp8_amax_history: Positive = 1024

@@ -79,6 +79,8 @@ def resolve_device(config: RunConfig) -> torch.device:
 
 def resolve_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """Dtype of weights and activations."""
+    if config.model_dtype is not None:
+        return DTYPES[config.model_dtype]
     if config.torch_dtype != "auto":
         return DTYPES[config.torch_dtype]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
