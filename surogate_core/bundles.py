@@ -104,6 +104,12 @@ class RecipeSettings:
 
     fp8_amax_history: int = 1024
     no_fp4_stochastic_rounding: bool = False
+    matmul_dtype: str | None = None
+    """fp32, bf16, e4m3, or None: the model's."""
+    gradient_dtype: str | None = None
+    """fp32, bf16, e5m2, or None: the recipe's choice."""
+    model_dtype: str | None = None
+    """fp32 or bf16, of activations and weights as `linear` gets them; None where that is not known."""
 
 
 class RecipeState(Protocol):
@@ -133,6 +139,10 @@ class Recipe:
     """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
     plain: bool = False
     """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
+    plain_with: Callable[[Any], bool] = lambda options: True
+    """Whether `plain` holds with these prepared options."""
+    dtypes: Mapping[Literal["matmul_dtype", "gradient_dtype"], str] | None = field(default_factory=dict)
+    """What it forces these keys to, and the run says where they are set to something else; None if it follows them."""
     options: type = NoOptions
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot run the recipe natively, or None."""

@@ -190,6 +190,10 @@ class RunConfig:
     """The precision recipe and its own options."""
     model_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of weights and activations, in place of `torch_dtype`; null is what that says."""
+    matmul_dtype: Literal["fp32", "bf16", "e4m3"] | None = None
+    """Dtype that recipe bf16 rounds both operands of a projection to; null is the model's."""
+    gradient_dtype: Literal["fp32", "bf16", "e5m2"] | None = None
+    """Dtype of recipe bf16's backward products, e4m3 beside e5m2; null is `matmul_dtype`, bf16 where that is e4m3."""
     master_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the trained weights that the optimizer updates; bf16 is rounded stochastically, null is fp32."""
     fp8_amax_history: Positive = 1024
