@@ -21,12 +21,18 @@ from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
 
-@pytest.mark.parametrize("adapters", [True, False])
-@pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
-def test_bytes_are_those_of_the_engine(adapters: bool, block: bool, dtypes: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("adapters", "block", "dtype", "master_dtype"),
+    [
+        *((adapters, block, torch.float32, torch.float32) for adapters in (True, False) for block in (True, False)),
+        (False, True, torch.float32, torch.bfloat16),
+        (False, True, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_bytes_are_those_of_the_engine(
+    adapters: bool, block: bool, dtype: torch.dtype, master_dtype: torch.dtype
+) -> None:
     chosen = lora() if adapters else None
-    dtype, master_dtype = (getattr(torch, name) for name in dtypes)
     engine = make_engine(lora=chosen, recompute=Recompute(block=block), dtype=dtype, master_dtype=master_dtype)
     prediction = predict(
         build(tiny_config()),

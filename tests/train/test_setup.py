@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 from surogate_core.config.resolve import load_run_config
-from surogate_core.plugins.registry import load_plugins
+from surogate_core.plugins.registry import Registry, load_plugins
 from surogate_core.train.setup import engine_settings, prepare_recipe, recipe_notes, resolve_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@cache
+def plugins() -> Registry:
+    return load_plugins()
 
 
 @pytest.mark.parametrize(
@@ -23,20 +30,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_dtype_of_weights_and_activations(keys: tuple[str, ...], on_cpu: torch.dtype, on_cuda: torch.dtype) -> None:
-    config = load_run_config(keys, registry=load_plugins())
+    config = load_run_config(keys, registry=plugins())
     assert (resolve_dtype(config, CPU), resolve_dtype(config, CUDA)) == (on_cpu, on_cuda)
     assert engine_settings(config, device=CPU, borders=2).dtype == on_cpu
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("null", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_dtype_of_masters(key: str, dtype: torch.dtype) -> None:
-    config = load_run_config([f"master_dtype={key}"], registry=load_plugins())
+    config = load_run_config([f"master_dtype={key}"], registry=plugins())
     assert engine_settings(config, device=CPU, borders=2).master_dtype == dtype
 
 
 def notes(*keys: str) -> tuple[bool, list[str]]:
     """(whether the recipe is plain, what the run says of it)."""
-    registry = load_plugins()
+    registry = plugins()
     config = load_run_config([*keys, "device=cpu"], registry=registry)
     recipe, prepared = prepare_recipe(config, registry, CPU)
     return recipe.plain, recipe_notes(config, recipe, prepared)
