@@ -65,7 +65,7 @@ been one version so far: nothing is deprecated, and nothing is adapted.
 installed plugin:
 
 ```text
-optimizer-adamw conforms: 11 checks hold, 0 do not
+optimizer-adamw conforms: 12 checks hold, 0 do not
 ```
 
 - every plugin: it states its hook API; its requirements are met; its import is light, silent and starts no thread, and
@@ -77,7 +77,8 @@ optimizer-adamw conforms: 11 checks hold, 0 do not
   only where it is; a packed frozen weight gives the same product; its state takes in what is observed, in place, and
   not in a step that is skipped; training and a bit-equal resume. Where the device is not native, emulated.
 - `optimizer`: a step moves every master, none with a learning rate of 0; gradients that are not finite change
-  nothing; state goes into another optimizer bit for bit and has the stated size; training and a bit-equal resume.
+  nothing; state goes into another optimizer bit for bit and has the stated size; bf16 masters, where it takes them, are
+  rounded stochastically and can be replayed; training and a bit-equal resume.
 - `dataset`: for the format's `examples`: labels are the token itself or -100, something is trained, equal rows give
   equal documents, bad rows have a reason.
 - `monitor`: it takes every event, figures that are not finite too; its state is JSON and is restored; where it

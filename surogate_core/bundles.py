@@ -104,6 +104,12 @@ class RecipeSettings:
 
     fp8_amax_history: int = 1024
     no_fp4_stochastic_rounding: bool = False
+    matmul_dtype: str | None = None
+    """fp32, bf16, e4m3, or None: the model's."""
+    gradient_dtype: str | None = None
+    """fp32, bf16, e5m2, or None: the recipe's choice."""
+    model_dtype: str | None = None
+    """fp32 or bf16, of activations and weights as `linear` gets them; None where that is not known."""
 
 
 class RecipeState(Protocol):
@@ -133,6 +139,10 @@ class Recipe:
     """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
     plain: bool = False
     """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
+    plain_with: Callable[[Any], bool] = lambda options: True
+    """Whether `plain` holds with these prepared options."""
+    dtypes: Mapping[Literal["matmul_dtype", "gradient_dtype"], str] | None = field(default_factory=dict)
+    """What it forces these keys to, and the run says where they are set to something else; None if it follows them."""
     options: type = NoOptions
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot run the recipe natively, or None."""
@@ -149,11 +159,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
-    """Trainable parameters that share hyper-parameters, as flat fp32 tensors.
+    """Trainable parameters that share hyper-parameters, as flat tensors.
 
-    `master` and `grad` are 1-D of equal length; `shapes` maps each parameter's name to its
-    (offset in elements, shape) in them, in order. Offsets and the length are multiples of
-    `FLAT_ALIGNMENT`; between parameters are zeros, which an update must leave zeros.
+    `master` (fp32, or bf16 with `master_dtype=bf16`) and `grad` (fp32) are 1-D of equal length; `shapes`
+    maps each parameter's name to its (offset in elements, shape) in them, in order. Offsets and the length
+    are multiples of `FLAT_ALIGNMENT`; between parameters are zeros, which an update must leave zeros.
     """
 
     name: str
@@ -163,6 +173,10 @@ class ParamGroup:
     weight_decay: float
     hidden: frozenset[str] = frozenset()
     """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter."""
+    seed: Tensor | None = None
+    """Of bf16 masters: 0-d int32, another in every optimizer step; `kernels.rounding.write_master` rounds with it."""
+    number: int = 0
+    """Its place among the run's groups; separates their random numbers."""
 
 
 class Optimizer(Protocol):
@@ -189,6 +203,8 @@ class OptimizerSpec:
     options: type = NoOptions
     state_bytes_per_parameter: float = 8.0
     """For `surogate plan`'s prediction."""
+    master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
+    """The `master_dtype`s that it can train; bf16 it writes by `surogate_core.kernels.rounding.write_master`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

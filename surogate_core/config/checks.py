@@ -42,6 +42,34 @@ def _needs_adaptive(key: str) -> Check:
     )
 
 
+TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+"""Value of `torch_dtype` → that of `model_dtype`."""
+
+
+def _model_dtype(v: Values) -> str:
+    """fp32 or bf16. torch is asked for a GPU only where that decides."""
+    named = v["model_dtype"] or TORCH_DTYPES.get(v["torch_dtype"])
+    if named is not None:
+        return str(named)
+    device = v["device"]
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return "bf16" if device == "cuda" else "fp32"
+
+
+def _no_product(name: str, key: str, dtype: str, model: str, message: str, fix: str) -> Check:
+    """A dtype of recipe bf16's products that none of the six combinations gives the model's dtype from."""
+    return Check(
+        name=name,
+        key=key,
+        wrong=lambda v: v[key] == dtype and v["recipe"].name == "bf16" and _model_dtype(v) == model,
+        message=message,
+        fix=fix,
+    )
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         name="two_warmups",
@@ -134,6 +162,39 @@ CHECKS: tuple[Check, ...] = (
         wrong=lambda v: v["merge_adapter"] and not v["lora"],
         message="is set while `lora` is false: all weights are trained and exported anyway.",
         fix="merge_adapter: false, or lora: true",
+    ),
+    Check(
+        name="two_model_dtypes",
+        key="model_dtype",
+        wrong=lambda v: (
+            v["model_dtype"] is not None and TORCH_DTYPES.get(v["torch_dtype"], v["model_dtype"]) != v["model_dtype"]
+        ),
+        message="and `torch_dtype` name two dtypes for the same tensors.",
+        fix="torch_dtype: auto, or model_dtype: null",
+    ),
+    _no_product(
+        "fp32_products_of_a_bf16_model",
+        "matmul_dtype",
+        "fp32",
+        "bf16",
+        "is fp32 in a bf16 model: there is no product fp32 × fp32 → bf16.",
+        "model_dtype: fp32, or matmul_dtype: bf16 or e4m3",
+    ),
+    _no_product(
+        "fp32_gradients_of_a_bf16_model",
+        "gradient_dtype",
+        "fp32",
+        "bf16",
+        "is fp32 in a bf16 model: there is no product fp32 × fp32 → bf16.",
+        "model_dtype: fp32, or gradient_dtype: bf16 or e5m2",
+    ),
+    _no_product(
+        "e5m2_gradients_of_an_fp32_model",
+        "gradient_dtype",
+        "e5m2",
+        "fp32",
+        "is e5m2 in an fp32 model: there is no product e4m3 × e5m2 → fp32.",
+        "model_dtype: bf16, or gradient_dtype: fp32 or bf16",
     ),
     _needs_adaptive("auto_lr_reduction"),
     _needs_adaptive("early_stop"),

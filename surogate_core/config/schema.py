@@ -175,7 +175,7 @@ class RunConfig:
     lora_dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
     """Probability that an input of an adapter is dropped while training."""
     lora_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype that adapter weights are computed from; masters are always fp32."""
+    """Dtype that adapter weights are computed from; their masters are `master_dtype`."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all"])
     """Projections that get an adapter, by their names in the model (`q_proj`); `all` is every one."""
     adapter_path: str | None = None
@@ -188,6 +188,14 @@ class RunConfig:
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))
     """The precision recipe and its own options."""
+    model_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of weights and activations, in place of `torch_dtype`; null is what that says."""
+    matmul_dtype: Literal["fp32", "bf16", "e4m3"] | None = None
+    """Dtype that recipe bf16 rounds both operands of a projection to; null is the model's."""
+    gradient_dtype: Literal["fp32", "bf16", "e5m2"] | None = None
+    """Dtype of recipe bf16's backward products, e4m3 beside e5m2; null is `matmul_dtype`, bf16 where that is e4m3."""
+    master_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of the trained weights that the optimizer updates; bf16 is rounded stochastically, null is fp32."""
     fp8_amax_history: Positive = 1024
     """Optimizer steps whose largest absolute values decide a scale of recipe fp8-hybrid."""
     no_fp4_stochastic_rounding: bool = False

@@ -47,6 +47,7 @@ def validate(
         check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
     check.problems.extend(check.builder.problems)
     check.contradictions(built)
+    check.masters(built)
     if check.problems:
         return None, check.problems
     return RunConfig(**built), []
@@ -206,6 +207,18 @@ class _Validator:
         self.builder.dataclass(cls, {k: v for k, v in entry.items() if k in allowed}, f"{path}.")
 
     # --------------------------------------------------------------------- contradictions
+
+    def masters(self, built: Mapping[str, Any]) -> None:
+        """Hold `master_dtype` against what the optimizer can train."""
+        dtype, chosen = built["master_dtype"], built["optimizer"]
+        if dtype not in ("fp32", "bf16") or chosen is None:
+            return
+        if dtype not in self.registry.get("optimizer", chosen.name).master_dtypes:
+            spec = self.registry.bundles("optimizer")
+            able = [n for n in sorted(spec) if dtype in spec[n].bundle.master_dtypes]
+            message = f"is {dtype}, and optimizer {chosen.name} cannot train such masters."
+            other = f"master_dtype: null, or optimizer: {' or '.join(able)}" if able else "master_dtype: null"
+            self._problem("master_dtype", message, other)
 
     def contradictions(self, built: Mapping[str, Any]) -> None:
         """Run the table of checks, where the keys that they read are sound."""

@@ -61,6 +61,8 @@ class EngineSettings:
     """Layers from the first that the recipe leaves alone."""
     plain_last: int = 0
     """Layers up to the last that the recipe leaves alone."""
+    master_dtype: torch.dtype = torch.float32
+    """float32, or bfloat16 written with stochastic rounding."""
 
 
 @dataclass(slots=True)
@@ -186,6 +188,7 @@ class Engine:
         tables = {name: Signature.of(t) for name, t in self._tables().items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         self._allocate_recipe_state(recipe, recipe_options)
+        self._rounding_seed = torch.zeros((), dtype=torch.int32, device=settings.device)
         self.parameters = Parameters(
             found,
             panels=plan_panels(
@@ -204,6 +207,8 @@ class Engine:
             dtype=settings.dtype,
             adapter_dtype=settings.adapter_dtype,
             weight_decay=settings.weight_decay,
+            master_dtype=settings.master_dtype,
+            seed=self._rounding_seed,
         )
         loading = "loading and quantising weights" if self.parameters.packed else "loading weights"
         self.parameters.fill(source, progress=lambda done, total: progress(loading, done, total))
@@ -393,6 +398,11 @@ class Engine:
         sequence = np.random.SeedSequence([self.settings.seed, step, micro_step])
         return torch.from_numpy(sequence.generate_state(len(self.layers), np.uint32).view(np.int32))
 
+    def rounding_seed(self, step: int) -> int:
+        """Seed of the stochastic rounding of a step's masters, an int32: all that a resumed run needs is the step."""
+        sequence = np.random.SeedSequence([self.settings.seed, step], spawn_key=(1,))
+        return int(sequence.generate_state(1, np.uint32).view(np.int32)[0])
+
     @torch.no_grad()
     def train_step(self, batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
         """One optimizer step over the micro-batches; `step` counts from 0.
@@ -405,6 +415,7 @@ class Engine:
             self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
             self._micro_step()
         self._lr.fill_(lr)
+        self._rounding_seed.fill_(self.rounding_seed(step))
         self._update()
         tokens = sum(b.tokens for b in batches)
         if self.settings.device.type != "cuda":

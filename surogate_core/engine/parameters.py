@@ -1,6 +1,6 @@
 """The tensors of a model: frozen ones in the weights store, trainable ones in flat groups.
 
-A flat group holds fp32 masters and fp32 gradients of many parameters in one tensor each, so that
+A flat group holds masters (fp32, or bf16) and fp32 gradients of many parameters in one tensor each, so that
 clipping, the optimizer and the refresh of compute copies are a few launches whatever the model.
 """
 
@@ -114,6 +114,8 @@ class Parameters:
         dtype: torch.dtype,
         adapter_dtype: torch.dtype,
         weight_decay: float,
+        master_dtype: torch.dtype = torch.float32,
+        seed: Tensor | None = None,
         panels: Mapping[str, Sequence[Panel]] | None = None,
         packed: Mapping[str, Packed] | None = None,
     ):
@@ -124,6 +126,9 @@ class Parameters:
         """HF name of a frozen weight → how the recipe keeps it."""
         self._source: Source | None = None
         self.weights = weights
+        self.master_dtype = master_dtype
+        self._seed = seed if master_dtype != torch.float32 else None
+        assert self._seed is not None or master_dtype == torch.float32, "narrow masters are rounded with a seed"
         self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
         self.specs = {spec.hf_name: spec for spec in distinct(found)}
         trainable = [s for s in self.specs.values() if s.trainable]
@@ -155,8 +160,8 @@ class Parameters:
             shapes[spec.hf_name] = (size, spec.shape)
             size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             ranges[dtype] = (start, size)
-        master = torch.zeros(size, dtype=torch.float32, device=self.device)
-        grad = torch.zeros_like(master)
+        master = torch.zeros(size, dtype=self.master_dtype, device=self.device)
+        grad = torch.zeros(size, dtype=torch.float32, device=self.device)
         self.groups.append(
             ParamGroup(
                 name=name,
@@ -165,11 +170,13 @@ class Parameters:
                 shapes=shapes,
                 weight_decay=weight_decay,
                 hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
+                seed=self._seed,
+                number=len(self.groups),
             )
         )
         for dtype, (start, stop) in ranges.items():
             compute = master
-            if dtype != torch.float32:
+            if dtype != self.master_dtype:
                 copy = torch.zeros(stop - start, dtype=dtype, device=self.device)
                 self.copies.append((copy, master[start:stop]))
                 compute = copy
@@ -229,7 +236,7 @@ class Parameters:
         for copy, master in self.copies:
             copy.copy_(master)
         for copy, master, scale in self._loads:
-            copy.copy_(master if scale == 1 else master * scale)
+            copy.copy_(master if scale == 1 else master.float() * scale)
 
     def _allocate_panels(self) -> tuple[dict[str, tuple[Tensor, ...]], list[tuple[Tensor, Tensor, float]]]:
         """(each piece's panels, their A's and B's as (range of panels, range of masters, factor)).
@@ -270,7 +277,7 @@ class Parameters:
         return [self._grad[s.hf_name] for s in piece.specs if s.trainable]
 
     def masters(self) -> Mapping[str, Tensor]:
-        """The live fp32 masters by HF name."""
+        """The live masters by HF name."""
         return self._master
 
     def gradients_by_name(self) -> Mapping[str, Tensor]:
@@ -294,10 +301,10 @@ class Parameters:
             self.weights.release(piece.key)
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every adapter tensor as (PEFT name without prefix, fp32 master)."""
+        """Every adapter tensor as (PEFT name without prefix, its master in fp32)."""
         for name, master in self._master.items():
             if self.specs[name].role == "adapter":
-                yield name, master
+                yield name, master.float()
 
     def counts(self) -> tuple[int, int]:
         """(all parameters, trainable parameters)."""

@@ -92,6 +92,8 @@ def predict(
         dtype=settings.dtype,
         adapter_dtype=settings.adapter_dtype,
         weight_decay=settings.weight_decay,
+        master_dtype=settings.master_dtype,
+        seed=torch.zeros((), dtype=torch.int32, device="meta"),
     )
     builder = ProgramBuilder(
         model=model,
@@ -141,7 +143,12 @@ def predict(
             detail=f"frozen, {width}" + (f", {recipe.name} in the layers" if parameters.packed else ""),
         ),
         Held(kind="compute copies", place="device", nbytes=copies, detail=f"of trained weights, {width}"),
-        Held(kind="masters", place=place("master"), nbytes=flat * 4, detail="trained, float32"),
+        Held(
+            kind="masters",
+            place=place("master"),
+            nbytes=flat * settings.master_dtype.itemsize,
+            detail=f"trained, {settings.master_dtype}".replace("torch.", ""),
+        ),
         Held(kind="gradients", place=place("gradients"), nbytes=flat * 4, detail="accumulated, float32"),
         Held(
             kind="optimizer state",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup
+from surogate_core.kernels.rounding import write_master
 
 BLOCK = 256
 """Elements that share one absmax."""
@@ -95,6 +96,8 @@ class _Rates:
 class _Chunk:
     """A range of a flat group, in blocks: views into it and into the state."""
 
+    group: ParamGroup
+    start: int
     master_BK: Tensor
     grad_BK: Tensor
     first: tuple[Tensor, ...]
@@ -175,6 +178,8 @@ class BlockwiseAdamW:
                 done = rows.stop
                 self._chunks.append(
                     _Chunk(
+                        group=group,
+                        start=low,
                         master_BK=group.master[low:high].view(-1, BLOCK),
                         grad_BK=group.grad[low:high].view(-1, BLOCK),
                         first=tuple(t[rows] for t in moments[0]),
@@ -209,9 +214,12 @@ class BlockwiseAdamW:
         second_BK = self._read(1, chunk.second).mul_(beta2).addcmul_(grad_BK, grad_BK, value=1 - beta2)
         first_BK = self._read(0, chunk.first).mul_(beta1).add_(grad_BK, alpha=1 - beta1)
         change_BK = first_BK / second_BK.sqrt().add_(rates.epsilon)
-        chunk.master_BK.sub_(change_BK.mul_(rates.size))
+        wide_BK = chunk.master_BK.float()  # fp32 masters themselves
+        wide_BK.sub_(change_BK.mul_(rates.size))
         if chunk.weight_decay:
-            chunk.master_BK.mul_(1 - rates.lr * chunk.weight_decay)
+            wide_BK.mul_(1 - rates.lr * chunk.weight_decay)
+        if wide_BK is not chunk.master_BK:
+            write_master(chunk.group, chunk.start, wide_BK)
         self._write(0, chunk.first, first_BK, rates.keep)
         self._write(1, chunk.second, second_BK, rates.keep)
 

@@ -175,14 +175,14 @@ def _hash32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def random_bits(shape: torch.Size, seed: Tensor, *, salt: int) -> Tensor:
+def random_bits(shape: torch.Size, seed: Tensor, *, salt: int, first: int = 0) -> Tensor:
     """[shape] int32, every bit random: a function of (seed, salt, element number) only.
 
     Counter-based, so that recomputed blocks, replayed graphs and resumed runs draw the same
-    bits, and CPUs and GPUs agree. `seed`: 0-d int32.
+    bits, and CPUs and GPUs agree. `seed`: 0-d int32. Elements are counted from `first`.
     """
     key = _hash32(seed + salt * 0x1E3779B9)
-    counter = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
+    counter = torch.arange(first, first + shape.numel(), dtype=torch.int32, device=seed.device)
     return _hash32(counter ^ key).view(shape)
 
 

@@ -43,6 +43,7 @@ from surogate_core.train.setup import (
     out_of_memory,
     pinned,
     prepare_recipe,
+    recipe_notes,
     resolve_device,
     resolve_dtype,
     resolve_lora,
@@ -131,7 +132,8 @@ class _Run:
             log.info("tensors of the model directory that the model does not use", names=unused)
         recipe, recipe_options = prepare_recipe(config, registry, device)
         left_out = unused_note(unused, tied=resolved.model.tied)
-        notes = [n for n in (recipe.note(recipe_options), left_out, *resolved.notes) if n]
+        notes = recipe_notes(config, recipe, recipe_options)
+        notes += [n for n in (left_out, *resolved.notes) if n]
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
@@ -201,6 +203,8 @@ class _Run:
             "recipe": config.recipe.name,
             "lora": config.lora,
         }
+        if config.master_dtype == "bf16":
+            essential["master_dtype"] = config.master_dtype
         if self.registry.get("recipe", config.recipe.name).state is not None:
             essential["fp8_amax_history"] = config.fp8_amax_history
         if config.lora:

@@ -79,6 +79,8 @@ def resolve_device(config: RunConfig) -> torch.device:
 
 def resolve_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """Dtype of weights and activations."""
+    if config.model_dtype is not None:
+        return DTYPES[config.model_dtype]
     if config.torch_dtype != "auto":
         return DTYPES[config.torch_dtype]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -247,16 +249,38 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
         weighted=weighted,
         plain_first=config.skip_quant_first_layers,
         plain_last=config.skip_quant_last_layers,
+        master_dtype=DTYPES[config.master_dtype or "fp32"],
     )
 
 
 def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) -> tuple[Recipe, Any]:
     """The recipe, and its options made ready for the device; `MachineError` where that cannot run it."""
     recipe: Recipe = registry.get("recipe", config.recipe.name)
+    follows = recipe.dtypes is None
     settings = RecipeSettings(
-        fp8_amax_history=config.fp8_amax_history, no_fp4_stochastic_rounding=config.no_fp4_stochastic_rounding
+        fp8_amax_history=config.fp8_amax_history,
+        no_fp4_stochastic_rounding=config.no_fp4_stochastic_rounding,
+        matmul_dtype=config.matmul_dtype if follows else None,
+        gradient_dtype=config.gradient_dtype if follows else None,
+        model_dtype="bf16" if resolve_dtype(config, device) == torch.bfloat16 else "fp32",
     )
-    return recipe, recipe.prepare(config.recipe.options, settings, device)
+    prepared = recipe.prepare(config.recipe.options, settings, device)
+    return replace(recipe, plain=recipe.plain and recipe.plain_with(prepared)), prepared
+
+
+def recipe_notes(config: RunConfig, recipe: Recipe, prepared: Any) -> list[str]:
+    """What the run says of its recipe: its own note, and precision keys that it overrules."""
+    notes = [note for note in (recipe.note(prepared),) if note]
+    if recipe.dtypes is None:
+        return notes
+    for key in ("matmul_dtype", "gradient_dtype"):
+        asked, forced = getattr(config, key), recipe.dtypes.get(key)
+        if asked is not None and asked != forced:
+            theirs = f"is {forced} in" if forced else "is not a key of"
+            notes.append(
+                f"{key}={asked} has no effect: it {theirs} recipe {recipe.name}. Leave it null, or set recipe=bf16."
+            )
+    return notes
 
 
 def build_engine(

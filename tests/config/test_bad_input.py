@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ Problems = Callable[..., list[Problem]]
         (["task=grpo"], "task=grpo", "not available in this version", ""),
         (["zero_level=2"], "zero_level", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),
+        (["master_dtype=fp16"], "master_dtype", "one of fp32, bf16", ""),
+        (["master_dtype=e4m3"], "master_dtype", "one of fp32, bf16", ""),
+        (["model_dtype=fp16"], "model_dtype", "one of fp32, bf16", ""),
+        (["matmul_dtype=e5m2"], "matmul_dtype", "one of fp32, bf16, e4m3", ""),
+        (["gradient_dtype=e4m3"], "gradient_dtype", "one of fp32, bf16, e5m2", ""),
         (["max_steps=1.5"], "max_steps", "a whole number of at least -1; got 1.5", ""),
         (["max_steps=2.0"], "max_steps", "got 2.0", "2"),
         (["max_steps=many"], "max_steps", "got 'many'", ""),
@@ -159,6 +165,10 @@ CONTRADICTIONS = {
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("swiglu", "rmsnorm")},
     "row_past_the_positions": ["sequence_len=64", "max_model_len=32"],
     "sample_past_the_row": ["sequence_len=64", "max_length=65"],
+    "two_model_dtypes": ["model_dtype=bf16", "torch_dtype=float32"],
+    "fp32_products_of_a_bf16_model": ["matmul_dtype=fp32", "model_dtype=bf16"],
+    "fp32_gradients_of_a_bf16_model": ["gradient_dtype=fp32", "device=cuda"],
+    "e5m2_gradients_of_an_fp32_model": ["gradient_dtype=e5m2", "torch_dtype=float32"],
     "template_without_use": ["template=chatml", "use_chat_template=false"],
     "no_steps": ["max_steps=0"],
     "no_data": ["datasets=[]"],
@@ -240,6 +250,49 @@ def test_the_policy_is_read_before_anything_is_imported(tmp_path: Path) -> None:
 def test_a_policy_that_an_option_file_changes_is_refused(problems: Problems, registry: Registry) -> None:
     (problem,) = problems("plugins.block=[x]")
     assert problem.key == "plugins"
+
+
+@pytest.mark.parametrize("model", ["fp32", "bf16"])
+@pytest.mark.parametrize("matmul", ["null", "fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize("gradient", ["null", "fp32", "bf16", "e5m2"])
+def test_exactly_the_six_products_are_taken(load: Any, matmul: str, gradient: str, model: str) -> None:
+    six = ["fp32×fp32→fp32", "bf16×bf16→fp32", "bf16×bf16→bf16", "e4m3×e4m3→fp32", "e4m3×e4m3→bf16", "e4m3×e5m2→bf16"]
+    forward = model if matmul == "null" else matmul
+    backward = {"null": "bf16" if matmul == "e4m3" else forward}.get(gradient, gradient)
+    beside = "e4m3" if backward == "e5m2" else backward
+    wrong = set()
+    if f"{forward}×{forward}→{model}" not in six:
+        wrong.add("matmul_dtype")
+    if gradient != "null" and f"{beside}×{backward}→{model}" not in six:
+        wrong.add("gradient_dtype")
+    text = f"recipe: bf16\nmodel_dtype: {model}\nmatmul_dtype: {matmul}\ngradient_dtype: {gradient}\n"
+    try:
+        load(file=text)
+        found = {}
+    except ConfigError as error:
+        found = {p.key: p for p in error.problems}
+    assert found.keys() == wrong
+    for key, problem in found.items():
+        assert problem.where.endswith("run.yaml:3" if key == "matmul_dtype" else "run.yaml:4")
+        assert "there is no product" in problem.message
+        assert "model_dtype: " in problem.fix
+
+
+def test_recipes_with_dtypes_of_their_own_take_every_value(load: Any) -> None:
+    assert load("recipe=nvfp4", "model_dtype=bf16", "matmul_dtype=fp32", "gradient_dtype=fp32").recipe.name == "nvfp4"
+
+
+def test_an_optimizer_that_cannot_train_bf16_masters_is_refused_by_name(
+    problems: Problems, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Any = registry.bundles("optimizer")
+    narrow = replace(found["adamw"], bundle=replace(found["adamw"].bundle, master_dtypes=("fp32",)))
+    monkeypatch.setitem(found, "adamw", narrow)
+    (problem,) = problems(file="optimizer: adamw\nmaster_dtype: bf16\n")
+    assert problem.key == "master_dtype"
+    assert "run.yaml:2" in problem.where
+    assert problem.message == "is bf16, and optimizer adamw cannot train such masters."
+    assert problem.fix == "master_dtype: null, or optimizer: adamw_8bit or normuon"
 
 
 # --------------------------------------------------------------------------- the contract

@@ -120,9 +120,10 @@ def test_fp32_gradients_against_the_cpu(adapters: bool) -> None:
     assert error <= 1e-5, name
 
 
-def test_graphs_change_no_number() -> None:
-    graphs = engine("cuda", adapters=True, dropout=0.1)
-    plain = engine("cuda", adapters=True, dropout=0.1, cuda_graphs=False)
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_graphs_change_no_number(master_dtype: torch.dtype) -> None:
+    graphs = engine("cuda", adapters=True, dropout=0.1, master_dtype=master_dtype)
+    plain = engine("cuda", adapters=True, dropout=0.1, cuda_graphs=False, master_dtype=master_dtype)
     assert train(graphs) == train(plain)
     for name, tensor in graphs.parameters.masters().items():
         assert torch.equal(tensor, plain.parameters.masters()[name]), name

@@ -357,6 +357,55 @@ def test_state_goes_into_a_fresh_engine_and_continues_bit_for_bit() -> None:
     assert_equal(state_of(other), state_of(engine))
 
 
+@pytest.mark.parametrize("adapters", [True, False])
+def test_bf16_masters_continue_bit_for_bit_and_draw_by_seed_and_step_alone(adapters: bool) -> None:
+    chosen = lora(dropout=0.2) if adapters else None
+
+    def make(**settings: Any) -> Engine:
+        return make_engine(lora=chosen, master_dtype=torch.bfloat16, **settings)
+
+    engine, twin, other = make(), make(), make(seed=1)
+    for step in range(3):
+        engine.train_step(ragged(), step=step, lr=1e-2)
+        twin.train_step(ragged(), step=step, lr=1e-2)
+        twin.evaluate(ragged())
+        other.train_step(ragged(), step=step, lr=1e-2)
+    assert {t.dtype for t in engine.parameters.masters().values()} == {torch.bfloat16}
+    assert_equal(state_of(twin), state_of(engine))
+    assert any(not torch.equal(t, state_of(engine)[n]) for n, t in state_of(other).items())
+    resumed = make()
+    resumed.load_state({file: {n: t.clone() for n, t in found.items()} for file, found in engine.state().items()})
+    for step in range(3, 6):
+        results = [e.train_step(ragged(), step=step, lr=1e-2).read() for e in (engine, resumed)]
+        assert results[0] == results[1]
+    assert_equal(state_of(resumed), state_of(engine))
+
+
+def test_updates_below_a_step_of_bf16_are_not_lost() -> None:
+    """A rate of 1e-4 moves weights near 1 by an 80th of a step: rounded to nearest none would move."""
+    name = "model.norm.weight"
+    engines = {d: make_engine(master_dtype=d, weight_decay=0.0) for d in (torch.float32, torch.bfloat16)}
+    moved = {}
+    for dtype, engine in engines.items():
+        engine.parameters.masters()[name].fill_(1.0)
+        engine.parameters.refresh()
+        for step in range(40):
+            engine.train_step(ragged(), step=step, lr=1e-4)
+        moved[dtype] = engine.parameters.masters()[name].double() - 1
+    assert 1e-3 < moved[torch.float32].abs().max() < 2**-6
+    assert bool((moved[torch.bfloat16] != 0).any())
+    exact, rounded = moved.values()
+    along = float((exact * rounded).sum() / exact.square().sum())
+    assert 0.4 < along < 1.6
+
+
+def test_every_step_rounds_with_a_seed_of_its_own() -> None:
+    engine = make_engine()
+    seeds = {engine.rounding_seed(step) for step in range(1000)}
+    assert len(seeds) == 1000
+    assert not seeds & {int(s) for step in range(100) for s in engine.seeds(step, 0)}
+
+
 def test_bf16_compute_copies_follow_a_loaded_state() -> None:
     engine, other = (make_engine(dtype=torch.bfloat16, source=noisy_source(seed=s)) for s in (0, 1))
     other.load_state(engine.state())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,21 @@ SPEC = TensorSpec(name="w", hf_name="a.weight", shape=(300, 200), trainable=True
 
 
 def make_parameters(
-    *, adapters: LoRA | None = None, dtype: torch.dtype = torch.float32, adapter_dtype: torch.dtype = torch.float32
+    *,
+    adapters: LoRA | None = None,
+    dtype: torch.dtype = torch.float32,
+    adapter_dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Parameters:
     found = pieces(build(tiny_config(attention_bias=True)), lora=adapters, max_seqlen=8)
     parameters = Parameters(
-        found, weights=DeviceStore("weights"), device=CPU, dtype=dtype, adapter_dtype=adapter_dtype, weight_decay=0.1
+        found,
+        weights=DeviceStore("weights"),
+        device=CPU,
+        dtype=dtype,
+        adapter_dtype=adapter_dtype,
+        weight_decay=0.1,
+        **options,
     )
     parameters.fill(RandomSource(seed=0, std=0.02, device=CPU))
     return parameters
@@ -86,6 +97,22 @@ def test_fp32_trains_its_masters_without_a_copy_and_bf16_has_one() -> None:
     assert after.dtype == torch.bfloat16
     assert not torch.equal(before, after)
     assert torch.equal(after, rounded.masters()[name].bfloat16())
+
+
+def test_bf16_masters_are_what_bf16_computes_with_and_fp32_has_a_copy_of() -> None:
+    seed = torch.zeros((), dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        parameters = make_parameters(dtype=dtype, master_dtype=torch.bfloat16, seed=seed)
+        assert {(g.master.dtype, g.grad.dtype) for g in parameters.groups} == {(torch.bfloat16, torch.float32)}
+        assert [g.number for g in parameters.groups] == [0, 1]
+        assert all(g.seed is seed for g in parameters.groups)
+        assert bool(parameters.copies) == (dtype == torch.float32)
+        piece = parameters.pieces[1]
+        for tensor, spec in zip(parameters.inputs(piece), piece.specs, strict=True):
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, parameters.masters()[spec.hf_name].to(dtype))
+    adapted = make_parameters(adapters=lora(), master_dtype=torch.bfloat16, seed=seed)
+    assert {t.dtype for _, t in adapted.adapter_tensors()} == {torch.float32}
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])

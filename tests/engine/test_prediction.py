@@ -21,11 +21,19 @@ from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
 
-@pytest.mark.parametrize("adapters", [True, False])
-@pytest.mark.parametrize("block", [True, False])
-def test_bytes_are_those_of_the_engine(adapters: bool, block: bool) -> None:
+@pytest.mark.parametrize(
+    ("adapters", "block", "dtype", "master_dtype"),
+    [
+        *((adapters, block, torch.float32, torch.float32) for adapters in (True, False) for block in (True, False)),
+        (False, True, torch.float32, torch.bfloat16),
+        (False, True, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_bytes_are_those_of_the_engine(
+    adapters: bool, block: bool, dtype: torch.dtype, master_dtype: torch.dtype
+) -> None:
     chosen = lora() if adapters else None
-    engine = make_engine(lora=chosen, recompute=Recompute(block=block))
+    engine = make_engine(lora=chosen, recompute=Recompute(block=block), dtype=dtype, master_dtype=master_dtype)
     prediction = predict(
         build(tiny_config()),
         settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
@@ -41,6 +49,8 @@ def test_bytes_are_those_of_the_engine(adapters: bool, block: bool) -> None:
     assert (prediction.parameters, prediction.trainable_parameters) == engine.parameters.counts()
     groups = engine.parameters.groups
     assert held["masters"] == sum(g.master.nbytes for g in groups)
+    assert {g.master.dtype for g in groups} == {master_dtype}
+    assert held.get("compute copies", 0) == sum(copy.nbytes for copy, _ in engine.parameters.copies)
     assert held["gradients"] == sum(g.grad.nbytes for g in groups)
     assert held.get("weights", 0) == engine.weights.nbytes()["device"]
     assert prediction.schedule == engine.training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -99,6 +100,14 @@ class Greedy(tiny.PlainDescent):
         return {g.name: torch.zeros(g.master.numel()) for g in self.groups}
 
 
+class RoundsToNearest(tiny.PlainDescent):
+    """Says that it takes bf16 masters, and loses small updates."""
+
+    def step(self, *, lr: Any, clip: Any, skip: Any) -> None:
+        for group in self.groups:
+            group.master.copy_(group.master.float() - lr * torch.where(skip > 0, 0.0, group.grad * clip))
+
+
 def test_optimizers_that_break_a_rule_are_caught() -> None:
     def spec(build: Any) -> bundles.OptimizerSpec:
         return bundles.OptimizerSpec(name="x", build=build, state_bytes_per_parameter=0.0)
@@ -113,6 +122,9 @@ def test_optimizers_that_break_a_rule_are_caught() -> None:
         optimizers.trains_and_resumes(spec(Forgetful))
     with pytest.raises(AssertionError, match="bytes of state, predicted are 0"):
         optimizers.states_its_size(spec(Greedy))
+    both = replace(spec(RoundsToNearest), master_dtypes=("fp32", "bf16"))
+    with pytest.raises(AssertionError, match=r"the mean of bf16 masters is 0\.2"):
+        optimizers.rounds_masters(both)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_optimizer() -> bundles.OptimizerSpec:
     """AdamW in 8 bits."""
-    return bundles.OptimizerSpec(name="adamw_8bit", build=_build, state_bytes_per_parameter=STATE_BYTES)
+    return bundles.OptimizerSpec(
+        name="adamw_8bit", build=_build, state_bytes_per_parameter=STATE_BYTES, master_dtypes=("fp32", "bf16")
+    )
 
 
 def _build(groups: Sequence[bundles.ParamGroup], settings: bundles.OptimizerSettings, options: Any) -> BlockwiseAdamW:

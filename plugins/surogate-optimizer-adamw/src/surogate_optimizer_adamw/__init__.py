@@ -22,7 +22,9 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_optimizer() -> bundles.OptimizerSpec:
     """AdamW."""
-    return bundles.OptimizerSpec(name="adamw", build=_build, state_bytes_per_parameter=8.0)
+    return bundles.OptimizerSpec(
+        name="adamw", build=_build, state_bytes_per_parameter=8.0, master_dtypes=("fp32", "bf16")
+    )
 
 
 def _build(groups: Sequence[bundles.ParamGroup], settings: bundles.OptimizerSettings, options: Any) -> AdamW:

@@ -33,7 +33,13 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_optimizer() -> bundles.OptimizerSpec:
     """NorMuon."""
-    return bundles.OptimizerSpec(name="normuon", build=_build, options=NorMuonOptions, state_bytes_per_parameter=4.0)
+    return bundles.OptimizerSpec(
+        name="normuon",
+        build=_build,
+        options=NorMuonOptions,
+        state_bytes_per_parameter=4.0,
+        master_dtypes=("fp32", "bf16"),
+    )
 
 
 def _build(

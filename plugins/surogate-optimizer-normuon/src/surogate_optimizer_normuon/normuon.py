@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
 from surogate_core.kernels.blockwise import CHUNK, BlockwiseAdamW
+from surogate_core.kernels.rounding import write_master
 from surogate_optimizer_normuon import NorMuonOptions
 
 POLAR_EXPRESS = (
@@ -50,6 +51,8 @@ def polar(m_BRC: Tensor) -> Tensor:
 class _Stack:
     """Matrices of one shape of one group: views, and their state."""
 
+    group: ParamGroup
+    offsets: list[int]
     masters: list[Tensor]
     grads: list[Tensor]
     momentum_BRC: Tensor
@@ -96,6 +99,8 @@ class NorMuon:
             part = slice(start, start + together)
             self._stacks.append(
                 _Stack(
+                    group=group,
+                    offsets=offsets[part],
                     masters=[group.master[at : at + count].view(shape) for at in offsets[part]],
                     grads=[group.grad[at : at + count].view(shape) for at in offsets[part]],
                     momentum_BRC=momentum_BRC[part],
@@ -125,13 +130,17 @@ class NorMuon:
         o_BRC *= ratio_B[:, None, None]
         change_BRC = o_BRC * stack.scale
         if stack.weight_decay:
-            master_BRC = torch.stack(stack.masters)
+            master_BRC = torch.stack(stack.masters).float()
             decay_BRC = master_BRC * stack.weight_decay
             if self.settings.normuon_cautious_wd:
                 decay_BRC = torch.where(o_BRC * master_BRC >= 0, decay_BRC, 0.0)
             change_BRC += decay_BRC
         change_BRC *= lr
-        torch._foreach_sub_(stack.masters, list(change_BRC.unbind()))
+        if stack.group.seed is None:
+            torch._foreach_sub_(stack.masters, list(change_BRC.unbind()))
+        else:
+            for offset, master_RC, change_RC in zip(stack.offsets, stack.masters, change_BRC, strict=True):
+                write_master(stack.group, offset, master_RC.float() - change_RC)
         stack.momentum_BRC.copy_(torch.where(keep, stack.momentum_BRC, momentum_BRC))
         stack.variance_BR.copy_(torch.where(keep, stack.variance_BR, variance_BR))
 

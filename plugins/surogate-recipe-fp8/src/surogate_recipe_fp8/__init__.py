@@ -70,6 +70,7 @@ def surogate_recipe() -> bundles.Recipe:
     return bundles.Recipe(
         name="fp8-hybrid",
         linear=linear,
+        dtypes={"matmul_dtype": "e4m3", "gradient_dtype": "e5m2"},
         options=FP8Options,
         unavailable=unavailable,
         prepare=prepare,

@@ -49,7 +49,7 @@ class Prepared:
                 f"newer have. Fix: set recipe.emulate=auto to emulate, or recipe=bf16."
             )
         native = reason is None and options.emulate != "always"
-        note = "recipe fp8-hybrid multiplies in e4m3, gradients in e5m2 × e4m3; torch_dtype is of what is between."
+        note = "recipe fp8-hybrid multiplies in e4m3, gradients in e5m2 × e4m3; model_dtype is of what is between."
         if not native:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"

@@ -58,6 +58,7 @@ def surogate_recipe() -> bundles.Recipe:
     return bundles.Recipe(
         name="nvfp4",
         linear=linear,
+        dtypes={"matmul_dtype": "e2m1", "gradient_dtype": "e2m1"},
         options=NVFP4Options,
         unavailable=unavailable,
         prepare=prepare,

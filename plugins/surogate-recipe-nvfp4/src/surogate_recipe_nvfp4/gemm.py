@@ -48,7 +48,7 @@ class Prepared:
             )
         note = (
             "EMULATED NVFP4 (this version has no native products): numbers as NVFP4 would give, and slower than bf16. "
-            "recipe nvfp4 multiplies in e2m1 forward and backward; torch_dtype is of what is between."
+            "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype is of what is between."
         )
         stochastic = not settings.no_fp4_stochastic_rounding
         return cls(four_over_six=options.four_over_six, stochastic=stochastic, note=note)

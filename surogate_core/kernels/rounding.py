@@ -1,0 +1,42 @@
+"""Writing bf16 masters by stochastic rounding, so that updates smaller than half a step are not lost.
+
+The random numbers are a function of the group's seed, which the engine sets anew for each optimizer step, and of
+the element's place in its group: replayed, resumed and cut in other pieces the bits are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import ParamGroup
+from surogate_core.kernels.ops import random_bits
+
+_PERIOD = 1 << 30
+"""Elements that are counted under one salt; a counter is an int32."""
+_SALTS = 1 << 10
+"""Salts of a group."""
+
+
+def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 `x` as one of the two bf16 neighbours, the nearer the likelier; from the low 16 of the int32 `bits`.
+
+    The mean over the bits is `x`. A bf16 value stays what it is, and so does what is not finite. A value next to
+    the largest may become infinite, as it does when rounded to nearest.
+    """
+    raised = ((x.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
+    # The fraction of a NaN could be carried away.
+    return torch.where(x.isfinite(), raised, x).to(torch.bfloat16)
+
+
+def write_master(group: ParamGroup, start: int, value: Tensor) -> None:
+    """Set the masters of the group from element `start` on to an fp32 `value` of any shape.
+
+    fp32 masters are copied to, bf16 masters written with stochastic rounding: only a value that differs from the
+    master changes it.
+    """
+    target = group.master[start : start + value.numel()].view(value.shape)
+    if group.seed is not None:
+        salt = group.number * _SALTS + start // _PERIOD
+        value = stochastic_bf16(value, random_bits(value.shape, group.seed, salt=salt, first=start % _PERIOD))
+    target.copy_(value)
