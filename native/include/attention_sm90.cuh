@@ -120,6 +120,24 @@ struct Queries {
     }
 };
 
+// The copier's work behind the tile's own block of keys: the blocks before it, each as soon as a slot is given back.
+__device__ __forceinline__ void copy_keys(const Queries &queries, int tokens, const u16 *k, long long k_row,
+                                          const u16 *v, long long v_row, u32 k_tile, u32 v_tile, u32 full_k,
+                                          u32 empty_k, u32 full_v, u32 empty_v) {
+    Place<2> place;
+    place.next();
+    for (int n = 1; n < queries.blocks(); ++n, place.next()) {
+        const int first = (queries.tile - n) * block_rows;
+        barrier_wait(empty_k + 8 * place.slot, place.parity ^ 1);
+        copy_tile<block_rows>(k_tile + place.slot * big_tile, k, k_row, first, queries.begin, tokens);
+        arrive_with_copies(full_k + 8 * place.slot);
+        barrier_wait(empty_v + 8 * place.slot, place.parity ^ 1);
+        copy_tile<block_rows>(v_tile + place.slot * big_tile, v, v_row, first, queries.begin, tokens);
+        arrive_with_copies(full_v + 8 * place.slot);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 }  // namespace surogate
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -53,7 +53,6 @@ __device__ void backward_queries(const u16 *q, long long q_row, const u16 *k, lo
     const u32 q_tile = shared_address(shared.q), dy_tile = shared_address(shared.dy),
               k_tile = shared_address(shared.k), v_tile = shared_address(shared.v);
     Queries queries(heads, role - 1);
-    Place<2> place;
     q += queries.head * features;
     out += queries.head * features;
     dy += queries.head * features;
@@ -71,19 +70,10 @@ __device__ void backward_queries(const u16 *q, long long q_row, const u16 *k, lo
         copy_tile<block_rows>(v_tile, v, v_row, queries.first, 0, tokens);
         arrive_with_copies(full_v);
         queries.find(cu_seqlens, borders, tokens);
-        place.next();
-        for (int n = 1; n < queries.blocks(); ++n, place.next()) {
-            const int first = (queries.tile - n) * block_rows;
-            barrier_wait(empty_k + 8 * place.slot, place.parity ^ 1);
-            copy_tile<block_rows>(k_tile + place.slot * big_tile, k, k_row, first, queries.begin, tokens);
-            arrive_with_copies(full_k + 8 * place.slot);
-            barrier_wait(empty_v + 8 * place.slot, place.parity ^ 1);
-            copy_tile<block_rows>(v_tile + place.slot * big_tile, v, v_row, first, queries.begin, tokens);
-            arrive_with_copies(full_v + 8 * place.slot);
-        }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        copy_keys(queries, tokens, k, k_row, v, v_row, k_tile, v_tile, full_k, empty_k, full_v, empty_v);
     } else {
         registers_up<worker_registers>();
+        Place<2> place;
         const int worker = role - 1, lane = threadIdx.x % 32;
         const long long of_head = static_cast<long long>(queries.head) * tokens;
         float deltas[2];

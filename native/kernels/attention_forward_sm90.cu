@@ -69,7 +69,6 @@ __device__ void forward(const u16 *q, long long q_row, const u16 *k, long long k
     __syncthreads();
     const u32 q_tile = shared_address(shared.q), k_tile = shared_address(shared.k), v_tile = shared_address(shared.v);
     Queries queries(heads, role - 1);
-    Place<2> place;
     if (role == 0) {
         registers_down<copier_registers>();
         q += queries.head * features;
@@ -83,19 +82,10 @@ __device__ void forward(const u16 *q, long long q_row, const u16 *k, long long k
         copy_tile<block_rows>(v_tile, v, v_row, queries.first, 0, tokens);
         arrive_with_copies(full_v);
         queries.find(cu_seqlens, borders, tokens);
-        place.next();
-        for (int n = 1; n < queries.blocks(); ++n, place.next()) {
-            const int first = (queries.tile - n) * block_rows;
-            barrier_wait(empty_k + 8 * place.slot, place.parity ^ 1);
-            copy_tile<block_rows>(k_tile + place.slot * big_tile, k, k_row, first, queries.begin, tokens);
-            arrive_with_copies(full_k + 8 * place.slot);
-            barrier_wait(empty_v + 8 * place.slot, place.parity ^ 1);
-            copy_tile<block_rows>(v_tile + place.slot * big_tile, v, v_row, first, queries.begin, tokens);
-            arrive_with_copies(full_v + 8 * place.slot);
-        }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        copy_keys(queries, tokens, k, k_row, v, v_row, k_tile, v_tile, full_k, empty_k, full_v, empty_v);
     } else {
         registers_up<worker_registers>();
+        Place<2> place;
         const int worker = role - 1, lane = threadIdx.x % 32;
         const u64 q_operand = by_columns(q_tile + worker * half_rows * 128);
         queries.find(cu_seqlens, borders, tokens);

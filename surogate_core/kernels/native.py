@@ -12,8 +12,9 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +96,13 @@ def _cache() -> Path:
     return user_cache_path("surogate") / "kernels"
 
 
-def _compiled(native: Path, name: str, architecture: str) -> Path | bytes:
+@cache
+def _own_directory() -> TemporaryDirectory[str]:
+    """For this process alone, where the user's cache cannot be written; gone at its end."""
+    return TemporaryDirectory(prefix="surogate-kernels-")
+
+
+def _compiled(native: Path, name: str, architecture: str) -> Path:
     """The binary for an architecture-specific target, which CuPy itself does not ask NVRTC for."""
     from cupy.cuda import nvrtc
 
@@ -122,7 +129,8 @@ def _compiled(native: Path, name: str, architecture: str) -> Path | bytes:
         partial.write_bytes(made)
         partial.replace(binary)
     except OSError:
-        return made
+        binary = Path(_own_directory().name, binary.name)
+        binary.write_bytes(made)
     return binary
 
 
@@ -150,27 +158,22 @@ class Module:
         self._functions: dict[tuple[int, str, int], Any] = {}
         self._loaded: dict[int, Any] = {}
 
-    @cached_property
-    def _source(self) -> str:
-        return source_of(self.native, self.name)
-
     def _load(self, device: torch.device) -> Any:
         import cupy
 
         index = device.index or 0
         if index not in self._loaded:
             architecture = architecture_of(device)
-            binary: Path | bytes = self.native / "build" / binary_name(self.native, self.name, architecture)
+            binary = self.native / "build" / binary_name(self.native, self.name, architecture)
             with cupy.cuda.Device(index):
-                if isinstance(binary, Path) and not binary.exists() and self.specific:
+                if self.specific and not binary.exists():
                     binary = _compiled(self.native, self.name, architecture)
-                if isinstance(binary, bytes):
-                    self._loaded[index] = cupy.cuda.function.Module()
-                    self._loaded[index].load(binary)
-                elif binary.exists():
+                if binary.exists():
                     self._loaded[index] = cupy.RawModule(path=str(binary))
                 else:
-                    self._loaded[index] = cupy.RawModule(code=self._source, options=FLAGS, backend="nvrtc")
+                    self._loaded[index] = cupy.RawModule(
+                        code=source_of(self.native, self.name), options=FLAGS, backend="nvrtc"
+                    )
         return self._loaded[index]
 
     def _function(self, device: torch.device, name: str, shared: int) -> Any:

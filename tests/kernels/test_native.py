@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from surogate_core.errors import MachineError
 from surogate_core.kernels import native
 
 NATIVE = Path(__file__).resolve().parents[2] / "native"
@@ -49,3 +52,97 @@ def test_the_architecture_is_the_most_specific(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert native.architecture_of(torch.device("cuda")) == name
         assert name in native.ARCHITECTURES
+
+
+class FakeNvrtc(ModuleType):
+    """As much of `cupy.cuda.nvrtc` as is used; remembers what it was asked to compile."""
+
+    NVRTCError = type("NVRTCError", (Exception,), {})
+
+    def __init__(self, *, refuses: bool = False):
+        super().__init__("cupy.cuda.nvrtc")
+        self.refuses, self.compiled, self.open = refuses, list[tuple[str, ...]](), 0
+        # NVRTC's own names, which are not Python's.
+        self.__dict__ |= {
+            "getVersion": lambda: (13, 0),
+            "createProgram": self._create,
+            "compileProgram": self._compile,
+            "getCUBIN": lambda program: b"cubin",
+            "getProgramLog": lambda program: "line 3: no such thing",
+            "destroyProgram": self._destroy,
+        }
+
+    def _create(self, source: str, name: str, headers: list[str], includes: list[str]) -> int:
+        self.open += 1
+        return self.open
+
+    def _compile(self, program: int, options: tuple[str, ...]) -> None:
+        self.compiled.append(options)
+        if self.refuses:
+            raise self.NVRTCError("error 6")
+
+    def _destroy(self, program: int) -> None:
+        self.open -= 1
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvrtc:
+    fake = FakeNvrtc()
+    cuda = ModuleType("cupy.cuda")
+    cuda.nvrtc = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(native, "_cache", lambda: tmp_path / "cache" / "kernels")
+    return fake
+
+
+def test_a_binary_is_compiled_once_for_its_own_target(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
+    made = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    assert made.read_bytes() == b"cubin"
+    assert made.parent == tmp_path / "cache" / "kernels"
+    assert native._compiled(NATIVE, "gated_backward", "sm_90a") == made
+    assert nvrtc.compiled == [(*native.FLAGS, "-arch=sm_90a")]
+    assert native._compiled(NATIVE, "gated_backward", "sm_80") != made
+    assert len(nvrtc.compiled) == 2
+    assert not nvrtc.open
+    assert sorted(path.suffix for path in made.parent.iterdir()) == [".cubin", ".cubin"]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    made = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    assert made.read_bytes() == b"cubin"
+    assert tmp_path not in made.parents
+
+
+def test_what_nvrtc_refuses_is_said_with_its_log(nvrtc: FakeNvrtc) -> None:
+    nvrtc.refuses = True
+    with pytest.raises(MachineError, match=r"(?s)gated_backward for sm_90a: error 6.line 3.*Fix: update CuPy"):
+        native._compiled(NATIVE, "gated_backward", "sm_90a")
+    assert not nvrtc.open
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "available", "reason"),
+    [
+        ("cpu", "13.0", True, "it needs an NVIDIA GPU"),
+        ("cuda", None, True, "torch finds no NVIDIA GPU"),
+        ("cuda", "13.0", False, "torch finds no NVIDIA GPU"),
+        ("cuda", "13.0", True, None),
+    ],
+)
+def test_what_a_cuda_kernel_needs(
+    monkeypatch: pytest.MonkeyPatch, device: str, cuda: str | None, available: bool, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert native.missing_gpu(torch.device(device)) == reason
+
+
+@pytest.mark.parametrize(("cuda", "package"), [("13.0", "cupy-cuda13x"), ("12.8", "cupy-cuda12x")])
+def test_the_cupy_of_torchs_cuda_is_named(monkeypatch: pytest.MonkeyPatch, cuda: str, package: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert native.missing_cupy() == f"CuPy is not installed: pip install {package}"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert native.missing_cupy() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import surogate_kernels_cuda
 import torch
+from fake_gpu import a_gpu_is_there
 
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
@@ -19,26 +20,12 @@ def test_it_is_not_for_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "available", "cupy", "capability", "reason"),
-    [
-        (None, True, True, (9, 0), "no NVIDIA GPU"),
-        ("13.0", False, True, (9, 0), "no NVIDIA GPU"),
-        ("13.0", True, False, (9, 0), "cupy-cuda13x"),
-        ("13.0", True, True, (7, 5), "sm_75"),
-        ("13.0", True, True, (8, 0), None),
-    ],
+    ("installed", "capability", "reason"),
+    [(False, (9, 0), "cupy-cuda13x"), (True, (7, 5), "sm_75"), (True, (8, 0), None)],
 )
 def test_what_a_gpu_must_have(
-    monkeypatch: pytest.MonkeyPatch,
-    cuda: str | None,
-    available: bool,
-    cupy: bool,
-    capability: tuple[int, int],
-    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch, installed: bool, capability: tuple[int, int], reason: str | None
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if cupy else None)
+    a_gpu_is_there(monkeypatch, capability=capability, packages=installed)
     answer = surogate_kernels_cuda.unavailable(torch.device("cuda"))
     assert answer is None if reason is None else answer is not None and reason in answer

@@ -6,6 +6,7 @@ import pytest
 import surogate_kernels_triton
 import torch
 from attention_suite import BOUNDS, Attention, PackedAttention, against_reference, make
+from fake_gpu import a_gpu_is_there
 
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
@@ -22,27 +23,13 @@ def test_it_is_not_for_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "available", "triton", "capability", "reason"),
-    [
-        (None, True, True, (9, 0), "no NVIDIA GPU"),
-        ("13.0", False, True, (9, 0), "no NVIDIA GPU"),
-        ("13.0", True, False, (9, 0), "triton is not installed"),
-        ("13.0", True, True, (7, 5), "sm_75"),
-        ("13.0", True, True, (8, 0), None),
-    ],
+    ("installed", "capability", "reason"),
+    [(False, (9, 0), "triton is not installed"), (True, (7, 5), "sm_75"), (True, (8, 0), None)],
 )
 def test_what_a_gpu_must_have(
-    monkeypatch: pytest.MonkeyPatch,
-    cuda: str | None,
-    available: bool,
-    triton: bool,
-    capability: tuple[int, int],
-    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch, installed: bool, capability: tuple[int, int], reason: str | None
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if triton else None)
+    a_gpu_is_there(monkeypatch, capability=capability, packages=installed)
     answer = surogate_kernels_triton.unavailable(torch.device("cuda"))
     assert answer is None if reason is None else answer is not None and reason in answer
 
