@@ -22,7 +22,7 @@ usage:
                                                tokenise and pack the data, show what is trained
   surogate merge --base-model P --checkpoint-dir P --output P
                                                fold a LoRA adapter into its base model
-  surogate report DIR… [--output FILE]         curves and figures of past runs
+  surogate report DIR… [--output FILE|--serve] curves and figures of runs, as files or as a live page
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
   surogate plugins list|show NAME|lock|verify  what is installed, and whether it is what was locked
   surogate plugins new NAME --kind KIND        write a plugin package of your own

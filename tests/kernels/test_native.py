@@ -63,14 +63,16 @@ class FakeNvrtc(ModuleType):
         super().__init__("cupy.cuda.nvrtc")
         self.refuses, self.compiled, self.open = refuses, list[tuple[str, ...]](), 0
         # NVRTC's own names, which are not Python's.
-        self.__dict__ |= {
-            "getVersion": lambda: (13, 0),
-            "createProgram": self._create,
-            "compileProgram": self._compile,
-            "getCUBIN": lambda program: b"cubin",
-            "getProgramLog": lambda program: "line 3: no such thing",
-            "destroyProgram": self._destroy,
-        }
+        self.__dict__.update(
+            {
+                "getVersion": lambda: (13, 0),
+                "createProgram": self._create,
+                "compileProgram": self._compile,
+                "getCUBIN": lambda program: b"cubin",
+                "getProgramLog": lambda program: "line 3: no such thing",
+                "destroyProgram": self._destroy,
+            }
+        )
 
     def _create(self, source: str, name: str, headers: list[str], includes: list[str]) -> int:
         self.open += 1
