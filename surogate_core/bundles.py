@@ -205,6 +205,8 @@ class OptimizerSpec:
     """For `surogate plan`'s prediction."""
     master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
     """The `master_dtype`s that it can train; bf16 it writes by `surogate_core.kernels.rounding.write_master`."""
+    adapters: bool = True
+    """Whether it makes sense on adapters; one that does not is refused with `lora`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

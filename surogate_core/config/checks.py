@@ -122,13 +122,6 @@ CHECKS: tuple[Check, ...] = (
         fix="'datasets=[{path: my.jsonl, type: conversation}]', or dataset=embedded",
     ),
     Check(
-        name="normuon_with_lora",
-        key="optimizer",
-        wrong=lambda v: v["lora"] and v["optimizer"].name == "normuon",
-        message="normuon trains whole matrices, and with `lora` there are none: adapters are not orthogonalised.",
-        fix="optimizer: adamw or adamw_8bit, or lora: false",
-    ),
-    Check(
         name="no_target_modules",
         key="lora_target_modules",
         wrong=lambda v: v["lora"] and not v["lora_target_modules"],

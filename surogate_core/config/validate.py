@@ -47,7 +47,7 @@ def validate(
         check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
     check.problems.extend(check.builder.problems)
     check.contradictions(built)
-    check.masters(built)
+    check.optimizer(built)
     if check.problems:
         return None, check.problems
     return RunConfig(**built), []
@@ -208,17 +208,23 @@ class _Validator:
 
     # --------------------------------------------------------------------- contradictions
 
-    def masters(self, built: Mapping[str, Any]) -> None:
-        """Hold `master_dtype` against what the optimizer can train."""
-        dtype, chosen = built["master_dtype"], built["optimizer"]
-        if dtype not in ("fp32", "bf16") or chosen is None:
+    def optimizer(self, built: Mapping[str, Any]) -> None:
+        """Hold what is to be trained against what the optimizer can train."""
+        chosen, dtype, lora = built["optimizer"], built["master_dtype"], built["lora"]
+        if chosen is None:
             return
-        if dtype not in self.registry.get("optimizer", chosen.name).master_dtypes:
-            spec = self.registry.bundles("optimizer")
-            able = [n for n in sorted(spec) if dtype in spec[n].bundle.master_dtypes]
+        specs = {name: provided.bundle for name, provided in sorted(self.registry.bundles("optimizer").items())}
+        spec = specs[chosen.name]
+        if dtype in ("fp32", "bf16") and dtype not in spec.master_dtypes:
+            able = " or ".join(name for name, other in specs.items() if dtype in other.master_dtypes)
             message = f"is {dtype}, and optimizer {chosen.name} cannot train such masters."
-            other = f"master_dtype: null, or optimizer: {' or '.join(able)}" if able else "master_dtype: null"
-            self._problem("master_dtype", message, other)
+            self._problem(
+                "master_dtype", message, f"master_dtype: null, or optimizer: {able}" if able else "master_dtype: null"
+            )
+        if lora is True and not spec.adapters:
+            able = " or ".join(name for name, other in specs.items() if other.adapters)
+            message = f"{chosen.name} trains whole matrices, and with `lora` there are adapters alone."
+            self._problem("optimizer", message, f"optimizer: {able}, or lora: false" if able else "lora: false")
 
     def contradictions(self, built: Mapping[str, Any]) -> None:
         """Run the table of checks, where the keys that they read are sound."""

@@ -39,6 +39,7 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
         options=NorMuonOptions,
         state_bytes_per_parameter=4.0,
         master_dtypes=("fp32", "bf16"),
+        adapters=False,  # they are not orthogonalised: what it would do with them is AdamW
     )
 
 
