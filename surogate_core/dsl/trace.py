@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from surogate_core.dsl.inductor import compile_graph
+from surogate_core.dsl.products import collect, defer_products
 from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]
@@ -88,9 +89,12 @@ class _Call:
 
     function: Compiled
     taken: tuple[int, ...]
+    products: tuple[bool, ...] = ()
+    """For each output, whether the graph gives the two factors of a product for it; none where empty."""
 
     def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        return self.function(*[arguments[i] for i in self.taken])
+        outputs = self.function(*[arguments[i] for i in self.taken])
+        return collect(outputs, self.products) if self.products else outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,8 @@ class Program:
     """A differentiated piece.
 
     `forward(inputs)` → [output, *kept]; `backward([*inputs, *kept, d_output])` → gradients of
-    the inputs that require them, in order. `reads_input[i]`: whether the backward reads input i.
+    the inputs that require them, in order, some as `products.Product`. `reads_input[i]`: whether
+    the backward reads input i.
     """
 
     forward: _Call
@@ -281,7 +286,9 @@ def _compile(module: fx.GraphModule, compiler: Compiler) -> Compiled:
     return compile_graph(module, fakes)
 
 
-def _compiled(module: fx.GraphModule, names: Sequence[str], compiler: Compiler) -> _Call:
+def _compiled(
+    module: fx.GraphModule, names: Sequence[str], compiler: Compiler, products: tuple[bool, ...] = ()
+) -> _Call:
     """The graph compiled without the placeholders that it does not read."""
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and not node.users:
@@ -289,7 +296,12 @@ def _compiled(module: fx.GraphModule, names: Sequence[str], compiler: Compiler) 
     module.recompile()
     taken = [n.name for n in module.graph.nodes if n.op == "placeholder"]
     position = {name: i for i, name in enumerate(names)}
-    return _Call(_compile(module, compiler), tuple(position[name] for name in taken))
+    return _Call(_compile(module, compiler), tuple(position[name] for name in taken), products)
+
+
+def _summed(inputs: Sequence[Signature], count: int) -> int:
+    """Gradients that the first `count` inputs have."""
+    return sum(signature.requires_grad for signature in inputs[:count])
 
 
 def _split(
@@ -338,26 +350,38 @@ def residuals(
 
 
 def differentiate(
-    function: Callable[..., Tensor], inputs: Sequence[Signature], *, recompute: Recompute, compiler: Compiler
+    function: Callable[..., Tensor],
+    inputs: Sequence[Signature],
+    *,
+    recompute: Recompute,
+    compiler: Compiler,
+    summed: int = 0,
 ) -> Program:
-    """Trace, cut and compile a function of flat tensor inputs with one tensor output."""
+    """Trace, cut and compile a function of flat tensor inputs with one tensor output.
+
+    The gradients of the first `summed` inputs are added to sums: those that are products are left as such.
+    """
     joint = trace_joint(function, inputs)
     *input_names, tangent = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
     forward, backward, kept = _split(joint, recompute, compiler)
+    products = defer_products(backward, _summed(inputs, summed))
     read = {n.name for n in backward.graph.nodes if n.op == "placeholder" and n.users}
     return Program(
         forward=_compiled(forward, input_names, compiler),
-        backward=_compiled(backward, [*input_names, *(n.name for n in kept), tangent], compiler),
+        backward=_compiled(backward, [*input_names, *(n.name for n in kept), tangent], compiler, products),
         reads_input=tuple(name in read for name in input_names),
         kept=tuple(Signature.of(n.meta["val"]) for n in kept),
     )
 
 
-def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler) -> _Call:
-    """Compile the joint graph whole: ([*inputs, d_output]) → [output, *gradients]."""
+def with_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0
+) -> _Call:
+    """Compile the joint graph whole: ([*inputs, d_output]) → [output, *gradients]; `summed` as in `differentiate`."""
     joint = trace_joint(function, inputs)
     names = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
-    return _compiled(joint, names, compiler)
+    products = defer_products(joint, 1 + _summed(inputs, summed))
+    return _compiled(joint, names, compiler, products)
 
 
 def without_gradients(function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler) -> _Call:

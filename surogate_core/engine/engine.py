@@ -25,12 +25,13 @@ from surogate_core.bundles import (
 )
 from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.declare import LoRA, Model
+from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
 from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_packing, plan_panels
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
-from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.registry import KernelTable, using
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ class _Flow:
     x: Tensor | None = None
     dx: Tensor | None = None
     residuals: Sequence[Tensor] = ()
-    gradients: Sequence[Tensor] = ()
+    gradients: Sequence[tuple[Tensor, Tensor | Product]] = ()
+    """(sum, what is to be added to it) of the piece's trainable tensors."""
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(sum, gradient) of tensors whose gradients are still to be added."""
 
@@ -327,7 +329,8 @@ class Engine:
         tensors = self.parameters.inputs(self.head)
         labels = self.inputs.labels
         dx = torch.empty_like(x) if training else None
-        totals: list[Tensor] = []
+        sums = self.parameters.gradients(self.head) if training else []
+        totals: list[tuple[Tensor, Tensor]] = []
         for chunk in self.programs.chunks():
             program = self.programs.head(self.head, chunk.stop - chunk.start, training=training)
             arguments = [*tensors, x[chunk], labels[chunk]]
@@ -338,7 +341,9 @@ class Engine:
                 continue
             loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
             self.loss_sum.add_(loss)
-            totals = [a.add_(g) for a, g in zip(totals, gradients, strict=True)] if totals else list(gradients)
+            # At once: the factors of a product are a chunk's logits.
+            plain = add_products(zip(sums, gradients, strict=True))
+            totals = [(a, t.add_(g)) for (a, t), (_, g) in zip(totals, plain, strict=True)] if totals else plain
         flow.dx, flow.gradients = dx, totals
 
     def _backward(self, key: str, flow: _Flow) -> None:
@@ -355,7 +360,7 @@ class Engine:
             # NaN stays NaN: the recipe is to see that there was one.
             observed = self._observed[self._rows[key]]
             torch.maximum(observed, gradients.pop(), out=observed)
-        flow.gradients = gradients
+        flow.gradients = list(zip(self.parameters.gradients(piece), gradients, strict=True))
 
     def _reduce(self, key: str, flow: _Flow) -> None:
         if key == EMBED:
@@ -364,8 +369,7 @@ class Engine:
             (gradient,) = self.parameters.gradients(self.embed)
             _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
         else:
-            piece = self.layers.get(key, self.head)
-            flow.pending += zip(self.parameters.gradients(piece), flow.gradients, strict=True)
+            flow.pending += add_products(flow.gradients)
             if sum(gradient.nbytes for _, gradient in flow.pending) >= PENDING_BYTES:
                 flow.add_pending()
         flow.gradients = ()
@@ -381,7 +385,8 @@ class Engine:
         if self.settings.max_grad_norm > 0:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
-        self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
+        with using(self.programs.kernels):
+            self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
         if self.recipe_state is not None:
             self.recipe_state.update(self._observed, skip)
             self._observed.zero_()
@@ -493,6 +498,5 @@ def _add_embedding_gradient(gradient_VD: Tensor, ids_N: Tensor, dx_ND: Tensor) -
     if gradient_VD.device.type == "cpu":
         gradient_VD.index_add_(0, ids_N, dx_ND.to(gradient_VD.dtype))
         return
-    # Sorted, so that the sum's order (and the run's bits) do not depend on thread timing.
-    dense = torch.ops.aten.embedding_dense_backward(dx_ND.float(), ids_N, gradient_VD.shape[0], -1, False)
-    gradient_VD.add_(dense)
+    # It sorts the ids, so that the sum's order (and the run's bits) do not depend on thread timing.
+    gradient_VD.index_put_((ids_N,), dx_ND.float(), accumulate=True)

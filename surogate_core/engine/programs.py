@@ -190,7 +190,7 @@ class ProgramBuilder:
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer: ([*tensors, *panels(, rows), x_ND, *tables, seed]).
 
-        The gradient of the rows is what their slots observed.
+        The gradient of the rows is what their slots observed. A gradient may be a `dsl.products.Product`.
         """
         key = self.signature(piece)
         if key not in self._layers:
@@ -200,6 +200,7 @@ class ProgramBuilder:
                     self._layer_inputs(piece),
                     recompute=self.recompute,
                     compiler=self.compiler,
+                    summed=len(piece.specs),
                 )
         return self._layers[key]
 
@@ -232,7 +233,8 @@ class ProgramBuilder:
     def head(self, piece: Piece, tokens: int, *, training: bool) -> _Call:
         """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, weights_N)(, d_loss)]).
 
-        Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation.
+        Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation. Gradients may be
+        `Product`s, as those of a layer.
         """
         key = (tokens, training)
         if key not in self._heads:
@@ -248,7 +250,9 @@ class ProgramBuilder:
             inputs.append(Signature((tokens,), torch.int64, self.device))
             if self.weighted:
                 inputs.append(Signature((tokens,), torch.float32, self.device))
-            make = with_gradients if training else without_gradients
             with self._making(task):
-                self._heads[key] = make(run, inputs, compiler=self.compiler)
+                if training:
+                    self._heads[key] = with_gradients(run, inputs, compiler=self.compiler, summed=len(piece.specs))
+                else:
+                    self._heads[key] = without_gradients(run, inputs, compiler=self.compiler)
         return self._heads[key]

@@ -12,9 +12,9 @@ from torch import Tensor
 from surogate_core.bundles import ParamGroup
 from surogate_core.kernels.ops import random_bits
 
-_PERIOD = 1 << 30
+PERIOD = 1 << 30
 """Elements that are counted under one salt; a counter is an int32."""
-_SALTS = 1 << 10
+SALTS = 1 << 10
 """Salts of a group."""
 
 
@@ -37,6 +37,6 @@ def write_master(group: ParamGroup, start: int, value: Tensor) -> None:
     """
     target = group.master[start : start + value.numel()].view(value.shape)
     if group.seed is not None:
-        salt = group.number * _SALTS + start // _PERIOD
-        value = stochastic_bf16(value, random_bits(value.shape, group.seed, salt=salt, first=start % _PERIOD))
+        salt = group.number * SALTS + start // PERIOD
+        value = stochastic_bf16(value, random_bits(value.shape, group.seed, salt=salt, first=start % PERIOD))
     target.copy_(value)

@@ -34,9 +34,9 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; imports Triton."""
-    from surogate_kernels_triton import adapters, attention, cross_entropy, norm_rope, swiglu
+    from surogate_kernels_triton import adapters, attention, cross_entropy, norm_rope, swiglu, updates
 
-    return tuple(module.kernel() for module in (attention, adapters, cross_entropy, norm_rope, swiglu))
+    return tuple(module.kernel() for module in (attention, adapters, cross_entropy, norm_rope, swiglu, updates))
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:

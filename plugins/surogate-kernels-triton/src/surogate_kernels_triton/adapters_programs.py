@@ -13,23 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _hash(x):
-    """`ops.dropout_mask`'s avalanche of int32 bits."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * -2073254261
-    return x ^ ((x >> 16) & 0xFFFF)
+from surogate_kernels_triton.random_programs import hash32
 
 
 @triton.jit
 def _kept(rows, columns, seed, slot, salts, threshold, IN: tl.constexpr):
     """`ops.dropout_mask` of a tile of [N, IN]; `salts` holds each projection's share of the key."""
-    key = _hash(tl.load(seed) + tl.load(salts + slot))
+    key = hash32(tl.load(seed) + tl.load(salts + slot))
     counter = rows[:, None] * IN + columns[None, :]
-    return _hash(counter ^ key) >= threshold
+    return hash32(counter ^ key) >= threshold
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) over flat groups, one fused launch a group."""
+"""AdamW (arXiv 1711.05101) over flat groups, one launch a group."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels.rounding import write_master
-
-PIECE = 1 << 24
-"""Elements of bf16 masters that are widened at a time; a multiple of a cache line, so that pieces are aligned."""
+from surogate_core.kernels.updates import adamw_update
 
 
 class AdamW:
@@ -42,42 +39,18 @@ class AdamW:
         # At step 0 the bias corrections are 0/0; a skipped first step must still change nothing.
         count = self.steps.clamp(min=1)
         for group, first, second in zip(self.groups, self.first, self.second, strict=True):
-            if group.master.dtype == torch.float32:
-                tensors = [group.master], [group.grad], [first], [second]
-                self._fused(tensors, group, count=count, lr=lr, clip=clip, skip=skip)
-                continue
-            for start in range(0, group.master.numel(), PIECE):
-                part = slice(start, start + PIECE)
-                wide = group.master[part].float()
-                tensors = [wide], [group.grad[part]], [first[part]], [second[part]]
-                self._fused(tensors, group, count=count, lr=lr, clip=clip, skip=skip)
-                write_master(group, start, wide)
-
-    def _fused(
-        self,
-        tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
-        group: ParamGroup,
-        *,
-        count: Tensor,
-        lr: Tensor,
-        clip: Tensor,
-        skip: Tensor,
-    ) -> None:
-        """Update fp32 (masters, gradients, first, second) in place."""
-        torch._fused_adamw_(
-            *tensors,
-            [],
-            [count],
-            lr=lr,
-            beta1=self.settings.adamw_beta1,
-            beta2=self.settings.adamw_beta2,
-            weight_decay=group.weight_decay,
-            eps=self.settings.adamw_epsilon,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=clip.reciprocal(),
-            found_inf=skip,
-        )
+            adamw_update(
+                first,
+                second,
+                group,
+                count=count,
+                lr=lr,
+                clip=clip,
+                skip=skip,
+                beta1=self.settings.adamw_beta1,
+                beta2=self.settings.adamw_beta2,
+                epsilon=self.settings.adamw_epsilon,
+            )
 
     def state(self) -> dict[str, Tensor]:
         """Live state by name."""

@@ -1,0 +1,142 @@
+"""Gradients of weights left as products, so that they are multiplied into their sums.
+
+dW = dyᵀ x of each micro-step is added to a sum of wider dtype. Computed by a block's backward it would be
+rounded, written, and read again by the addition, which takes longer than a product's own traffic; so the
+backward hands out dyᵀ and x instead, and the product adds to the sum as it writes.
+
+Shape suffixes: N tokens, O and I the sides of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A gradient [O, I] that is left @ right."""
+
+    left_ON: Tensor
+    right_NI: Tensor
+
+    def add_to(self, total_OI: Tensor) -> None:
+        """Add the product to a sum of its dtype or a wider one; into a wider one it is not rounded on a GPU."""
+        left_ON, right_NI = self.left_ON, self.right_NI
+        if left_ON.dtype == total_OI.dtype:
+            total_OI.addmm_(left_ON, right_NI)
+        elif total_OI.device.type == "cuda":
+            aten.addmm.dtype_out(total_OI, left_ON, right_NI, total_OI.dtype, out=total_OI)
+        else:
+            total_OI.add_(left_ON @ right_NI)
+
+
+def add_products(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple[Tensor, Tensor]]:
+    """Add those of (sum, gradient) that are products, and return the others.
+
+    Products follow each other as one where parts of one tensor meet one x and their sums stand in a row.
+    """
+    plain: list[tuple[Tensor, Tensor]] = []
+    products: list[tuple[Tensor, Product]] = []
+    for total, gradient in pairs:
+        if isinstance(gradient, Tensor):
+            plain.append((total, gradient))
+            continue
+        joined = _joined(*products[-1], total, gradient) if products else None
+        if joined is None:
+            products.append((total, gradient))
+        else:
+            products[-1] = joined
+    for total, product in products:
+        product.add_to(total)
+    return plain
+
+
+def _joined(total: Tensor, product: Product, next_total: Tensor, following: Product) -> tuple[Tensor, Product] | None:
+    """Both as one product into one sum, or None."""
+    left, right = product.left_ON, product.right_NI
+    if not (_same(right, following.right_NI) and _follows(total, next_total) and _follows(left, following.left_ON)):
+        return None
+    rows = total.shape[0] + next_total.shape[0]
+    whole = Product(left.as_strided((rows, left.shape[1]), left.stride()), right)
+    return total.as_strided((rows, total.shape[1]), total.stride()), whole
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _follows(a: Tensor, b: Tensor) -> bool:
+    """Whether b's rows go on where a's end, in one storage."""
+    if a.dtype != b.dtype or a.stride() != b.stride() or a.shape[1] != b.shape[1]:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    return b.storage_offset() == a.storage_offset() + a.shape[0] * a.stride(0)
+
+
+def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
+    """Make the graph return both factors of those of its first `count` outputs that are products.
+
+    For each output, whether it is two now: left and right of a `Product`.
+    """
+    (output,) = (n for n in backward.graph.nodes if n.op == "output")
+    returned: list[fx.Node] = []
+    deferred: list[bool] = []
+    for number, node in enumerate(output.args[0]):
+        factors = _factors(node, output) if number < count else None
+        deferred.append(factors is not None)
+        if factors is None:
+            returned.append(node)
+            continue
+        for factor, transposed in factors:
+            with backward.graph.inserting_before(output):
+                returned.append(_transpose(backward.graph, factor) if transposed else factor)
+    if any(deferred):
+        output.args = (returned,)
+        backward.graph.eliminate_dead_code()
+        backward.recompile()
+    return tuple(deferred)
+
+
+def collect(outputs: Sequence[Any], deferred: Sequence[bool]) -> list[Any]:
+    """The outputs of such a graph, with a `Product` for each two that are one."""
+    flat = iter(outputs)
+    return [Product(next(flat), next(flat)) if both else next(flat) for both in deferred]
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    if node.target is aten.t.default:
+        return True
+    if node.target is aten.transpose.int:
+        return {node.args[1], node.args[2]} in ({0, 1}, {-1, -2})
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
+def _factors(node: fx.Node, output: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[fx.Node, bool]] | None:
+    """((left, whether to transpose it), (right, likewise)) of an output that is a product and nothing else's."""
+    transposed = False
+    reader = output
+    while list(node.users) == [reader] and _is_transpose(node):
+        transposed = not transposed
+        reader, node = node, node.all_input_nodes[0]
+    if node.target is not aten.mm.default or list(node.users) != [reader]:
+        return None
+    left, right = node.args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    return ((right, True), (left, True)) if transposed else ((left, False), (right, False))
+
+
+def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if _is_transpose(node):
+        return node.all_input_nodes[0]
+    made = graph.call_function(aten.permute.default, (node, [1, 0]))
+    made.meta["val"] = node.meta["val"].t()
+    return made

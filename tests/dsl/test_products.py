@@ -1,0 +1,138 @@
+"""Gradients that are left as products: in graphs, into sums, and several as one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.dsl import products
+from surogate_core.dsl.products import Product, add_products
+from surogate_core.dsl.trace import Recompute, Signature, differentiate, with_gradients
+
+N, I, O = 5, 4, 6  # noqa: E741
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_autograd(function: object, values: list[Tensor], dy: Tensor) -> list[Tensor]:
+    assert callable(function)
+    leaves = [v.detach().requires_grad_() for v in values]
+    return list(torch.autograd.grad(function(*leaves), leaves, dy))
+
+
+def value_of(gradient: Tensor | Product) -> Tensor:
+    return gradient if isinstance(gradient, Tensor) else gradient.left_ON @ gradient.right_NI
+
+
+def two_weights(first_OI: Tensor, scale_O: Tensor, second_OI: Tensor, x_NI: Tensor) -> Tensor:
+    return torch.tanh(x_NI @ first_OI.t()) * scale_O + x_NI @ second_OI.t()
+
+
+@pytest.mark.parametrize("compiler", ["fx", "inductor"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_products_of_a_program(compiler: str, recompute: bool) -> None:
+    values = [random(O, I), random(O, seed=1), random(O, I, seed=2), random(N, I, seed=3)]
+    dy = random(N, O, seed=4)
+    inputs = [Signature.of(v, requires_grad=True) for v in values]
+    program = differentiate(
+        two_weights,
+        inputs,
+        recompute=Recompute(block=recompute),
+        compiler=compiler,  # type: ignore[arg-type]
+        summed=3,
+    )
+    _, *kept = program.forward(values)
+    found = program.backward([*values, *kept, dy])
+    assert [type(g) is Product for g in found] == [True, False, True, False]
+    for gradient, expected in zip(found, by_autograd(two_weights, values, dy), strict=True):
+        torch.testing.assert_close(value_of(gradient), expected)
+
+
+def test_only_the_inputs_that_are_summed_are_left() -> None:
+    """dx is a product of two matrices as well, and the next block wants it multiplied out."""
+    values = [random(O, I), random(N, I, seed=3)]
+    inputs = [Signature.of(v, requires_grad=True) for v in values]
+
+    def loss(weight_OI: Tensor, x_NI: Tensor) -> Tensor:
+        return (x_NI @ weight_OI.t()).square().sum()
+
+    y, dweight, dx = with_gradients(loss, inputs, compiler="fx", summed=1)([*values, torch.ones(())])
+    assert isinstance(dweight, Product)
+    expected = by_autograd(loss, values, torch.ones(()))
+    torch.testing.assert_close(value_of(dweight), expected[0])
+    torch.testing.assert_close(dx, expected[1])
+    torch.testing.assert_close(y, loss(*values))
+
+
+def test_frozen_inputs_between() -> None:
+    values = [random(O, I), random(O, seed=1), random(O, I, seed=2), random(N, I, seed=3)]
+    inputs = [Signature.of(v, requires_grad=number != 0) for number, v in enumerate(values)]
+    program = differentiate(two_weights, inputs, recompute=Recompute(block=False), compiler="fx", summed=3)
+    _, *kept = program.forward(values)
+    found = program.backward([*values, *kept, random(N, O, seed=4)])
+    assert [type(g) is Product for g in found] == [False, True, False]
+
+
+def test_a_product_that_is_read_elsewhere_stays() -> None:
+    """A gradient that is scaled after the product, and one that is given to two inputs."""
+    values = [random(O, I), random(O, I, seed=2), random(N, I, seed=3)]
+    inputs = [Signature.of(v, requires_grad=True) for v in values]
+
+    def function(first_OI: Tensor, second_OI: Tensor, x_NI: Tensor) -> Tensor:
+        return x_NI @ (first_OI + 2 * second_OI).t()
+
+    program = differentiate(function, inputs, recompute=Recompute(block=False), compiler="fx", summed=2)
+    dy = random(N, O, seed=4)
+    _, *kept = program.forward(values)
+    found = program.backward([*values, *kept, dy])
+    assert not any(isinstance(g, Product) for g in found)
+    for gradient, expected in zip(found, by_autograd(function, values, dy), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_into_a_sum(dtype: torch.dtype) -> None:
+    left, right, total = random(O, N).to(dtype), random(N, I, seed=1).to(dtype), random(O, I, seed=2)
+    expected = total.double() + left.double() @ right.double()
+    (plain,) = add_products([(total, Product(left, right)), (random(3), random(3))])
+    assert plain[1].shape == (3,)
+    bound = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(total.double(), expected, rtol=bound, atol=bound)
+
+
+def test_neighbours_are_multiplied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of one dy with one x into rows of one sum: three projections, the last of another x."""
+    dy, x, other = random(N, 9), random(N, I, seed=1), random(N, I, seed=2)
+    totals = random(9, I, seed=3)
+    expected = totals.clone()
+    parts = [(slice(0, 4), x), (slice(4, 6), x), (slice(6, 9), other)]
+    for rows, right in parts:
+        expected[rows] += dy[:, rows].t() @ right
+    calls: list[tuple[int, ...]] = []
+    plain = Product.add_to
+    monkeypatch.setattr(
+        products.Product, "add_to", lambda self, total: (calls.append(tuple(total.shape)), plain(self, total))[1]
+    )
+    assert add_products([(totals[rows], Product(dy[:, rows].t(), right)) for rows, right in parts]) == []
+    assert calls == [(6, I), (3, I)]
+    torch.testing.assert_close(totals, expected)
+
+
+@pytest.mark.parametrize("apart", ["sums", "factors", "gap"])
+def test_what_does_not_stand_in_a_row_is_multiplied_alone(apart: str) -> None:
+    dy, x, totals = random(N, 6), random(N, I, seed=1), random(7, I, seed=3)
+    lefts = [dy[:, :3].t(), dy[:, 3:].t()]
+    sums = [totals[:3], totals[3:6]]
+    if apart == "sums":
+        sums = [totals[3:6], totals[:3]]
+    elif apart == "gap":
+        sums[1] = totals[4:7]
+    else:
+        lefts[1] = lefts[1].clone(memory_format=torch.contiguous_format)
+    expected = [total + left @ x for total, left in zip(sums, lefts, strict=True)]
+    add_products([(total, Product(left, x)) for total, left in zip(sums, lefts, strict=True)])
+    for total, wanted in zip(sums, expected, strict=True):
+        torch.testing.assert_close(total, wanted)
