@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
-from surogate_core.dsl.slots import Adapter, BoundPanel, BoundSlot, Gemm, LinearSlot, Panel
+from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 
 Init = Literal["normal", "ones", "zeros", "lora_a"]
 
@@ -182,21 +182,26 @@ class Block:
         gemm: Gemm,
         gemm_options: Any,
         seed: Tensor | None,
-        panels: Sequence[tuple[Panel, Tensor]] = (),
+        panels: Sequence[tuple[Panel | Join, Tensor]] = (),
         rows: Sequence[Tensor] = (),
         packed: frozenset[str] = frozenset(),
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
-        Slots of a panel take their weights from its tensor. `rows` are the slots' rows of the recipe's
+        Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's
         state, none where it has none; `packed` names the slots whose weights the recipe has packed.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
-        of_slot: dict[str, BoundPanel] = {}
+        of_slot: dict[str, BoundPanel | BoundJoin] = {}
         for panel, tensor in panels:
-            adapters = [tensors[f"{s.name}.lora_{which}"] for s in panel.slots for which in "AB"]
-            of_slot |= dict.fromkeys((s.name for s in panel.slots), BoundPanel(panel, tensor, adapters, seed))
+            shared: BoundPanel | BoundJoin
+            if isinstance(panel, Join):
+                shared = BoundJoin(panel, tensor, [tensors[f"{s.name}.weight"] for s in panel.slots])
+            else:
+                adapters = [tensors[f"{s.name}.lora_{which}"] for s in panel.slots for which in "AB"]
+                shared = BoundPanel(panel, tensor, adapters, seed)
+            of_slot |= dict.fromkeys((s.name for s in panel.slots), shared)
         bound.slots = {
             s.name: BoundSlot(
                 slot=s,

@@ -84,7 +84,8 @@ def _follows(a: Tensor, b: Tensor) -> bool:
 def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
     """Make the graph return both factors of those of its first `count` outputs that are products.
 
-    For each output, whether it is two now: left and right of a `Product`.
+    The others of these, where they would be rounded to a narrower dtype at the end, it returns as they are: sums are
+    wide. For each output, whether it is two now: left and right of a `Product`.
     """
     (output,) = (n for n in backward.graph.nodes if n.op == "output")
     returned: list[fx.Node] = []
@@ -93,15 +94,14 @@ def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
         factors = _factors(node, output) if number < count else None
         deferred.append(factors is not None)
         if factors is None:
-            returned.append(node)
+            returned.append(_unrounded(node, output) if number < count else node)
             continue
         for factor, transposed in factors:
             with backward.graph.inserting_before(output):
                 returned.append(_transpose(backward.graph, factor) if transposed else factor)
-    if any(deferred):
-        output.args = (returned,)
-        backward.graph.eliminate_dead_code()
-        backward.recompile()
+    output.args = (returned,)
+    backward.graph.eliminate_dead_code()
+    backward.recompile()
     return tuple(deferred)
 
 
@@ -117,6 +117,14 @@ def _is_transpose(node: fx.Node) -> bool:
     if node.target is aten.transpose.int:
         return {node.args[1], node.args[2]} in ({0, 1}, {-1, -2})
     return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
+def _unrounded(node: fx.Node, output: fx.Node) -> fx.Node:
+    """What the node rounds from fp32, if that is all it does."""
+    if node.target is not aten._to_copy.default or list(node.users) != [output]:
+        return node
+    (source,) = node.all_input_nodes
+    return source if source.meta["val"].dtype == torch.float32 else node
 
 
 def _factors(node: fx.Node, output: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[fx.Node, bool]] | None:

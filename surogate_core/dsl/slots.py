@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels import ops
 from surogate_core.kernels.panels import PanelShape
@@ -116,6 +118,52 @@ class BoundPanel:
         return self._outputs[name]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Slots that read one input and whose trained weights stand in a row: one product for all of them."""
+
+    slots: tuple[LinearSlot, ...]
+
+
+class _Joined(Function):
+    """The outputs side by side, of which the backward has one gradient; each weight's own is a part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, joined_QI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_NI, joined_QI)
+        ctx.outputs = [weight_OI.shape[0] for weight_OI in weights]
+        return tuple((x_NI @ joined_QI.t()).split(ctx.outputs, dim=1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, joined_QI = ctx.saved_tensors
+        dy_NQ = torch.cat(dys, dim=1)
+        dweights = [part.t() @ x_NI for part in dy_NQ.split(ctx.outputs, dim=1)]
+        return dy_NQ @ joined_QI, None, *dweights
+
+
+@dataclass(slots=True)
+class BoundJoin:
+    """A join with its weights inside a block's forward."""
+
+    join: Join
+    joined: Tensor
+    """[Q, I], the weights of all its slots."""
+    weights: Sequence[Tensor]
+    """Each slot's own, which the gradients are of."""
+    _input: Tensor | None = None
+    _outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def output(self, name: str, x_NI: Tensor) -> Tensor:
+        """A slot's output without bias. A slot that is called with another input is merely computed again."""
+        if x_NI is not self._input:
+            outputs = _Joined.apply(x_NI, self.joined, *self.weights)
+            names = (slot.name for slot in self.join.slots)
+            self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
+        return self._outputs[name]
+
+
 @dataclass(slots=True)
 class BoundSlot:
     """A slot with its tensors and its recipe, callable inside a block's forward."""
@@ -126,7 +174,7 @@ class BoundSlot:
     gemm_options: Any
     seed: Tensor | None
     """0-d int32 dropout seed of this block in this micro-step; None outside training."""
-    panel: BoundPanel | None = None
+    panel: BoundPanel | BoundJoin | None = None
     row: Tensor | None = None
     """[K] fp32: the slot's row of the recipe's state."""
     packed: bool = False

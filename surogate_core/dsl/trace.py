@@ -151,8 +151,9 @@ def _drop_joins(graph: fx.Graph) -> None:
     """Leave out concatenations of tensors that stand side by side in a buffer already.
 
     What is joined may end in an empty tensor, room whose values do not matter: whatever the buffer
-    has there will do. A kernel that writes several results into one buffer meets one that reads
-    them from one so, and neither knows of the other.
+    has there will do. Columns of a matrix may have more of the buffer behind them. A kernel that
+    writes several results into one buffer meets one that reads them from one so, and neither knows
+    of the other.
     """
     for node in list(graph.nodes):
         if node.target != torch.ops.aten.cat.default:
@@ -165,21 +166,31 @@ def _drop_joins(graph: fx.Graph) -> None:
         if bases or base is None:
             continue
         whole, joined = base.meta["val"], node.meta["val"]
+        rows = joined.shape[0]
+        if not (whole.is_contiguous() and joined.is_contiguous() and rows) or whole.numel() % rows:
+            continue
+        row = whole.numel() // rows
+        if row != joined.stride(0) and (joined.ndim != 2 or row < joined.stride(0)):
+            continue
         offset = 0
         for part in parts:
             value = part.meta["val"]
-            fits = value.storage_offset() == offset and value.stride() == joined[:1, : value.shape[1]].stride()
-            fits = fits and value.shape[0] == joined.shape[0] and value.shape[2:] == joined.shape[2:]
+            fits = value.storage_offset() == offset and value.stride() == (row, *joined.stride()[1:])
+            fits = fits and value.shape[0] == rows and value.shape[2:] == joined.shape[2:]
             if not fits:
                 break
             offset += value.stride(1) * value.shape[1]
         else:
-            if whole.is_contiguous() and whole.numel() == joined.numel() and joined.is_contiguous():
-                with graph.inserting_before(node):
-                    view = graph.call_function(torch.ops.aten.view.default, (base, list(joined.shape)))
-                view.meta = dict(node.meta)
-                node.replace_all_uses_with(view)
-                graph.erase_node(node)
+            with graph.inserting_before(node):
+                shape = list(joined.shape) if row == joined.stride(0) else [rows, row]
+                view = graph.call_function(torch.ops.aten.view.default, (base, shape))
+                view.meta = {**node.meta, "val": whole.view(shape)}
+                if row != joined.stride(0):
+                    arguments = (view, 1, 0, joined.shape[1])
+                    view = graph.call_function(torch.ops.aten.slice.Tensor, arguments)
+                    view.meta = {**node.meta, "val": whole.view(shape)[:, : joined.shape[1]]}
+            node.replace_all_uses_with(view)
+            graph.erase_node(node)
 
 
 def _buffer(node: fx.Node) -> fx.Node | None:

@@ -29,7 +29,7 @@ from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
-from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_packing, plan_panels
+from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.kernels.registry import KernelTable, using
 
@@ -203,6 +203,17 @@ class Engine:
                 width=model.width,
                 tables=tables,
             ),
+            joins=plan_joins(
+                found,
+                recipe=recipe,
+                recipe_options=recipe_options,
+                offloader=offloader,
+                compiler=settings.compiler,
+                dtype=settings.dtype,
+                tokens=settings.tokens,
+                width=model.width,
+                tables=tables,
+            ),
             packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
             weights=self.weights,
             device=settings.device,
@@ -276,7 +287,8 @@ class Engine:
     def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
         seed = self.inputs.seeds_L[self._layer_number[key]]
         piece = self.layers[key]
-        panels = (tensor for _, tensor in self.parameters.panel_tensors(piece))
+        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece)]
+        panels = (tensor for _, tensor in shared)
         rows = []
         if self.recipe_state is not None and self.programs.reads_rows(piece):
             rows.append(self.recipe_state.rows[self._rows[key]])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
-from surogate_core.dsl.slots import LinearSlot, Panel
+from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 
 Source = Callable[[TensorSpec], Tensor]
@@ -117,11 +117,14 @@ class Parameters:
         master_dtype: torch.dtype = torch.float32,
         seed: Tensor | None = None,
         panels: Mapping[str, Sequence[Panel]] | None = None,
+        joins: Mapping[str, Sequence[Join]] | None = None,
         packed: Mapping[str, Packed] | None = None,
     ):
         self.pieces = found
         self.panels: Mapping[str, Sequence[Panel]] = panels or {}
         """Key of a piece → the panels that its programs multiply with."""
+        self.joins: Mapping[str, Sequence[Join]] = joins or {}
+        """Key of a piece → the slots whose weights its programs read as one."""
         self.packed: Mapping[str, Packed] = packed or {}
         """HF name of a frozen weight → how the recipe keeps it."""
         self._source: Source | None = None
@@ -266,6 +269,17 @@ class Parameters:
     def panel_tensors(self, piece: Piece) -> list[tuple[Panel, Tensor]]:
         """The panels of a piece with their tensors, which stay on the device."""
         return list(zip(self.panels.get(piece.key, ()), self._panels[piece.key], strict=True))
+
+    def join_tensors(self, piece: Piece) -> list[tuple[Join, Tensor]]:
+        """The joins of a piece with their weights as one, [Q, I]: views of the compute copies."""
+        found = []
+        for join in self.joins.get(piece.key, ()):
+            weights = [self._compute[self._spec(piece, f"{slot.name}.weight").hf_name] for slot in join.slots]
+            first, rows = weights[0], sum(weight.shape[0] for weight in weights)
+            ends = [weight.storage_offset() + weight.numel() for weight in weights[:-1]]
+            assert ends == [weight.storage_offset() for weight in weights[1:]], "joined weights stand in a row"
+            found.append((join, first.as_strided((rows, first.shape[1]), first.stride())))
+        return found
 
     def inputs(self, piece: Piece) -> list[Tensor]:
         """The tensors of a piece in the order of its specs; its frozen ones must be fetched."""

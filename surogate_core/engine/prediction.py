@@ -13,7 +13,7 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.parameters import Parameters, pieces
-from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_packing, plan_panels
+from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
 from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.kernels.registry import KernelTable
@@ -81,6 +81,17 @@ def predict(
             recipe=recipe,
             offloader=offloader,
             kernels=kernels,
+            dtype=settings.dtype,
+            tokens=settings.tokens,
+            width=model.width,
+            tables=signatures,
+        ),
+        joins=plan_joins(
+            found,
+            recipe=recipe,
+            recipe_options=recipe_options,
+            offloader=offloader,
+            compiler=settings.compiler,
             dtype=settings.dtype,
             tokens=settings.tokens,
             width=model.width,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.bundles import Objective, Offloader, Recipe
-from surogate_core.dsl.declare import Model
-from surogate_core.dsl.slots import LinearSlot, Panel, plain_gemm
+from surogate_core.bundles import FLAT_ALIGNMENT, Objective, Offloader, Recipe
+from surogate_core.dsl.declare import Model, TensorSpec
+from surogate_core.dsl.slots import Join, LinearSlot, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Compiler,
     Program,
@@ -51,14 +52,61 @@ def plan_panels(
             continue
         kind = type(piece.block), piece.slots
         if kind not in planned:
-            with FakeTensorMode(), torch.no_grad():
-                tensors = {s.name: torch.empty(s.shape, dtype=dtype) for s in piece.specs}
-                values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in tables.items()}
-                x = torch.empty(tokens, width, dtype=dtype)
-                groups = piece.block.shared_inputs(piece.slots, tensors, x, values)
+            groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
             planned[kind] = tuple(panel for group in groups if (panel := Panel.of(group)))
         panels[piece.key] = planned[kind]
     return panels
+
+
+def _shared_inputs(
+    piece: Piece, *, dtype: torch.dtype, tokens: int, width: int, tables: Mapping[str, Signature]
+) -> list[list[LinearSlot]]:
+    """A piece's slots in groups that read one input."""
+    assert piece.block is not None
+    with FakeTensorMode(), torch.no_grad():
+        tensors = {s.name: torch.empty(s.shape, dtype=dtype) for s in piece.specs}
+        values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in tables.items()}
+        x = torch.empty(tokens, width, dtype=dtype)
+        return piece.block.shared_inputs(piece.slots, tensors, x, values)
+
+
+def plan_joins(
+    found: Sequence[Piece],
+    *,
+    recipe: Recipe,
+    recipe_options: Any,
+    offloader: Offloader,
+    compiler: Compiler,
+    dtype: torch.dtype,
+    tokens: int,
+    width: int,
+    tables: Mapping[str, Signature],
+) -> dict[str, tuple[Join, ...]]:
+    """The joins of each piece, by key: trained weights that stand in a row in their flat group and read one input.
+
+    None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
+    """
+    if not (recipe.plain and recipe.plain_with(recipe_options) and offloader.place == "device"):
+        return {}
+    planned: dict[Any, tuple[Join, ...]] = {}
+    for piece in found if compiler == "inductor" else ():
+        if piece.block is None or any(slot.adapter for slot in piece.slots):
+            continue
+        kind = type(piece.block), piece.slots
+        if kind not in planned:
+            groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
+            row = [s for s in piece.specs if s.trainable and s.decayed]
+            planned[kind] = tuple(Join(slots=tuple(g)) for g in groups if len(g) > 1 and _in_a_row(g, row))
+    return {p.key: planned[type(p.block), p.slots] for p in found if (type(p.block), p.slots) in planned}
+
+
+def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:
+    """Whether the weights of the slots follow each other without a gap in the order of `row`."""
+    names = [f"{slot.name}.weight" for slot in group]
+    at = next((i for i, spec in enumerate(row) if spec.name == names[0]), None)
+    if at is None or [spec.name for spec in row[at : at + len(names)]] != names:
+        return False
+    return all(math.prod(spec.shape) % FLAT_ALIGNMENT == 0 for spec in row[at : at + len(names) - 1])
 
 
 def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[str]:
@@ -148,8 +196,8 @@ class ProgramBuilder:
     def _layer_inputs(self, piece: Piece) -> list[Signature]:
         seed = Signature((), torch.int32, self.device)
         activation = self._activation(self.tokens, requires_grad=True)
-        panels = [Signature.of(tensor) for _, tensor in self.parameters.panel_tensors(piece)]
-        panels = [Signature(s.shape, s.dtype, self.device) for s in panels]
+        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece)]
+        panels = [Signature(tuple(tensor.shape), tensor.dtype, self.device) for _, tensor in shared]
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
@@ -157,7 +205,8 @@ class ProgramBuilder:
 
     def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
         block, names = piece.block, list(self.tables)
-        panels = self.parameters.panels.get(piece.key, ())
+        parameters = self.parameters
+        panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
         count = len(piece.specs) + len(panels) + reads_rows
         names_of_packed = {s.name for s in piece.specs if s.hf_name in self.parameters.packed}
@@ -185,10 +234,11 @@ class ProgramBuilder:
     def signature(self, piece: Piece) -> Any:
         """Equal for layers that share their programs."""
         panels = tuple(self.parameters.panels.get(piece.key, ()))
-        return type(piece.block), piece.slots, panels, tuple(self._inputs(piece)), piece.key in self.plain
+        joins = tuple(self.parameters.joins.get(piece.key, ()))
+        return type(piece.block), piece.slots, panels, joins, tuple(self._inputs(piece)), piece.key in self.plain
 
     def layer(self, piece: Piece) -> Program:
-        """Forward and backward of a layer: ([*tensors, *panels(, rows), x_ND, *tables, seed]).
+        """Forward and backward of a layer: ([*tensors, *panels, *joins(, rows), x_ND, *tables, seed]).
 
         The gradient of the rows is what their slots observed. A gradient may be a `dsl.products.Product`.
         """

@@ -11,7 +11,7 @@ from op_cases import random
 from torch import Tensor
 
 from surogate_core.dsl.trace import Signature, trace_joint
-from surogate_core.kernels.registry import references
+from surogate_core.kernels.registry import KernelTable, references, using
 
 pytestmark = pytest.mark.gpu
 BOUNDS = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -100,6 +100,54 @@ def test_norm_rope_keeps_nan_in_its_head() -> None:
         assert value.isnan().sum() == 64
     assert all(t.isfinite().all() for t in (k, v, dk, dv, dk_norm))
     assert dq_norm.isnan().any()
+
+
+@dtypes
+@scales
+@pytest.mark.parametrize("shape", [(5, 48), (1, 8), (1300, 130), (70, 4096)], ids=str)
+def test_rms_norm(dtype: torch.dtype, scale: float, shape: tuple[int, int]) -> None:
+    x = random(*shape, seed=0, scale=scale, dtype=dtype).cuda()
+    weight = (1 + 0.3 * random(shape[1], seed=1)).to("cuda", dtype)
+    expected = run(references["rms_norm"].function, [x.double(), weight.double()], 1e-6)
+    check(run(find("rms_norm"), [x, weight], 1e-6), expected, BOUNDS[dtype])
+    apart = x.t().contiguous().t()
+    check(run(find("rms_norm"), [apart, weight], 1e-6), expected, BOUNDS[dtype])
+
+
+def test_rms_norm_keeps_nan_in_its_token() -> None:
+    x, weight = random(40, 96, dtype=torch.bfloat16).cuda(), torch.ones(96, device="cuda", dtype=torch.bfloat16)
+    x[7, 3] = float("nan")
+    y, dx, dweight = run(find("rms_norm"), [x, weight], 1e-6)
+    for value in (y, dx):
+        assert value[7].isnan().all()
+        assert value.isnan().sum() == 96
+    assert dweight.isnan().any()
+
+
+def test_rms_norm_takes_in_the_residual_streams_gradient() -> None:
+    """In a block's graph the addition behind the norm's backward is gone, and the sums are what they were."""
+    from surogate_core.kernels import ops
+
+    def block(weight_D: Tensor, x_ND: Tensor) -> Tensor:
+        return x_ND + torch.tanh(ops.rms_norm(x_ND, weight_D, 1e-6))
+
+    values = [1 + 0.3 * random(96, seed=1).to("cuda", torch.bfloat16), random(33, 96, dtype=torch.bfloat16).cuda()]
+    dy = random(33, 96, seed=2, dtype=torch.bfloat16).cuda()
+    inputs = [Signature.of(v, requires_grad=True) for v in values]
+    table = KernelTable.build(torch.device("cuda"), [surogate_kernels_triton.surogate_kernel_pack()])
+    with using(table):
+        joint = trace_joint(block, inputs)
+    targets = [node.target for node in joint.graph.nodes]
+    assert targets.count(torch.ops.surogate_triton.rms_norm_backward.default) == 1
+    assert (
+        torch.ops.aten.add.Tensor not in targets[targets.index(torch.ops.surogate_triton.rms_norm_backward.default) :]
+    )
+    wide = [v.double() for v in values]
+    expected = run(block, wide, dy_seed=0)[:1]
+    leaves = [v.detach().requires_grad_() for v in wide]
+    expected += list(torch.autograd.grad(block(*leaves), leaves, dy.double()))
+    joint.recompile()
+    check(list(joint(*values, dy)), expected, BOUNDS[torch.bfloat16])
 
 
 def labels_of(n: int, vocabulary: int) -> Tensor:

@@ -34,20 +34,22 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; imports Triton."""
-    from surogate_kernels_triton import adapters, attention, cross_entropy, norm_rope, swiglu, updates
+    from surogate_kernels_triton import adapters, attention, cross_entropy, norm, norm_rope, swiglu, updates
 
-    return tuple(module.kernel() for module in (attention, adapters, cross_entropy, norm_rope, swiglu, updates))
+    modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu, updates)
+    return tuple(module.kernel() for module in modules)
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
     """What the pack changes in a block's joint graph."""
     from surogate_core.kernels.native import missing_cupy
+    from surogate_kernels_triton import norm
 
     if missing_cupy() is not None:
-        return ()
+        return (norm.rewrite,)
     from surogate_kernels_triton import gated
 
-    return (gated.rewrite,)
+    return gated.rewrite, norm.rewrite
 
 
 @hookimpl

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 
 from surogate_core.kernels.native import Module
 from surogate_kernels_triton import adapters
+from surogate_kernels_triton import graph_edits as edits
 
 RANK = 16
 """Of an adapter; so are the following, as in the source."""
@@ -144,11 +144,6 @@ class Gated:
     """Of the projections to gate and up."""
 
 
-def _args(node: fx.Node) -> list[Any]:
-    """A node's arguments, whose types are too many to tell apart."""
-    return list(node.args)
-
-
 def _viewed(node: Any) -> Any:
     """What a node is a view of."""
     while isinstance(node, fx.Node) and node.target in VIEWS:
@@ -165,70 +160,45 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _items(node: fx.Node) -> dict[int, fx.Node]:
-    return {_args(user)[1]: user for user in node.users}
-
-
 def _matched(backward: fx.Node) -> Gated | None:
     ops = torch.ops.surogate_triton
-    dy, _, _, _, _, _, outputs, rank, _, p, _ = _args(backward)
+    dy, _, _, _, _, _, outputs, rank, _, p, _ = edits.args(backward)
     inner = _viewed(dy)
     if p != 0 or rank != RANK or len(outputs) != 2 or outputs[0] != outputs[1] or outputs[0] % FEATURES:
         return None
     if dy.meta["val"].dtype != torch.bfloat16 or inner.target != ops.swiglu_backward.default:
         return None
-    dh, gate, up = _args(inner)
+    dh, gate, up = edits.args(inner)
     if set(_users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
         return None
-    down_backward, number = _args(dh)
+    down_backward, number = edits.args(dh)
     if number != 0 or down_backward.target != ops.adapted_linears_backward.default:
         return None
-    _, x, _, _, _, _, down_outputs, down_rank, _, down_p, _ = _args(down_backward)
+    _, x, _, _, _, _, down_outputs, down_rank, _, down_p, _ = edits.args(down_backward)
     if down_p != 0 or len(down_outputs) != 1 or down_rank != rank or x.target != aten.cat.default:
         return None
-    h = _args(x)[0][0]
-    if h.target != aten.mul.Tensor or _args(h)[1] is not up:
+    h = edits.args(x)[0][0]
+    if h.target != aten.mul.Tensor or edits.args(h)[1] is not up:
         return None
-    silu = _args(h)[0]
-    if silu.target != aten.silu.default or _args(silu)[0] is not gate:
+    silu = edits.args(h)[0]
+    if silu.target != aten.silu.default or edits.args(silu)[0] is not gate:
         return None
     return Gated(gate=gate, up=up, down_backward=down_backward, backward=backward)
-
-
-def _call(graph: fx.Graph, before: fx.Node, target: Any, args: tuple[Any, ...], count: int) -> list[fx.Node]:
-    """A call of an op before a node, and its results."""
-    fakes: Any = fx.node.map_arg(args, lambda n: n.meta["val"])
-    mode = detect_fake_mode([v for v in fakes if isinstance(v, Tensor)])
-    assert mode is not None
-    with mode:
-        values = target(*fakes)
-    with graph.inserting_before(before):
-        node = graph.call_function(target, args)
-        node.meta = {**before.meta, "val": values}
-        results = [graph.call_function(operator.getitem, (node, i)) for i in range(count)]
-    for result, value in zip(results, values, strict=True):
-        result.meta = {**before.meta, "val": value}
-    return results
-
-
-def _replace(node: fx.Node, results: dict[int, fx.Node]) -> None:
-    for number, item in _items(node).items():
-        item.replace_all_uses_with(results[number])
 
 
 def _apply(graph: fx.Graph, found: Gated) -> None:
     ops = torch.ops.surogate_triton
     node = found.down_backward
-    dy, _, u, panel, _, inputs, outputs, rank, scale, _, _ = _args(node)
+    dy, _, u, panel, _, inputs, outputs, rank, scale, _, _ = edits.args(node)
     arguments: tuple[Any, ...] = (dy, u, panel, inputs, outputs[0], rank, scale)
-    dh, du, db = _call(graph, node, ops.down_backward.default, arguments, 3)
-    da_item = _items(node).get(1)
-    _replace(node, {0: dh, 1: da_item, 2: db} if da_item is not None else {0: dh, 2: db})
+    dh, du, db = edits.call(graph, node, ops.down_backward.default, arguments, 3)
+    da_item = edits.items(node).get(1)
+    edits.replace(node, {0: dh, 1: da_item, 2: db} if da_item is not None else {0: dh, 2: db})
     node = found.backward
-    _, x, u_up, panel_up, _, inputs_up, _, rank_up, scale_up, _, _ = _args(node)
+    _, x, u_up, panel_up, _, inputs_up, _, rank_up, scale_up, _, _ = edits.args(node)
     arguments = (dh, found.gate, found.up, du, x, u_up, panel_up, inputs_up, rank_up, scale_up)
-    dx, da, db, da_down = _call(graph, node, ops.gated_backward.default, arguments, 4)
-    _replace(node, {0: dx, 1: da, 2: db})
+    dx, da, db, da_down = edits.call(graph, node, ops.gated_backward.default, arguments, 4)
+    edits.replace(node, {0: dx, 1: da, 2: db})
     if da_item is not None:
         _move_users(graph, da_item, da_down)
         da_item.replace_all_uses_with(da_down)

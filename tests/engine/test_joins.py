@@ -1,0 +1,57 @@
+"""Trained weights that one input meets are multiplied as one: which, and that the numbers stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_engine import gradients, lora, make_batch, make_engine, noisy_source, random_documents, tiny_config, worst
+
+from surogate_core.engine.engine import Engine
+
+TOKENS, BORDERS = 64, 6
+CONFIG = tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=128, head_dim=32)
+
+
+def engine(compiler: str = "inductor", **more: Any) -> Engine:
+    settings = {"tokens": TOKENS, "borders": BORDERS, "source": noisy_source(std=0.05), "compiler": compiler}
+    return make_engine(more.pop("config", CONFIG), **settings, **more)
+
+
+def names(e: Engine) -> set[tuple[tuple[str, ...], ...]]:
+    return {tuple(tuple(s.name for s in join.slots) for join in joins) for joins in e.parameters.joins.values()}
+
+
+@pytest.fixture(scope="module")
+def joined() -> Engine:
+    return engine()
+
+
+def test_projections_of_one_input_are_joined(joined: Engine) -> None:
+    assert names(joined) == {(("q", "k", "v"), ("gate", "up"))}
+
+
+def test_a_join_is_a_view_of_the_weights(joined: Engine) -> None:
+    piece = next(iter(joined.layers.values()))
+    weights = {s.name: tensor for s, tensor in zip(piece.specs, joined.parameters.inputs(piece), strict=True)}
+    for join, tensor in joined.parameters.join_tensors(piece):
+        parts = [weights[f"{slot.name}.weight"] for slot in join.slots]
+        assert torch.equal(tensor, torch.cat(parts))
+        assert tensor.data_ptr() == parts[0].data_ptr()
+
+
+def test_gradients_are_those_of_single_products(joined: Engine) -> None:
+    batches = [make_batch(random_documents((30, 1, 20), vocab=128, seed=3), tokens=TOKENS, borders=BORDERS)]
+    plain = engine("fx")
+    assert not plain.parameters.joins
+    error, name = worst(gradients(joined, batches), gradients(plain, batches))
+    assert error <= 2e-6, f"{name}: {error:.1e}"
+    assert joined.evaluate(batches)[0] == pytest.approx(plain.evaluate(batches)[0], rel=1e-6)
+
+
+def test_what_is_not_joined() -> None:
+    """Adapted projections, and weights with a gap between them in their group."""
+    assert not engine(lora=lora(4)).parameters.joins
+    gap = tiny_config(hidden_size=24, intermediate_size=40, num_hidden_layers=1, vocab_size=128, head_dim=12)
+    assert names(engine(config=gap)) == {()}
