@@ -131,7 +131,7 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
             tokens=ROWS * LENGTH,
             borders=borders,
             max_seqlen=LENGTH,
-            head_chunks=options.head_chunks,
+            head_chunks=options.head_chunks or (1 if options.full else 4),
             recompute=Recompute(block=options.recompute, regions=frozenset(options.regions)),
             weight_decay=0.1,
             max_grad_norm=1.0,
@@ -275,7 +275,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--packs", nargs="*", choices=PACKS, default=PACKS)
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--head-chunks", type=int, default=4)
+    parser.add_argument("--head-chunks", type=int, help="pieces of the logits; 4, or 1 with --full")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="kernel times by kind and name")
     parser.add_argument("--json", type=Path)

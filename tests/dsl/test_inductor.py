@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -32,6 +33,28 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setattr(PyCodeCache, "modules", [module])
     monkeypatch.setattr(inductor, "_settled", set())
     return module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_additions_to_products_are_kept_apart_in_16_bits(dtype: torch.dtype) -> None:
+    """Inductor would make one op of both; the numbers are those of the ops as written."""
+    graph = torch.fx.Graph()
+    x, a, b = (graph.placeholder(name) for name in "xab")
+    values = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)]
+    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, product))
+    other = graph.call_function(torch.ops.aten.add.Tensor, (total, x))
+    graph.output((other,))
+    for node, value in zip((x, a, b), values, strict=True):
+        node.meta["val"] = value
+    for node in (product, total, other):
+        node.meta["val"] = values[0]
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    inductor._keep_additions(module)
+    added = [n for n in module.graph.nodes if n.target is torch.ops.aten.add.Tensor and product in n.all_input_nodes]
+    assert len(added) == (dtype == torch.float32)
+    x_value, a_value, b_value = values
+    assert torch.equal(module(*values)[0], (x_value + a_value @ b_value) + x_value)
 
 
 def test_a_reduction_keeps_one_tiling_whatever_their_order(loaded: types.ModuleType) -> None:
