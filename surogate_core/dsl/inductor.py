@@ -48,6 +48,7 @@ def _keep_additions(module: fx.GraphModule) -> None:
             wide = [module.graph.call_function(cast, (a,), {"dtype": torch.float32}) for a in node.args]
             total = module.graph.call_function(add, tuple(wide))
             narrow = module.graph.call_function(cast, (total,), {"dtype": dtype})
+        narrow.meta = dict(node.meta)
         node.replace_all_uses_with(narrow)
         module.graph.erase_node(node)
     module.recompile()
