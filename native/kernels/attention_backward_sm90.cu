@@ -180,7 +180,7 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
         barrier_init(full_v, warpgroup);
         for (int i = 0; i < stages; ++i) {
             barrier_init(full + 8 * i, 2 * warpgroup);  // each copier twice: its copies, and a value that it stored
-            barrier_init(empty + 8 * i, 8);
+            barrier_init(empty + 8 * i, 2 * warpgroup);  // each worker: it has read the slot's lse and delta itself
         }
     }
     __syncthreads();
@@ -251,11 +251,8 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
                 if (rows + half_rows <= own_first || rows >= own_end) {
                     // The copier may need the busy slot before this warpgroup multiplies again.
                     wgmma_wait<0>();
-                    __syncwarp();
-                    if (lane == 0) {
-                        if (busy >= 0) barrier_arrive(empty + 8 * busy);
-                        barrier_arrive(empty + 8 * place.slot);
-                    }
+                    if (busy >= 0) barrier_arrive(empty + 8 * busy);
+                    barrier_arrive(empty + 8 * place.slot);
                     busy = -1;
                     continue;
                 }
@@ -266,8 +263,7 @@ __device__ void backward_keys(const u16 *q, long long q_row, const u16 *k, long 
                 wgmma_commit();
                 // The block before is done with: its p and ds leave the registers that dp needs.
                 wgmma_wait<1>();
-                __syncwarp();  // all lanes have read the slot's lse and delta
-                if (busy >= 0 && lane == 0) barrier_arrive(empty + 8 * busy);
+                if (busy >= 0) barrier_arrive(empty + 8 * busy);
                 busy = place.slot;
                 wgmma_fence();
                 product(dp, v_operand, big_half, by_columns(dy_block), small_half);

@@ -75,6 +75,7 @@ class Inputs:
     positions: Tensor
     cu_seqlens: Tensor
     seeds_L: Tensor
+    """Four apart: Inductor's programs copy an input that does not begin at a multiple of 16 bytes."""
     loss_scale: Tensor
     """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
     weights: Tensor | None
@@ -89,7 +90,7 @@ class Inputs:
             labels=torch.zeros(n, dtype=torch.int64, device=device),
             positions=torch.zeros(n, dtype=torch.int32, device=device),
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
-            seeds_L=torch.zeros(layers, dtype=torch.int32, device=device),
+            seeds_L=torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, 0],
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
             weights=torch.zeros(n, dtype=torch.float32, device=device) if settings.weighted else None,
         )

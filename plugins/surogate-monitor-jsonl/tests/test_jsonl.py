@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -65,7 +67,7 @@ def lines(directory: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_every_event_is_a_line_at_once(tmp_path: Path) -> None:
+def test_every_event_is_a_line_at_once_but_steps(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
     events = [
         Notice(level="info", message="NaN", data={"x": float("nan"), "path": Path("p")}),
@@ -78,7 +80,7 @@ def test_every_event_is_a_line_at_once(tmp_path: Path) -> None:
     for count, event in enumerate(events):
         writer.on_event(event)
         if count:
-            assert len(lines(tmp_path)) == count + 1
+            assert len(lines(tmp_path)) == (count if isinstance(event, StepEnd) else count + 1)
     names = [record["event"] for record in lines(tmp_path)]
     assert names == ["notice", "run_start", "step_end", "eval_end", "checkpoint_saved", "run_end"]
     assert lines(tmp_path)[2]["loss"] == "NaN"
@@ -92,6 +94,39 @@ def test_every_event_is_a_line_at_once(tmp_path: Path) -> None:
     assert read[1]["notes"] == ["a", "b"]
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl", event="step_end")] == [1]
     writer.close()
+
+
+def test_steps_are_written_soon_and_before_a_checkpoint_is(tmp_path: Path) -> None:
+    writer = monitor(tmp_path)
+    writer.on_event(START)
+    writer.on_event(step(1))
+    deadline = time.monotonic() + 30
+    while len(lines(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [record.get("step") for record in lines(tmp_path)] == [None, 1]
+    told = time.time()
+    writer.on_event(step(2))
+    writer.on_event(step(3))
+    writer.state()
+    assert [record.get("step") for record in lines(tmp_path)] == [None, 1, 2, 3]
+    assert all(told - 0.001 <= record["time"] <= time.time() + 0.001 for record in lines(tmp_path)[2:])
+    writer.close()
+
+
+def test_a_write_that_fails_is_told_at_the_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(event: object, *, at: float) -> str:
+        raise OSError("No space left on device")
+
+    writer = monitor(tmp_path)
+    writer.on_event(START)
+    monkeypatch.setattr("surogate_monitor_jsonl.monitor.json_line", full)
+    writer.on_event(step(1))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
+    thread.join(30)
+    with pytest.raises(OSError, match="No space"):
+        writer.on_event(step(2))
+    writer.close()
+    assert len(lines(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -31,7 +31,10 @@ FEATURES = 256
 """Of a block."""
 STEP = 16
 THREADS = 256
-SHARED = 57_344
+SHARED = {"gated_backward": 111_872, "gated_backward_small": 85_504}
+"""Bytes of shared memory of the kernel whose copies run two steps ahead, and one."""
+LARGE = (9, 10)
+"""Major compute capabilities whose blocks can have so much, two of them at a time."""
 BLOCKS = 264
 """That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
 
@@ -85,8 +88,11 @@ def gated_backward(
     du_parts = dh.new_empty((2 * chunks, n, rank), dtype=torch.float32)
     db_parts = dh.new_empty((parts, width, rank), dtype=torch.float32)
     da_parts = dh.new_empty((parts, rank, features), dtype=torch.float32)
+    # The kernel counts the elements of du's parts in 32 bits.
+    assert du_parts.numel() < 2**32
+    name = "gated_backward" if torch.cuda.get_device_capability(dh.device)[0] in LARGE else "gated_backward_small"
     _MODULE.launch(
-        "gated_backward",
+        name,
         (chunks, parts),
         THREADS,
         *(value for t in (dh, gate, up, dy) for value in (t, t.stride(0))),
@@ -98,7 +104,7 @@ def gated_backward(
         db_parts,
         da_parts,
         *(np.int32(size) for size in (n, features, rows)),
-        shared=SHARED,
+        shared=SHARED[name],
     )
     outputs = [features, features]
     du, db, counters, da_down = adapters.summed(du_parts, db_parts, dy, inputs, outputs, rank, scale, da_parts)

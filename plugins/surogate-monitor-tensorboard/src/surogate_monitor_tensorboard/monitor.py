@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 SECONDS = 1.0
 """Time between two writes of scalars."""
 
+QUEUE = 1000
+"""Steps that wait for the writer's thread at most; with its own 10 the loop would wait for it at every write."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorboardOptions:
@@ -41,7 +44,7 @@ class TensorboardMonitor:
         self._class, self._summary = SummaryWriter, Summary
         self._directory, self._info = Path(info.output_dir) / options.directory, info
         self._writer: SummaryWriter | None = None
-        self._waiting: list[tuple[float, int, dict[str, float]]] = []
+        self._waiting: list[tuple[float, Event]] = []
         self._written_at = 0.0
 
     def on_event(self, event: Event) -> Control | None:
@@ -49,13 +52,12 @@ class TensorboardMonitor:
         if isinstance(event, RunStart):
             self.close()
             purge = event.start_step + 1 if event.start_step else None
-            self._writer = self._class(str(self._directory), purge_step=purge)
+            self._writer = self._class(str(self._directory), purge_step=purge, max_queue=QUEUE)
             text = json.dumps(dict(self._info.config), indent=1, default=str)
             self._text("config", "".join(f"    {line}\n" for line in text.splitlines()), event.start_step)
-        step, scalars = scalars_of(event)
-        if scalars and self._writer is not None:
+        if self._writer is not None:
             now = time.time()
-            self._waiting.append((now, step, scalars))
+            self._waiting.append((now, event))
             if now - self._written_at >= SECONDS:
                 self._write_waiting()
         match event:
@@ -80,14 +82,16 @@ class TensorboardMonitor:
             self._writer = None
 
     def _write_waiting(self) -> None:
-        """All of a step as one event, all of a second at once: a call for each costs several times as much."""
+        """All of a step as one event, all of a second at once: each by itself costs several times as much."""
         waiting, self._waiting = self._waiting, []
         if self._writer is None:
             return
         assert self._writer.file_writer is not None
-        for at, step, values in waiting:
-            summary = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
-            self._writer.file_writer.add_summary(summary, step, at)
+        for at, event in waiting:
+            step, values = scalars_of(event)
+            if values:
+                summary = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
+                self._writer.file_writer.add_summary(summary, step, at)
         self._written_at = time.time()
 
     def _text(self, tag: str, text: str, step: int) -> None:
