@@ -13,6 +13,9 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # Options for pytest, e.g. PYTEST='-k packing'.
 PYTEST ?=
+# Processes that share the tests, each on one thread: 0 for none but pytest itself, as a debugger wants it.
+WORKERS ?= 2
+SHARED := OMP_NUM_THREADS=1 $(if $(filter-out 0,$(WORKERS)),PYTEST_ADDOPTS='-n $(WORKERS)')
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -32,11 +35,11 @@ setup: $(STAMP) ## Make .venv with torch, the tools and every plugin; again when
 train: $(STAMP) ## Train the embedded example; ARGS= are overrides
 	$(BIN)/surogate $(ARGS)
 
-test: lint types ## Lint, types and the tests
-	$(BIN)/python -m pytest $(PYTEST)
+test: lint types ## Lint, types and the tests; WORKERS=0 for one process
+	$(SHARED) $(BIN)/python -m pytest $(PYTEST)
 
 test-slow: $(STAMP) ## The tests that take minutes
-	$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST)
+	$(SHARED) $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST)
 
 test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST)

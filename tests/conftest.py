@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -61,6 +62,8 @@ def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (info / "entry_points.txt").write_text(f"[surogate]\n{name} = {module}\n", encoding="utf-8")
         static_view.cache_clear()
+        # A directory that was looked at earlier in the same tick of its clock would be taken for unchanged.
+        importlib.invalidate_caches()
         return site
 
     yield install
