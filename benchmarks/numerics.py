@@ -27,7 +27,6 @@ from surogate_recipe_fp8.gemm import E4M3, E5M2, LIMIT
 from surogate_recipe_fp8.gemm import quantise as to_fp8
 from surogate_recipe_nvfp4 import NVFP4Options
 from surogate_recipe_nvfp4 import surogate_recipe as nvfp4_recipe
-from surogate_recipe_nvfp4.blocks import quantise as to_nvfp4
 from torch import Tensor
 
 from surogate_core.bundles import NoOptions, Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
@@ -38,6 +37,7 @@ from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.nvfp4 import quantise as to_nvfp4
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 

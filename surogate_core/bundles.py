@@ -104,6 +104,8 @@ class RecipeSettings:
 
     fp8_amax_history: int = 1024
     no_fp4_stochastic_rounding: bool = False
+    fp4_backend: str = "cutlass"
+    """cutlass or cudnn."""
     matmul_dtype: str | None = None
     """fp32, bf16, e4m3, or None: the model's."""
     gradient_dtype: str | None = None

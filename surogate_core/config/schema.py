@@ -198,6 +198,8 @@ class RunConfig:
     """Dtype of the trained weights that the optimizer updates; bf16 is rounded stochastically, null is fp32."""
     fp8_amax_history: Positive = 1024
     """Optimizer steps whose largest absolute values decide a scale of recipe fp8-hybrid."""
+    fp4_backend: Literal["cutlass", "cudnn"] = "cutlass"
+    """Library of recipe nvfp4's native products: cutlass is torch's choice, cuBLASLt; cudnn is refused."""
     no_fp4_stochastic_rounding: bool = False
     """Round the gradients of recipe nvfp4 to the nearest value instead of stochastically."""
     skip_quant_first_layers: NonNegative = 0

@@ -260,6 +260,7 @@ def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) 
     settings = RecipeSettings(
         fp8_amax_history=config.fp8_amax_history,
         no_fp4_stochastic_rounding=config.no_fp4_stochastic_rounding,
+        fp4_backend=config.fp4_backend,
         matmul_dtype=config.matmul_dtype if follows else None,
         gradient_dtype=config.gradient_dtype if follows else None,
         model_dtype="bf16" if resolve_dtype(config, device) == torch.bfloat16 else "fp32",

@@ -42,7 +42,7 @@ Problems = Callable[..., list[Problem]]
         (["plugins.blok=[a]"], "plugins.blok", "no such key", ""),
         (["model=hf"], "model.path", "must be set", "model=DIR_OR_HUB_ID"),
         (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
-        (["fp4_backend=cudnn"], "fp4_backend", "not available in this version", ""),
+        (["fp4_backend=cublas"], "fp4_backend", "one of cutlass, cudnn", ""),
         (["task=grpo"], "task=grpo", "not available in this version", ""),
         (["zero_level=2"], "zero_level", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe
-from surogate_recipe_nvfp4.blocks import hadamard, quantise
-from surogate_recipe_nvfp4.gemm import FIRST_SALT, Prepared, linear, pack, unpack
+from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe, unavailable
+from surogate_recipe_nvfp4.gemm import FIRST_SALT, linear, pack, unpack
 from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
 from torch import Tensor
 
@@ -19,8 +18,9 @@ from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Para
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.errors import MachineError
+from surogate_core.errors import MachineError, UserError
 from surogate_core.kernels import ops
+from surogate_core.kernels.nvfp4 import BLOCK, hadamard, quantise
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()
@@ -59,6 +59,12 @@ def wide(x: Tensor, **how: Any) -> Tensor:
     return found.blocks(*x.shape).double() * found.decode.double()
 
 
+def random_bits_of(x: Tensor, seed: Tensor, number: int) -> Tensor:
+    """Of an operand; elements are numbered in the padded matrix."""
+    rows, inner = x.shape
+    return ops.random_bits(torch.Size((rows, -(-inner // BLOCK) * BLOCK)), seed, salt=number)[:, :inner]
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) -> None:
@@ -76,10 +82,7 @@ def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) 
     assert relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
     numbers = FIRST_SALT + 2 * SLOT.index, FIRST_SALT + 2 * SLOT.index + 1
     rotated = hadamard(dy.t())
-    bits = [
-        ops.random_bits(t.shape, seed, salt=n) if stochastic else None
-        for t, n in zip((dy, rotated), numbers, strict=True)
-    ]
+    bits = [random_bits_of(t, seed, n) if stochastic else None for t, n in zip((dy, rotated), numbers, strict=True)]
     dyq = wide(dy, square=False, four_over_six=True, bits=bits[0])
     assert relative_error(leaf.grad, dyq @ wq) < 1e-6
     if not frozen:
@@ -175,7 +178,35 @@ def test_a_qwen3(mode: str) -> None:
 
 
 def test_where_it_runs() -> None:
-    assert "EMULATED NVFP4" in (RECIPE.note(OPTIONS) or "")
+    assert "EMULATED NVFP4 (cpu has no NVFP4 products" in (RECIPE.note(OPTIONS) or "")
     assert "emulated" in (RECIPE.unavailable(CPU) or "")
-    with pytest.raises(MachineError, match=r"recipe\.emulate=never.*Fix: set recipe\.emulate=auto"):
-        Prepared.of(NVFP4Options(emulate="never"), RecipeSettings())
+    with pytest.raises(
+        MachineError, match=r"recipe\.emulate=never: cpu has.*SM100.*Fix: set recipe\.emulate=auto"
+    ) as info:
+        RECIPE.prepare(NVFP4Options(emulate="never"), RecipeSettings(), CPU)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(("capability", "native"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((12, 1), True)])
+def test_which_gpus_multiply_natively(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], native: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert (unavailable(device) is None) == native
+    prepared = RECIPE.prepare(NVFP4Options(), RecipeSettings(), device)
+    assert prepared.native == native
+    assert ("EMULATED" in prepared.note) == (not native)
+    assert ("torch's scaled_mm, which is cuBLASLt" in prepared.note) == native
+    assert not RECIPE.prepare(NVFP4Options(emulate="always"), RecipeSettings(), device).native
+    if not native:
+        with pytest.raises(MachineError, match=f"SM{capability[0]}{capability[1]} has no NVFP4 products"):
+            RECIPE.prepare(NVFP4Options(emulate="never"), RecipeSettings(), device)
+
+
+def test_a_backend_that_torch_lacks_is_refused_where_it_would_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RecipeSettings(fp4_backend="cudnn")
+    assert "fp4_backend=cudnn has no effect" in RECIPE.prepare(NVFP4Options(), settings, CPU).note
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(UserError, match=r"fp4_backend=cudnn: .*Fix: leave fp4_backend at cutlass"):
+        RECIPE.prepare(NVFP4Options(), settings, torch.device("cuda"))

@@ -19,14 +19,21 @@ class NVFP4Options:
     """Options of `recipe=nvfp4`."""
 
     emulate: Literal["auto", "never", "always"] = "auto"
-    """auto and always emulate; never refuses to, and so refuses to run until there are native products."""
+    """auto emulates where the hardware lacks NVFP4; never refuses to; always emulates everywhere."""
     four_over_six: bool = True
     """Scale a block's largest value to 4 instead of 6 where that makes the squared error smaller."""
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the device has no native NVFP4 products: this version has them nowhere."""
-    return "this version has no native NVFP4 products; recipe nvfp4 is emulated"
+    """Why the device has no NVFP4 products, or None."""
+    import torch
+
+    if device.type != "cuda":
+        return f"{device.type} has no NVFP4 products, GPUs of SM100 and newer have; recipe nvfp4 is emulated there"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 10:
+        return None
+    return f"SM{major}{minor} has no NVFP4 products, SM100 and newer have; recipe nvfp4 is emulated there"
 
 
 @hookimpl
@@ -48,7 +55,7 @@ def surogate_recipe() -> bundles.Recipe:
     def prepare(options: NVFP4Options, settings: bundles.RecipeSettings, device: torch.device) -> Any:
         from surogate_recipe_nvfp4.gemm import Prepared
 
-        return Prepared.of(options, settings)
+        return Prepared.of(options, settings, device, unavailable(device))
 
     def pack(*arguments: Any) -> Any:
         from surogate_recipe_nvfp4.gemm import pack

@@ -1,8 +1,9 @@
-"""The NVFP4 product of a linear slot, forward and backward, emulated.
+"""The NVFP4 product of a linear slot, forward and backward, native or emulated.
 
 Suffixes: N tokens, I inputs, O outputs. y = x Wᵀ and dx = dy W with W in blocks of 16×16, so that both
 see the same values; dW = dyᵀ x with both operands rotated along the tokens by a Hadamard transform.
-Gradients are rounded stochastically. Values are rounded to NVFP4 and multiplied in fp32.
+Gradients are rounded stochastically. Emulated, codes times block scales are multiplied as they are: bf16
+holds them exactly, and sums are fp32.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.errors import MachineError
-from surogate_core.kernels import ops
-from surogate_recipe_nvfp4.blocks import BLOCK, E4M3, Quantised, hadamard, pack_codes, quantise, unpack_codes
+from surogate_core.errors import MachineError, UserError
+from surogate_core.kernels.nvfp4 import (
+    BLOCK,
+    E4M3,
+    Operand,
+    Quantised,
+    nvfp4_quantised,
+    nvfp4_rounded,
+    pack_codes,
+    quantise,
+    unpack_codes,
+)
+from surogate_recipe_nvfp4 import native
 
 if TYPE_CHECKING:
     from surogate_core.bundles import RecipeSettings
@@ -32,32 +43,91 @@ FIRST_SALT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The recipe's options with the run's settings."""
+    """The recipe's options with the run's settings, made ready for a device."""
 
+    native: bool
+    """Whether products run on FP4 tensor cores, where their sides allow it; see `native.fits`."""
     four_over_six: bool
     stochastic: bool
     note: str
 
     @classmethod
-    def of(cls, options: NVFP4Options, settings: RecipeSettings) -> Prepared:
-        """`MachineError` where emulation is off, since there is nothing else yet."""
-        if options.emulate == "never":
+    def of(cls, options: NVFP4Options, settings: RecipeSettings, device: torch.device, reason: str | None) -> Prepared:
+        """`reason`: why the device has no NVFP4 products, or None.
+
+        `MachineError` where emulation is off and there are none; `UserError` for an `fp4_backend` that torch lacks.
+        """
+        if reason is not None and options.emulate == "never":
             raise MachineError(
-                "recipe=nvfp4 with recipe.emulate=never: this version has no native NVFP4 products. "
-                "Fix: set recipe.emulate=auto to emulate, or recipe=fp8-hybrid or recipe=bf16."
+                f"recipe=nvfp4 with recipe.emulate=never: {reason.partition(';')[0]}. "
+                f"Fix: set recipe.emulate=auto to emulate, or recipe=fp8-hybrid or recipe=bf16."
             )
-        note = (
-            "EMULATED NVFP4 (this version has no native products): numbers as NVFP4 would give, and slower than bf16. "
-            "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype is of what is between."
+        is_native = reason is None and options.emulate != "always"
+        if is_native and settings.fp4_backend != "cutlass":
+            raise UserError(
+                f"fp4_backend={settings.fp4_backend}: torch {torch.__version__} multiplies NVFP4 through cuBLASLt, "
+                f"and has no cuDNN product. Fix: leave fp4_backend at cutlass, which stands for torch's own choice."
+            )
+        note = "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype is of what is between."
+        if is_native:
+            note = f"{note} fp4_backend={settings.fp4_backend}: products are torch's scaled_mm, which is cuBLASLt."
+        else:
+            why = "recipe.emulate=always" if reason is None else reason.partition(";")[0]
+            unused = "" if settings.fp4_backend == "cutlass" else f" fp4_backend={settings.fp4_backend} has no effect."
+            note = f"EMULATED NVFP4 ({why}): numbers as NVFP4 would give, and slower than bf16. {note}{unused}"
+        return cls(
+            native=is_native,
+            four_over_six=options.four_over_six,
+            stochastic=not settings.no_fp4_stochastic_rounding,
+            note=note,
         )
-        stochastic = not settings.no_fp4_stochastic_rounding
-        return cls(four_over_six=options.four_over_six, stochastic=stochastic, note=note)
 
 
-def multiply(a: Quantised, b: Quantised, rows: int, columns: int, inner: int, out: torch.dtype) -> Tensor:
-    """a bᵀ, [rows, columns] in `out`, of matrices [rows, inner] and [columns, inner]."""
-    product = a.blocks(rows, inner) @ b.blocks(columns, inner).t()
-    return (product * (a.decode * b.decode)).to(out)
+def wide_product(a_RK: Tensor, b_CK: Tensor) -> Tensor:
+    """a bᵀ, [R, C] fp32, of bf16 matrices; the products are exact."""
+    if a_RK.device.type == "cuda":
+        return torch.mm(a_RK, b_CK.t(), out_dtype=torch.float32)
+    return a_RK.float() @ b_CK.float().t()
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """An operand of an emulated product: `values` [R, K] bf16 times `decode`, 0-d fp32."""
+
+    values: Tensor
+    decode: Tensor
+
+    def times(self, other: Rounded, out: torch.dtype) -> Tensor:
+        """self otherᵀ in `out`."""
+        return (wide_product(self.values, other.values) * (self.decode * other.decode)).to(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """An operand of a native product: packed codes, scales of blocks of 1×16 or 16×16, and `decode`."""
+
+    codes: Tensor
+    scales: Tensor
+    decode: Tensor
+
+    def times(self, other: Coded, out: torch.dtype) -> Tensor:
+        """self otherᵀ in `out`."""
+        a, b = ((o.codes, native.swizzled(native.by_row(o.scales, o.codes.shape[0])), o.decode) for o in (self, other))
+        return native.product(*a, *b).to(out)
+
+
+def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> Any:
+    """The matrix, or what `how` makes of it, as an operand; both of a product are of one kind."""
+    return Coded(*nvfp4_quantised(x, seed, how)) if is_native else Rounded(*nvfp4_rounded(x, seed, how))
+
+
+def frozen_operand(packed: Tensor, outputs: int, inputs: int, *, transposed: bool, is_native: bool) -> Any:
+    """The weight [O, I], or its transpose, of what `pack` made."""
+    found = unpack(packed, outputs, inputs, transposed=transposed)
+    if is_native:
+        return Coded(pack_codes(found.codes), found.scales, found.decode)
+    rows, inner = (inputs, outputs) if transposed else (outputs, inputs)
+    return Rounded(found.blocks(rows, inner).bfloat16(), found.decode)
 
 
 def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
@@ -86,48 +156,45 @@ def unpack(packed: Tensor, outputs: int, inputs: int, *, transposed: bool) -> Qu
     return Quantised(codes, scales, packed[:4].view(torch.float32)[0])
 
 
-def _bits(shape: torch.Size, seed: Tensor | None, number: int) -> Tensor | None:
-    return None if seed is None else ops.random_bits(shape, seed, salt=FIRST_SALT + number)
-
-
 class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x_NI: Tensor, weight: Tensor, seed: Tensor | None, slot: TracedSlot, options: Prepared
     ) -> Tensor:
-        tokens, outputs, inputs = x_NI.shape[0], slot.outputs, slot.inputs
-        x = quantise(x_NI, square=False, four_over_six=options.four_over_six)
-        if slot.packed:
-            w = unpack(weight, outputs, inputs, transposed=False)
-            ctx.save_for_backward(None, weight, None, None, seed)
-        else:
-            w = quantise(weight, square=True, four_over_six=options.four_over_six)
-            ctx.save_for_backward(x_NI, w.codes, w.scales, w.decode, seed)
+        outputs, inputs, fos = slot.outputs, slot.inputs, options.four_over_six
         ctx.slot, ctx.options, ctx.dtypes = slot, options, (x_NI.dtype, weight.dtype)
-        return multiply(x, w, tokens, outputs, inputs, x_NI.dtype)
+        ctx.native = options.native and native.fits(x_NI.shape[0], outputs, inputs)
+        x = operand(x_NI, None, Operand(four_over_six=fos), ctx.native)
+        if slot.packed:
+            w = frozen_operand(weight, outputs, inputs, transposed=False, is_native=ctx.native)
+        else:
+            w = operand(weight, None, Operand(square=True, four_over_six=fos), ctx.native)
+        # The backward rounds a trained weight again: to keep its rounded values would cost as much memory as itself.
+        ctx.save_for_backward(None if slot.packed else x_NI, weight, seed)
+        y_NO: Tensor = x.times(w, x_NI.dtype)
+        return y_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight, scales, decode, seed = ctx.saved_tensors
+        x_NI, weight, seed = ctx.saved_tensors
         slot, options = ctx.slot, ctx.options
-        tokens, outputs, inputs = dy_NO.shape[0], slot.outputs, slot.inputs
+        outputs, inputs, fos = slot.outputs, slot.inputs, options.four_over_six
         seed = seed if options.stochastic else None
-        number = 2 * slot.index
-        dy = quantise(dy_NO, square=False, four_over_six=options.four_over_six, bits=_bits(dy_NO.shape, seed, number))
+        salt = FIRST_SALT + 2 * slot.index
+        dy = operand(dy_NO, seed, Operand(four_over_six=fos, salt=salt), ctx.native)
         if slot.packed:
-            w_t = unpack(weight, outputs, inputs, transposed=True)
+            w_t = frozen_operand(weight, outputs, inputs, transposed=True, is_native=ctx.native)
         else:
-            w_t = Quantised(weight, scales, decode).t()
+            w_t = operand(weight, None, Operand(square=True, four_over_six=fos, transposed=True), ctx.native)
         dtype_x, dtype_w = ctx.dtypes
-        dx_NI = multiply(dy, w_t, tokens, inputs, outputs, dtype_x)
+        dx_NI = dy.times(w_t, dtype_x)
         dweight = None
         if ctx.needs_input_grad[1]:
-            dy_ON, x_IN = hadamard(dy_NO.t()), hadamard(x_NI.t())
-            bits = _bits(dy_ON.shape, seed, number + 1)
-            a = quantise(dy_ON, square=False, four_over_six=False, bits=bits)
-            b = quantise(x_IN, square=False, four_over_six=False)
-            dweight = multiply(a, b, outputs, inputs, dy_ON.shape[1], dtype_w)
+            # Along the tokens; their number is padded with zeros that the rotation fills.
+            a = operand(dy_NO, seed, Operand(transposed=True, rotated=True, salt=salt + 1), ctx.native)
+            b = operand(x_NI, None, Operand(transposed=True, rotated=True), ctx.native)
+            dweight = a.times(b, dtype_w)
         return dx_NI, dweight, None, None, None
 
 

@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from surogate_recipe_nvfp4.blocks import (
+from torch import Tensor
+
+from surogate_core.kernels.nvfp4 import (
     MINUS,
     Quantised,
     encode,
@@ -17,8 +19,6 @@ from surogate_recipe_nvfp4.blocks import (
     unpack_codes,
     values,
 )
-from torch import Tensor
-
 from surogate_core.kernels.ops import random_bits
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -1,8 +1,9 @@
 """NVFP4: E2M1 codes in blocks with E4M3 scales, and one fp32 scale a tensor (arXiv 2509.25149).
 
 Suffixes: R rows, K the inner dimension of a product, which blocks of 16 lie along; P and Q are R and K
-up to the next multiple of 16. All arithmetic is fp32 unless it says otherwise. Constants are computed
-rather than stored, so that a traced graph holds none.
+up to the next multiple of 16. All arithmetic is fp32 unless it says otherwise, in an order that is
+written out, so that a kernel can give the same bits. Constants are computed rather than stored, so that
+a traced graph holds none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from surogate_core.kernels.ops import random_bits
+from surogate_core.kernels.registry import op
 
 BLOCK = 16
 E2M1_MAX = 6.0
@@ -35,7 +39,7 @@ class Quantised:
     """0-d fp32: what all of it is multiplied by."""
 
     def blocks(self, rows: int, inner: int) -> Tensor:
-        """[rows, inner] fp32: codes times block scales, exact; times `decode` it is the matrix."""
+        """[rows, inner] fp32: codes times block scales, exact, in bf16 too; times `decode` it is the matrix."""
         height = self.codes.shape[0] // self.scales.shape[0]
         scales = self.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
         return (values(self.codes) * scales)[:rows, :inner]
@@ -90,6 +94,29 @@ def _untiled(tiles: Tensor) -> Tensor:
     return tiles.transpose(1, 2).reshape(rows * height, blocks * width)
 
 
+def _block_scales(unrounded: Tensor) -> Tensor:
+    """E4M3; a NaN is always the same one."""
+    scales = unrounded.clamp(-E4M3_MAX, E4M3_MAX)
+    return torch.where(scales.isnan(), torch.nan, scales).to(E4M3)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """The sum over the last dimension, a power of two: halves added until one is left."""
+    while x.shape[-1] > 1:
+        upper, lower = x.chunk(2, dim=-1)
+        x = upper + lower
+    return x[..., 0]
+
+
+def _block_errors(tiles: Tensor, codes: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
+    """The squared error of each block in fp64; of square ones the same bits for the transpose."""
+    found = values(codes).double() * (scales.double() * decode.double())[..., None, None]
+    errors = (found - tiles.double()).square()
+    if errors.shape[-2] == BLOCK:
+        errors = errors + errors.transpose(-1, -2)
+    return _folded(_folded(errors))
+
+
 def _encode_blocks(tiles: Tensor, scales: Tensor, decode: Tensor, bits: Tensor | None) -> Tensor:
     """Codes of tiles at their block scales; 0 in a block whose scale is 0."""
     divisor = (scales.float() * decode)[..., None, None]
@@ -112,19 +139,16 @@ def quantise(x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | 
     amax_blocks = tiles.abs().amax((-1, -2))
     s_enc = _tensor_scale(amax_blocks.amax(), 1536.0 if four_over_six else E4M3_MAX * E2M1_MAX)
     decode = 1 / s_enc
+    # By a tensor: on a GPU a division by a number is a product with its reciprocal.
+    six = torch.full_like(amax_blocks, E2M1_MAX)
     if not four_over_six:
-        scales = (amax_blocks * s_enc / E2M1_MAX).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        scales = _block_scales(amax_blocks * s_enc / six)
         return Quantised(_untiled(_encode_blocks(tiles, scales, decode, tiled_bits)), scales, decode)
-    unrounded = amax_blocks / E2M1_MAX * s_enc
-    candidates = [(unrounded * factor).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3) for factor in (1.0, 1.5)]
+    unrounded = amax_blocks / six * s_enc
+    candidates = [_block_scales(unrounded * factor) for factor in (1.0, 1.5)]
     nearest = [_encode_blocks(tiles, scales, decode, None) for scales in candidates]
-    six, four = (
-        (values(codes).double() * (scales.double() * decode.double())[..., None, None] - tiles.double())
-        .square()
-        .sum((-1, -2))
-        for codes, scales in zip(nearest, candidates, strict=True)
-    )
-    take_four = four < six
+    errors = [_block_errors(tiles, codes, scales, decode) for codes, scales in zip(nearest, candidates, strict=True)]
+    take_four = errors[1] < errors[0]
     # torch.where does not take float8.
     chosen = torch.where(take_four, candidates[1].float(), candidates[0].float()).to(E4M3)
     if tiled_bits is None:
@@ -155,3 +179,54 @@ def pack_codes(codes_RQ: Tensor) -> Tensor:
 def unpack_codes(packed: Tensor) -> Tensor:
     """[R, Q] uint8 of what `pack_codes` made."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).view(packed.shape[0], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """Which operand of a product a matrix becomes."""
+
+    square: bool = False
+    """Blocks of 16×16 instead of 1×16, rounded to nearest: the transpose has the same values."""
+    four_over_six: bool = False
+    transposed: bool = False
+    """The transpose of the matrix is the operand."""
+    rotated: bool = False
+    """The operand is rotated by `hadamard`, so that its inner dimension is Q."""
+    salt: int = 0
+    """Separates the random bits of operands."""
+
+
+def _operand(x: Tensor, seed: Tensor | None, how: Operand) -> tuple[Quantised, tuple[int, int]]:
+    """The operand padded, and its own shape."""
+    assert not (how.square and (how.rotated or seed is not None))
+    if how.square:
+        found = quantise(x, square=True, four_over_six=how.four_over_six)
+        rows, inner = x.shape
+        return (found.t(), (inner, rows)) if how.transposed else (found, (rows, inner))
+    x_RK = x.t() if how.transposed else x
+    if how.rotated:
+        x_RK = hadamard(x_RK)
+    rows, inner = x_RK.shape
+    bits = None
+    if seed is not None:
+        width = inner + -inner % BLOCK
+        bits = random_bits(torch.Size((rows, width)), seed, salt=how.salt)[:, :inner]
+    return quantise(x_RK, square=False, four_over_six=how.four_over_six, bits=bits), (rows, inner)
+
+
+@op
+def nvfp4_quantised(x: Tensor, seed: Tensor | None, how: Operand) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix as an operand in NVFP4: (codes, scales, decode), as in `Quantised` but with packed codes.
+
+    `seed` (0-d int32) rounds stochastically: the bits are a function of it, `how.salt` and the element's
+    number in the operand [R, Q] (`random_bits`). Codes are [R, Q/2] uint8, [P, Q/2] of square blocks.
+    """
+    found, _ = _operand(x, seed, how)
+    return pack_codes(found.codes), found.scales.contiguous(), found.decode
+
+
+@op
+def nvfp4_rounded(x: Tensor, seed: Tensor | None, how: Operand) -> tuple[Tensor, Tensor]:
+    """What `nvfp4_quantised` stands for: (codes times block scales [R, K or Q] bf16, exact; decode)."""
+    found, (rows, inner) = _operand(x, seed, how)
+    return found.blocks(rows, inner).bfloat16(), found.decode

@@ -1,0 +1,153 @@
+"""Codes, block scales and tensor scales bit for bit those of the reference on the CPU.
+
+The kernels' source is run twice: compiled for the host, where there is a compiler for it, and on a GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import host_cuda
+import pytest
+import surogate_kernels_cuda
+import torch
+from surogate_kernels_cuda import nvfp4
+from torch import Tensor
+
+from surogate_core.kernels.nvfp4 import Operand, nvfp4_quantised, nvfp4_rounded
+from surogate_core.kernels.registry import KernelTable
+
+FLAGS = (False, True)
+OPERANDS = [
+    *(Operand(square=True, four_over_six=f, transposed=t) for f, t in product(FLAGS, FLAGS)),
+    *(Operand(four_over_six=f, transposed=t, rotated=r, salt=70) for f, t, r in product(FLAGS, FLAGS, FLAGS)),
+]
+SEED = torch.tensor(-1_234_567, dtype=torch.int32)
+CASES = [(how, seed) for how in OPERANDS for seed in ((None,) if how.square else (None, SEED))]
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cuda":
+        reason = surogate_kernels_cuda.unavailable(torch.device("cuda"))
+        if reason is not None:
+            pytest.skip(reason)
+        return torch.device("cuda")
+    if host_cuda.COMPILER is None:
+        pytest.skip("g++ is not installed")
+    monkeypatch.setattr(nvfp4, "_MODULE", host_cuda.HostModule(nvfp4._MODULE.native, "nvfp4"))
+    return torch.device("cpu")
+
+
+def hostile(rows: int, inner: int, seed: int = 0) -> Tensor:
+    """Values of many sizes, ties, zero blocks, signed zeros, subnormals, and blocks that four and six hold alike."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inner, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 6, (rows, 1), generator=generator).float())
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0])
+    x[1, :16], x[2, :16] = ties, ties / 6 * 4
+    x[:16, 16:32] = 0
+    x[16, 16:32] = -0.0
+    x[17, :16] = 1e-45
+    x[18, :16] = torch.tensor([1e-38, -1e-40] * 8)
+    x[19, :16] = torch.tensor([6.0, 3.0] * 8)
+    x[20, :16] = torch.tensor([6.0, *[4.5] * 15])
+    x[21:23] = torch.randint(-12, 13, (2, inner), generator=generator).float() / 2
+    return x
+
+
+def assert_same_bits(x: Tensor, how: Operand, seed: Tensor | None, device: torch.device) -> None:
+    """`x` and `seed` are on the CPU."""
+    there = x.to(device), None if seed is None else seed.to(device), how
+    codes, scales, decode = (t.cpu() for t in nvfp4.nvfp4_quantised(*there))
+    values, decode_again = (t.cpu() for t in nvfp4.nvfp4_rounded(*there))
+    expected = nvfp4_quantised(x, seed, how)
+    expected_values, _ = nvfp4_rounded(x, seed, how)
+    assert [t.shape for t in (codes, scales, decode)] == [t.shape for t in expected]
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(scales.view(torch.uint8), expected[1].view(torch.uint8))
+    assert torch.equal(decode.nan_to_num(-1), expected[2].nan_to_num(-1))
+    assert torch.equal(decode.nan_to_num(-1), decode_again.nan_to_num(-1))
+    assert values.shape == expected_values.shape
+    bits = [torch.where(v.isnan(), torch.nan, v).view(torch.int16) for v in (values, expected_values)]
+    assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize(("how", "seed"), CASES, ids=str)
+def test_bits(how: Operand, seed: Tensor | None, device: torch.device) -> None:
+    assert_same_bits(hostile(32, 48), how, seed, device)
+
+
+@pytest.mark.parametrize("how", [OPERANDS[1], OPERANDS[3], OPERANDS[4], OPERANDS[-1]], ids=str)
+@pytest.mark.parametrize(
+    "special", ["zero", "inf", "nan", "subnormal", "huge", "odd", "bfloat16", "float16", "strided"]
+)
+def test_bits_of_special_tensors(how: Operand, special: str, device: torch.device) -> None:
+    x = hostile(32, 48, seed=1)
+    if special == "zero":
+        x = x * 0
+    elif special in ("inf", "nan"):
+        x[3, 7], x[9, 9] = float(special), -float(special)
+    elif special == "subnormal":
+        x = x * 1e-40
+    elif special == "huge":
+        x = x.clamp(-1, 1) * 3e38
+    elif special == "odd":
+        x = x[:31, :37].contiguous()
+    elif special == "strided":
+        x = torch.stack((x, x * 3))[:, :, 3:40].transpose(0, 1).flatten(0, 1)[::2]
+    else:
+        x = x.to(getattr(torch, special))
+    seed = None if how.square or special == "odd" else SEED
+    assert_same_bits(x, how, seed, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "seed"), CASES, ids=str)
+def test_bits_of_a_million_values(how: Operand, seed: Tensor | None, device: torch.device) -> None:
+    x = hostile(1024, 1024, seed=2)
+    assert_same_bits(x, how, seed, device)
+    assert_same_bits(x.bfloat16(), how, seed, device)
+
+
+@pytest.mark.gpu
+def test_equal_bits_in_a_graph_and_beside_another_stream() -> None:
+    device = torch.device("cuda")
+    reason = surogate_kernels_cuda.unavailable(device)
+    if reason is not None:
+        pytest.skip(reason)
+    x, seed = hostile(512, 768, seed=3).cuda(), SEED.cuda()
+    how = Operand(transposed=True, rotated=True, salt=3)
+    first = nvfp4.nvfp4_quantised(x, seed, how)
+    load, other = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(other):
+            load @ load
+        again = nvfp4.nvfp4_quantised(x, seed, how)
+        assert all(
+            torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+            for a, b in zip(first, again, strict=True)
+        )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = nvfp4.nvfp4_quantised(x, seed, how)
+    for _ in range(2):
+        captured[0].zero_()
+        graph.replay()
+        assert torch.equal(captured[0], first[0])
+    # Another seed in the same memory is read by the same graph.
+    seed.add_(1)
+    graph.replay()
+    assert not torch.equal(captured[0], first[0])
+    assert torch.equal(captured[0], nvfp4.nvfp4_quantised(x, seed, how)[0])
+
+
+def test_they_are_chosen_on_a_gpu() -> None:
+    kernels = {kernel.op: kernel for kernel in nvfp4.kernels()}
+    assert kernels.keys() == {"nvfp4_quantised", "nvfp4_rounded"}
+    for kernel in kernels.values():
+        assert kernel.supports(torch.device("cuda"), torch.bfloat16)
+        assert not kernel.supports(torch.device("cpu"), torch.bfloat16)
+        assert not kernel.supports(torch.device("cuda"), torch.float64)
+        table = KernelTable(device=torch.device("cuda"), kernels=(kernel,))
+        assert table.offers(kernel.op, torch.float32)

@@ -1,0 +1,52 @@
+"""A kernel's own source as code of the host, for machines without a GPU.
+
+For sources that use no more of CUDA than `host_cuda.h` has; slow, as each thread of a block is one of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from surogate_core.kernels.native import source_of
+
+COMPILER = shutil.which("g++")
+FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-pthread", "-w")
+SLOTS = 14
+"""Arguments that a kernel may have; as in the header."""
+
+
+@cache
+def _library(native: Path, name: str) -> ctypes.CDLL:
+    assert COMPILER is not None
+    # The toolkit's headers are left out: the host has its own.
+    lines = [line for line in source_of(native, name).splitlines() if not line.startswith("#include")]
+    with TemporaryDirectory() as directory:
+        source, binary = Path(directory, f"{name}.cpp"), Path(directory, f"{name}.so")
+        header = Path(__file__).with_suffix(".h").read_text(encoding="utf-8").replace("#pragma once", "")
+        source.write_text("\n".join((header, *lines)), encoding="utf-8")
+        subprocess.run([COMPILER, *FLAGS, str(source), "-o", str(binary)], check=True)
+        return ctypes.CDLL(str(binary))
+
+
+class HostModule:
+    """In the place of a `surogate_core.kernels.native.Module`: kernels run on the CPU, on its tensors."""
+
+    def __init__(self, native: Path, name: str):
+        self.native = native
+        self.name = name
+
+    def launch(self, function: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
+        """As `Module.launch`; tensors and integers only."""
+        library = _library(self.native, self.name)
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else int(a) for a in arguments]
+        slots = (ctypes.c_uint64 * SLOTS)(*values, *[0] * (SLOTS - len(values)))
+        kernel = ctypes.cast(getattr(library, function), ctypes.c_void_p)
+        library.launch(kernel, ctypes.c_uint(grid[0]), ctypes.c_uint(block), slots)
