@@ -46,30 +46,29 @@ def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
     return padded[:rows, :blocks].contiguous().view(E4M3)
 
 
-# An op of its own, so that no compiler needs to know the packed dtype.
-@torch.library.custom_op("surogate::nvfp4_product", mutates_args=())
-def product(
+RECIPE = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+ORDER = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+
+
+def scaled_product(
     a_codes: Tensor, a_scales: Tensor, a_decode: Tensor, b_codes: Tensor, b_scales: Tensor, b_decode: Tensor
 ) -> Tensor:
     """a bᵀ, [R, C] bf16, of operands as packed codes [R, K/2] and [C, K/2], swizzled scales and factors (0-d fp32)."""
-    recipe, order = (
-        [ScalingType.BlockWise1x16, ScalingType.TensorWise],
-        [
-            SwizzleType.SWIZZLE_32_4_4,
-            SwizzleType.NO_SWIZZLE,
-        ],
-    )
     return scaled_mm(
         a_codes.view(torch.float4_e2m1fn_x2),
         b_codes.view(torch.float4_e2m1fn_x2).t(),
         scale_a=[a_scales, a_decode],
-        scale_recipe_a=recipe,
+        scale_recipe_a=RECIPE,
         scale_b=[b_scales, b_decode],
-        scale_recipe_b=recipe,
-        swizzle_a=order,
-        swizzle_b=order,
+        scale_recipe_b=RECIPE,
+        swizzle_a=ORDER,
+        swizzle_b=ORDER,
         output_dtype=torch.bfloat16,
     )
+
+
+product = torch.library.custom_op("surogate::nvfp4_product", scaled_product, mutates_args=())
+"""`scaled_product` as an op of its own, so that no compiler needs to know the packed dtype."""
 
 
 @product.register_fake
