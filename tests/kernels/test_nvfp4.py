@@ -50,9 +50,32 @@ def e2m1(value: np.float32) -> int:
     return code | 8 if np.signbit(value) else code
 
 
-def encode_block(block: list[np.float32], scale: np.float32, decode: np.float32) -> list[int]:
+def hashed(x: int) -> int:
+    """lowbias32."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def e2m1_stochastic(value: np.float32, uniform: float) -> int:
+    """The upper neighbour where `uniform` in [0, 1) is below the distance from the lower one, in steps."""
+    size = min(abs(float(value)), 6.0)
+    lower = max(i for i, entry in enumerate(GRID) if entry <= size)
+    if lower < 7:
+        lower += uniform < (size - GRID[lower]) / (GRID[lower + 1] - GRID[lower])
+    return lower | 8 if np.signbit(value) else lower
+
+
+def encode_block(
+    block: list[np.float32], scale: np.float32, decode: np.float32, uniform: list[float] | None = None
+) -> list[int]:
     divisor = scale * decode
-    return [e2m1(x / divisor) if divisor != 0 else e2m1(f(math.copysign(0, 0.0))) for x in block]
+    ratios = [x / divisor if divisor != 0 else f(0) for x in block]
+    if uniform is None:
+        return [e2m1(ratio) for ratio in ratios]
+    return [e2m1_stochastic(ratio, u) for ratio, u in zip(ratios, uniform, strict=True)]
 
 
 def squared_error(block: list[np.float32], codes: list[int], scale: np.float32, decode: np.float32) -> float:
@@ -61,8 +84,10 @@ def squared_error(block: list[np.float32], codes: list[int], scale: np.float32, 
 
 
 @np.errstate(all="ignore")
-def transcribed(matrix: np.ndarray, *, square: bool, four_over_six: bool) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """(codes [R, K], block scales, 1 / s_enc), as the specification writes it."""
+def transcribed(
+    matrix: np.ndarray, *, square: bool, four_over_six: bool, key: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """(codes [R, K], block scales, 1 / s_enc), as the specification writes it; stochastic with a key."""
     rows, inner = matrix.shape
     height = 16 if square else 1
     amax = f(np.abs(matrix).max())
@@ -75,6 +100,10 @@ def transcribed(matrix: np.ndarray, *, square: bool, four_over_six: bool) -> tup
         for k in range(inner // 16):
             window = (slice(r * height, (r + 1) * height), slice(k * 16, (k + 1) * 16))
             block = [f(x) for x in matrix[window].ravel()]
+            uniform = None
+            if key is not None:
+                first = r * inner + k * 16
+                uniform = [(hashed(n ^ key) >> 8) / 2**24 for n in range(first, first + 16)]
             amax_b = max(abs(x) for x in block)
             if four_over_six:
                 unrounded = amax_b / f(6) * s_enc
@@ -85,6 +114,8 @@ def transcribed(matrix: np.ndarray, *, square: bool, four_over_six: bool) -> tup
             else:
                 scale = e4m3(min(amax_b * s_enc / f(6), f(448)))
                 chosen = encode_block(block, scale, s_dec)
+            if uniform is not None:
+                chosen = encode_block(block, scale, s_dec, uniform)
             codes[window] = np.array(chosen).reshape(height, 16)
             scales[r, k] = scale
     return codes, scales, s_dec
@@ -104,9 +135,12 @@ def hostile(rows: int, inner: int, seed: int = 0) -> Tensor:
     return x
 
 
-def assert_transcribed(x: Tensor, *, square: bool, four_over_six: bool) -> None:
-    found = quantise(x, square=square, four_over_six=four_over_six)
-    codes, scales, decode = transcribed(x.numpy(), square=square, four_over_six=four_over_six)
+def assert_transcribed(x: Tensor, *, square: bool, four_over_six: bool, stochastic: bool = False) -> None:
+    seed, salt = -5, 3
+    bits = random_bits(x.shape, torch.tensor(seed, dtype=torch.int32), salt=salt) if stochastic else None
+    key = hashed((seed + salt * 0x1E3779B9) & 0xFFFFFFFF) if stochastic else None
+    found = quantise(x, square=square, four_over_six=four_over_six, bits=bits)
+    codes, scales, decode = transcribed(x.numpy(), square=square, four_over_six=four_over_six, key=key)
     assert found.decode.item() == decode
     np.testing.assert_array_equal(found.scales.float().numpy(), scales)
     # In a block whose scale is 0 every value is 0, and signs of zeros say nothing.
@@ -118,6 +152,11 @@ def assert_transcribed(x: Tensor, *, square: bool, four_over_six: bool) -> None:
 @pytest.mark.parametrize("four_over_six", [False, True])
 def test_codes_and_scales(square: bool, four_over_six: bool) -> None:
     assert_transcribed(hostile(32, 96), square=square, four_over_six=four_over_six)
+
+
+@pytest.mark.parametrize("four_over_six", [False, True])
+def test_stochastic_codes(four_over_six: bool) -> None:
+    assert_transcribed(hostile(32, 96), square=False, four_over_six=four_over_six, stochastic=True)
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-39, 1e-35, 1e30])
@@ -134,16 +173,19 @@ def test_empty_and_infinite_tensors() -> None:
     found = quantise(x, square=False, four_over_six=False)
     assert found.decode.item() == 1
     assert found.blocks(16, 32).isfinite().all()
+    assert_transcribed(x, square=False, four_over_six=False)
+    assert_transcribed(-x, square=True, four_over_six=True)
     x[0, 0] = torch.nan
     found = quantise(x, square=False, four_over_six=False)
     assert (found.blocks(16, 32) * found.decode).isnan().all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("square", "stochastic"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("four_over_six", [False, True])
-def test_a_million_codes_and_scales(square: bool, four_over_six: bool) -> None:
-    assert_transcribed(hostile(1024, 1024, seed=5), square=square, four_over_six=four_over_six)
+def test_a_million_codes_and_scales(square: bool, stochastic: bool, four_over_six: bool) -> None:
+    x = hostile(1024, 1024, seed=5)
+    assert_transcribed(x, square=square, four_over_six=four_over_six, stochastic=stochastic)
 
 
 def test_every_value_has_its_code() -> None:

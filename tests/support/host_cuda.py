@@ -1,11 +1,13 @@
 """A kernel's own source as code of the host, for machines without a GPU.
 
-For sources that use no more of CUDA than `host_cuda.h` has; slow, as each thread of a block is one of the host.
+For sources that use no more of CUDA than `host_cuda.h` has. Each thread of a block is one of the host, so blocks
+are made small: the source's `threads` is changed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -23,11 +25,19 @@ SLOTS = 14
 """Arguments that a kernel may have; as in the header."""
 
 
+THREADS = 32
+"""Of a block, in the place of the source's own number."""
+
+
 @cache
 def _library(native: Path, name: str) -> ctypes.CDLL:
     assert COMPILER is not None
     # The toolkit's headers are left out: the host has its own.
-    lines = [line for line in source_of(native, name).splitlines() if not line.startswith("#include")]
+    text, changed = re.subn(
+        r"constexpr int threads = \d+;", f"constexpr int threads = {THREADS};", source_of(native, name)
+    )
+    assert changed == 1
+    lines = [line for line in text.splitlines() if not line.startswith("#include")]
     with TemporaryDirectory() as directory:
         source, binary = Path(directory, f"{name}.cpp"), Path(directory, f"{name}.so")
         header = Path(__file__).with_suffix(".h").read_text(encoding="utf-8").replace("#pragma once", "")
@@ -44,7 +54,8 @@ class HostModule:
         self.name = name
 
     def launch(self, function: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
-        """As `Module.launch`; tensors and integers only."""
+        """As `Module.launch`; tensors and integers only. `block` must be `THREADS`."""
+        assert block == THREADS
         library = _library(self.native, self.name)
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else int(a) for a in arguments]
         slots = (ctypes.c_uint64 * SLOTS)(*values, *[0] * (SLOTS - len(values)))

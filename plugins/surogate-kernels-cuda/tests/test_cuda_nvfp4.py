@@ -36,6 +36,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     if host_cuda.COMPILER is None:
         pytest.skip("g++ is not installed")
     monkeypatch.setattr(nvfp4, "_MODULE", host_cuda.HostModule(nvfp4._MODULE.native, "nvfp4"))
+    monkeypatch.setattr(nvfp4, "THREADS", host_cuda.THREADS)
     return torch.device("cpu")
 
 
@@ -108,6 +109,25 @@ def test_bits_of_a_million_values(how: Operand, seed: Tensor | None, device: tor
     x = hostile(1024, 1024, seed=2)
     assert_same_bits(x, how, seed, device)
     assert_same_bits(x.bfloat16(), how, seed, device)
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_is_unbiased(device: torch.device) -> None:
+    """The mean error of ten million draws is within four of its standard deviations."""
+    x = torch.rand(2048, 4896, generator=torch.Generator().manual_seed(0)) * 12 - 6
+    how = Operand(salt=9)
+    codes, scales, decode = nvfp4.nvfp4_quantised(x.to(device), SEED.to(device), how)
+    values, _ = nvfp4.nvfp4_rounded(x.to(device), SEED.to(device), how)
+    unit = (scales.double() * decode.double()).repeat_interleave(16, 1)
+    wide = x.to(device).double()
+    ratio = (wide / unit).abs().clamp(max=6)
+    step = torch.where(ratio < 2, 0.5, torch.where(ratio < 4, 1.0, 2.0))
+    share = (ratio / step) % 1
+    deviation = (share * (1 - share) * (step * unit).square()).sum().sqrt()
+    inside = (wide / unit).abs() <= 6
+    error = torch.where(inside, values.double() * decode.double() - wide, 0.0)
+    assert error.sum().abs() < 4 * deviation
+    assert codes.numel() * 2 == x.numel()
 
 
 @pytest.mark.gpu

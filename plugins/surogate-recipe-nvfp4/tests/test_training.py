@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import SMALL_CONFIG, SmallModel
 from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe, unavailable
 from surogate_recipe_nvfp4.gemm import FIRST_SALT, linear, pack, unpack
 from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
 from torch import Tensor
 
 from surogate_core.bundles import RecipeSettings
-from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
@@ -28,29 +28,6 @@ OPTIONS = RECIPE.prepare(NVFP4Options(), RecipeSettings(), CPU)
 SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=5)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": lora(dropout=0.1)}
-EPS = Setting("rms_norm_eps", default=1e-6)
-
-
-class _Block(Block):
-    """Two projections and no attention: small graphs are traced quickly."""
-
-    eps = EPS
-    norm = Param("norm.weight", Dim("hidden_size"))
-    up = Linear("up_proj", Dim("hidden_size"), Dim("intermediate_size"), group="ffn")
-    down = Linear("down_proj", Dim("intermediate_size"), Dim("hidden_size"), group="ffn")
-
-    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
-        return x + self.down(torch.relu(self.up(ops.rms_norm(x, self.norm, self.eps))))
-
-
-class _Model(Model):
-    architecture = "Small"
-    embed = Embedding("model.embed_tokens.weight", Dim("vocab_size"), Dim("hidden_size"))
-    layers = Stack(_Block, Dim("num_hidden_layers"), "model.layers.{i}.")
-    head = LMHead("lm_head.weight", "model.norm.weight", EPS, tied=Setting("tie_word_embeddings", default=True))
-
-
-CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
 
 
 def wide(x: Tensor, **how: Any) -> Tensor:
@@ -120,7 +97,7 @@ def snapshot(engine: Engine) -> State:
 def made_once(mode: str, fp4: bool, block: bool, stochastic: bool) -> tuple[Engine, State]:
     options = RECIPE.prepare(NVFP4Options(), RecipeSettings(no_fp4_stochastic_rounding=not stochastic), CPU)
     recipe = {"recipe": RECIPE, "recipe_options": options} if fp4 else {}
-    made = make_engine(CONFIG, build=_Model, lora=MODES[mode], recompute=Recompute(block=block), **recipe)
+    made = make_engine(SMALL_CONFIG, build=SmallModel, lora=MODES[mode], recompute=Recompute(block=block), **recipe)
     return made, snapshot(made)
 
 
