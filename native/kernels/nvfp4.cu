@@ -1,14 +1,27 @@
 // Rounding to NVFP4 (arXiv 2509.25149): E2M1 codes in blocks with E4M3 scales, and one fp32 scale a tensor.
 //
 // Bit for bit what surogate_core/kernels/nvfp4.py says: the same operations in the same order, none of them
-// contracted. The largest value of the tensor is found by one launch, and blocks are rounded by a second one. A
-// thread has a block of 1×16, or a row of one of 16×16. Conversions are written out, so that they run on every chip.
+// contracted, and subnormal numbers kept. The largest value of the tensor is found by one launch, and blocks are
+// rounded by a second one. A thread has a block of 1×16, or a row of one of 16×16. Conversions are written out, so that
+// they run on every chip.
 //
 // R rows, K the inner dimension, which blocks lie along; Q is K up to the next multiple of 16.
 
-#include "vector.cuh"
-
 namespace surogate {
+
+// The toolkit's headers are not there where subnormal numbers are kept; see `Module` of surogate_core/kernels/native.py.
+struct bfloat16 {
+    unsigned short bits;
+};
+
+// As many elements as 16 bytes hold.
+template <typename T> struct alignas(16) Vector {
+    static constexpr int width = 16 / sizeof(T);
+    T values[width];
+};
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ float wide(bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
 constexpr int threads = 256;
 constexpr int width = 16;
@@ -203,17 +216,17 @@ __device__ __forceinline__ void write_codes(const unsigned (&codes)[width], unsi
 
 // Codes times their scale, which bf16 holds exactly. `room`: how many there are to write.
 __device__ __forceinline__ void write_values(const unsigned (&codes)[width], unsigned scale, bool nan,
-                                             __nv_bfloat16 *to, long long room) {
+                                             bfloat16 *to, long long room) {
     const float step = from_e4m3(scale);
-    Vector<__nv_bfloat16> halves[2];
+    Vector<bfloat16> halves[2];
 #pragma unroll
     for (int i = 0; i < width; ++i) {
         const float value = nan ? __uint_as_float(0x7fc00000u) : __fmul_rn(value_of(codes[i]), step);
-        halves[i / 8].values[i % 8] = __float2bfloat16_rn(value);
+        halves[i / 8].values[i % 8] = {static_cast<unsigned short>(__float_as_uint(value) >> 16)};
     }
     if (room >= width && (reinterpret_cast<unsigned long long>(to) & 15u) == 0u) {
-        reinterpret_cast<Vector<__nv_bfloat16> *>(to)[0] = halves[0];
-        reinterpret_cast<Vector<__nv_bfloat16> *>(to)[1] = halves[1];
+        reinterpret_cast<Vector<bfloat16> *>(to)[0] = halves[0];
+        reinterpret_cast<Vector<bfloat16> *>(to)[1] = halves[1];
         return;
     }
 #pragma unroll
@@ -249,7 +262,7 @@ __device__ void amax_of(const T *x, long long stride, int rows, int inner, int f
 template <typename T, bool transposed>
 __device__ void round_rows(const T *x, long long stride, int rows, int inner, int flags, const unsigned *amax,
                            const int *seed, unsigned salt, unsigned char *codes, unsigned char *scales,
-                           __nv_bfloat16 *values, int columns, float *decode) {
+                           bfloat16 *values, int columns, float *decode) {
     const auto [four_over_six, rotated] = unpacked(flags);
     const Tensorwise tensor = tensorwise(*amax, four_over_six ? 1536.0f : largest_scale * largest_code);
     if (blockIdx.x == 0 && threadIdx.x == 0) *decode = tensor.decode;
@@ -297,7 +310,7 @@ __device__ void round_rows(const T *x, long long stride, int rows, int inner, in
 // Codes [P, Q/2] with scales [P/16, Q/16], or values [R, K], of the matrix or of its transpose.
 template <typename T>
 __device__ void round_tiles(const T *x, long long stride, int rows, int inner, int flags, const unsigned *amax,
-                            int transposed, unsigned char *codes, unsigned char *scales, __nv_bfloat16 *values,
+                            int transposed, unsigned char *codes, unsigned char *scales, bfloat16 *values,
                             float *decode) {
     __shared__ double exchanged[tiles][width][width + 1];
     __shared__ unsigned char exchanged_codes[tiles][width][width];
@@ -378,7 +391,7 @@ __device__ void round_tiles(const T *x, long long stride, int rows, int inner, i
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(surogate::threads) nvfp4_round_##layout##_##name(                     \
         const T *x, long long stride, int rows, int inner, int flags, const unsigned *amax, const int *seed,           \
-        unsigned salt, unsigned char *codes, unsigned char *scales, __nv_bfloat16 *values, int columns,                \
+        unsigned salt, unsigned char *codes, unsigned char *scales, surogate::bfloat16 *values, int columns,                \
         float *decode) {                                                                                               \
         surogate::round_rows<T, transposed>(x, stride, rows, inner, flags, amax, seed, salt, codes, scales, values,    \
                                             columns, decode);                                                          \
@@ -389,10 +402,9 @@ __device__ void round_tiles(const T *x, long long stride, int rows, int inner, i
     NVFP4_ROWS(T, name, columns, true)                                                                                 \
     extern "C" __global__ void __launch_bounds__(surogate::threads) nvfp4_round_tiles_##name(                          \
         const T *x, long long stride, int rows, int inner, int flags, const unsigned *amax, int transposed,            \
-        unsigned char *codes, unsigned char *scales, __nv_bfloat16 *values, float *decode) {                           \
+        unsigned char *codes, unsigned char *scales, surogate::bfloat16 *values, float *decode) {                           \
         surogate::round_tiles(x, stride, rows, inner, flags, amax, transposed, codes, scales, values, decode);         \
     }
 
 NVFP4(float, float32)
-NVFP4(__nv_bfloat16, bfloat16)
-NVFP4(__half, float16)
+NVFP4(surogate::bfloat16, bfloat16)

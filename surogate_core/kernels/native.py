@@ -148,7 +148,8 @@ class Module:
     """One source of a pack, loaded when it is needed, once for each device.
 
     A source that is `specific` uses what only the architecture's own target has, such as wgmma of
-    sm_90a, and includes none of the toolkit's headers.
+    sm_90a, or keeps subnormal numbers, which CuPy's own compilation makes zeros (it adds ``-ftz=true``).
+    It includes none of the toolkit's headers.
     """
 
     def __init__(self, native: Path, name: str, *, specific: bool = False):

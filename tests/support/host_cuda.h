@@ -50,22 +50,6 @@ inline void atomicMax(unsigned *to, unsigned value) {
     for (unsigned old = cell; old < value && !cell.compare_exchange_weak(old, value);) {}
 }
 
-struct __nv_bfloat16 {
-    std::uint16_t bits;
-};
-inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-inline __nv_bfloat16 __float2bfloat16_rn(float x) {
-    const unsigned bits = __float_as_uint(x);
-    if (x != x) return {0x7fff};
-    return {static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
-}
-
-struct __half {
-    _Float16 value;
-};
-inline float __half2float(__half x) { return static_cast<float>(x.value); }
-inline __half __float2half_rn(float x) { return {static_cast<_Float16>(x)}; }
-
 // Pointers and integers alone, each in a slot of its own: so a kernel can be called without its signature.
 using Slot = std::uint64_t;
 using Kernel = void (*)(Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot);

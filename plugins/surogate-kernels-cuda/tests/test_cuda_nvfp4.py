@@ -80,9 +80,7 @@ def test_bits(how: Operand, seed: Tensor | None, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("how", [OPERANDS[1], OPERANDS[3], OPERANDS[4], OPERANDS[-1]], ids=str)
-@pytest.mark.parametrize(
-    "special", ["zero", "inf", "nan", "subnormal", "huge", "odd", "bfloat16", "float16", "strided"]
-)
+@pytest.mark.parametrize("special", ["zero", "inf", "nan", "subnormal", "huge", "odd", "bfloat16", "strided"])
 def test_bits_of_special_tensors(how: Operand, special: str, device: torch.device) -> None:
     x = hostile(32, 48, seed=1)
     if special == "zero":
@@ -168,6 +166,6 @@ def test_they_are_chosen_on_a_gpu() -> None:
     for kernel in kernels.values():
         assert kernel.supports(torch.device("cuda"), torch.bfloat16)
         assert not kernel.supports(torch.device("cpu"), torch.bfloat16)
-        assert not kernel.supports(torch.device("cuda"), torch.float64)
+        assert not kernel.supports(torch.device("cuda"), torch.float16)
         table = KernelTable(device=torch.device("cuda"), kernels=(kernel,))
         assert table.offers(kernel.op, torch.float32)

@@ -19,11 +19,12 @@ from surogate_core.kernels.nvfp4 import BLOCK, E4M3, Operand
 
 THREADS = 256
 """As in the source."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 NOWHERE = 0
 """A pointer to what is not asked for."""
 
-_MODULE = Module(Path(__file__).parent / "native", "nvfp4")
+# Specific for its subnormal numbers alone: a tensor of tiny values has a factor that is one.
+_MODULE = Module(Path(__file__).parent / "native", "nvfp4", specific=True)
 
 
 def _padded(n: int) -> int:
