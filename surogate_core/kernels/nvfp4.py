@@ -110,7 +110,8 @@ def _folded(x: Tensor) -> Tensor:
 
 def _block_errors(tiles: Tensor, codes: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
     """The squared error of each block in fp64; of square ones the same bits for the transpose."""
-    found = values(codes).double() * (scales.double() * decode.double())[..., None, None]
+    # By way of fp32, which is exact: Triton has no conversion of E4M3 to fp64.
+    found = values(codes).double() * (scales.float().double() * decode.double())[..., None, None]
     errors = (found - tiles.double()).square()
     if errors.shape[-2] == BLOCK:
         errors = errors + errors.transpose(-1, -2)
