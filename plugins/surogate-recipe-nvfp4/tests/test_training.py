@@ -83,8 +83,8 @@ def test_a_packed_weight_holds_it_and_its_transpose() -> None:
     packed = pack(w, SLOT, OPTIONS)
     expected = wide(w, square=True, four_over_six=True)
     for transposed, shape in ((False, (24, 40)), (True, (40, 24))):
-        found = unpack(packed, 24, 40, transposed=transposed)
-        value = found.blocks(*shape).double() * found.decode.double()
+        found = unpack(packed, 24, 40, transposed=transposed).rounded(*shape)
+        value = found.values.double() * found.decode.double()
         assert torch.equal(value.t() if transposed else value, expected)
     assert packed.numel() == 16 + 2 * (32 * 48 // 2 + 32 * 48 // 256)
 

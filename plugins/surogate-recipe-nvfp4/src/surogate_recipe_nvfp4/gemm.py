@@ -115,6 +115,11 @@ class Coded:
         a, b = ((o.codes, native.swizzled(native.by_row(o.scales, o.codes.shape[0])), o.decode) for o in (self, other))
         return native.product(*a, *b).to(out)
 
+    def rounded(self, rows: int, inner: int) -> Rounded:
+        """The same for an emulated product, without what pads it."""
+        found = Quantised(unpack_codes(self.codes), self.scales, self.decode)
+        return Rounded(found.blocks(rows, inner).bfloat16(), self.decode)
+
 
 def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> Any:
     """The matrix, or what `how` makes of it, as an operand; both of a product are of one kind."""
@@ -123,11 +128,8 @@ def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> An
 
 def frozen_operand(packed: Tensor, outputs: int, inputs: int, *, transposed: bool, is_native: bool) -> Any:
     """The weight [O, I], or its transpose, of what `pack` made."""
-    found = unpack(packed, outputs, inputs, transposed=transposed)
-    if is_native:
-        return Coded(pack_codes(found.codes), found.scales, found.decode)
-    rows, inner = (inputs, outputs) if transposed else (outputs, inputs)
-    return Rounded(found.blocks(rows, inner).bfloat16(), found.decode)
+    coded = unpack(packed, outputs, inputs, transposed=transposed)
+    return coded if is_native else coded.rounded(*((inputs, outputs) if transposed else (outputs, inputs)))
 
 
 def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
@@ -144,16 +146,15 @@ def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
     return torch.cat(parts)
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int, *, transposed: bool) -> Quantised:
+def unpack(packed: Tensor, outputs: int, inputs: int, *, transposed: bool) -> Coded:
     """The weight [O, I], or its transpose, of what `pack` made."""
     p, q = (-(-n // BLOCK) * BLOCK for n in (outputs, inputs))
     start = HEADER
     if transposed:
         start, p, q = start + p * q // 2 + p * q // BLOCK**2, q, p
     middle, stop = start + p * q // 2, start + p * q // 2 + p * q // BLOCK**2
-    codes = unpack_codes(packed[start:middle].view(p, q // 2))
     scales = packed[middle:stop].view(E4M3).view(p // BLOCK, q // BLOCK)
-    return Quantised(codes, scales, packed[:4].view(torch.float32)[0])
+    return Coded(packed[start:middle].view(p, q // 2), scales, packed[:4].view(torch.float32)[0])
 
 
 class _Linear(Function):
