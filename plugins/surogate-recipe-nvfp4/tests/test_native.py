@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from surogate_recipe_nvfp4 import NVFP4Options, native, surogate_recipe
-from surogate_recipe_nvfp4.gemm import Coded, Prepared, Rounded, linear, operand, pack
+from surogate_recipe_nvfp4.gemm import Coded, Prepared, Rounded, linear, operand, pack, wide_product
 from tiny_engine import relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -130,6 +130,15 @@ def test_torch_takes_operands_of_these_shapes(rows: int, columns: int, inner: in
         operands[1] = torch.empty(operands[1].numel() // 2, dtype=torch.float8_e4m3fn, device="cuda")
         with pytest.raises(Exception, match=r"(?i)scal"):
             native.scaled_product(*operands)
+
+
+def test_an_emulated_product_on_a_gpu_is_wide() -> None:
+    """Shapes and dtypes alone; torch checks the product's arguments without a GPU."""
+    with FakeTensorMode():
+        a, b = (torch.empty(n, 48, dtype=torch.bfloat16, device="cuda") for n in (20, 36))
+        for found in (wide_product(a, b), torch.mm(a, b.t(), out_dtype=torch.float32)):
+            assert found.shape == (20, 36)
+            assert found.dtype == torch.float32
 
 
 def test_the_recipe_prepares_native_products_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:

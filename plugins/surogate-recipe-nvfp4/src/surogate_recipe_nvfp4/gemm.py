@@ -83,10 +83,21 @@ class Prepared:
         )
 
 
+# An op of its own, since not every Inductor takes a product whose result is wider than its operands.
+@torch.library.custom_op("surogate::nvfp4_wide_product", mutates_args=())
+def _cuda_product(a_RK: Tensor, b_CK: Tensor) -> Tensor:
+    return torch.mm(a_RK, b_CK.t(), out_dtype=torch.float32)
+
+
+@_cuda_product.register_fake
+def _(a_RK: Tensor, b_CK: Tensor) -> Tensor:
+    return a_RK.new_empty(a_RK.shape[0], b_CK.shape[0], dtype=torch.float32)
+
+
 def wide_product(a_RK: Tensor, b_CK: Tensor) -> Tensor:
     """a bᵀ, [R, C] fp32, of bf16 matrices; the products are exact."""
     if a_RK.device.type == "cuda":
-        return torch.mm(a_RK, b_CK.t(), out_dtype=torch.float32)
+        return _cuda_product(a_RK, b_CK)
     return a_RK.float() @ b_CK.float().t()
 
 
