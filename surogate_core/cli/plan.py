@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
         resolve_device,
         resolve_lora,
         resolve_model,
+        resolve_offloader,
     )
 
     resolved = resolve_model(config, registry, weights_needed=False)
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         recipe_options=recipe_options,
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
-        offloader=registry.get("offload", config.offload.name),
+        offloader=resolve_offloader(config, registry),
         kernels=kernel_table(config, registry, device),
         lora=resolve_lora(config, resolved.model),
     )

@@ -43,7 +43,8 @@ def plan_panels(
     tables: Mapping[str, Signature],
 ) -> dict[str, tuple[Panel, ...]]:
     """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device."""
-    if not recipe.plain or offloader.place != "device" or not kernels.offers("adapted_linears", dtype):
+    moved = offloader.place != "device" and "weights" in offloader.kinds
+    if not recipe.plain or moved or not kernels.offers("adapted_linears", dtype):
         return {}
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
