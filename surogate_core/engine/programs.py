@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import FLAT_ALIGNMENT, Objective, Offloader, Recipe
 from surogate_core.dsl.declare import Model, TensorSpec
+from surogate_core.dsl.footprint import Footprint, footprint
 from surogate_core.dsl.slots import Join, LinearSlot, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Compiler,
@@ -23,7 +24,6 @@ from surogate_core.dsl.trace import (
     Signature,
     _Call,
     differentiate,
-    residuals,
     with_gradients,
     without_gradients,
 )
@@ -255,16 +255,15 @@ class ProgramBuilder:
                 )
         return self._layers[key]
 
-    def layer_residuals(self, piece: Piece) -> tuple[Signature, ...]:
-        """What a layer keeps between forward and backward, its input included; compiles nothing."""
+    def layer_footprint(self, piece: Piece) -> Footprint:
+        """What a layer keeps between forward and backward besides its input, and needs while it runs."""
         with registry.using(self.kernels):
-            kept = residuals(
+            return footprint(
                 self._layer_function(piece, training=True),
                 self._layer_inputs(piece),
                 recompute=self.recompute,
                 compiler=self.compiler,
             )
-        return (self._activation(self.tokens, requires_grad=False), *kept)
 
     def evaluation_layer(self, piece: Piece) -> _Call:
         """Forward alone of a layer, without dropout."""
