@@ -101,12 +101,13 @@ def main(argv: Sequence[str]) -> int:
     prediction = place(config, count(config))
     fitting = None if budget is None else plan_fit.proposals(config, registry, count, place)
     settings = settings_of(config)
+    host = plan_fit.host_memory()
     if as_json:
-        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting)}
+        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, host=host)}
         print(plan_view.as_json(config, resolved.title, settings, prediction, **extra), end="")
     else:
         print(plan_view.as_text(config, resolved.title, settings, prediction), end="")
         if fitting is not None and budget is not None:
-            print("\n" + plan_fit.as_text(budget, fitting, host=plan_fit.host_memory()), end="")
+            print("\n" + plan_fit.as_text(budget, fitting, host=host), end="")
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0

@@ -34,6 +34,8 @@ ARITHMETIC = 200e12
 FEWEST_TOKENS = 256
 """Tokens of the smallest chunk of the head that is proposed."""
 SHOWN = 3
+ALIKE = 0.9
+"""A further proposal takes at most this share of each one's memory before it, on the device or on the host."""
 EIGHT_BIT = "adamw_8bit"
 
 
@@ -159,14 +161,14 @@ def _seconds(config: RunConfig, prediction: Prediction) -> float:
 
 def as_text(budget: int, ordered: list[Proposal], *, host: int | None) -> str:
     """For people: the cheapest that fit, or the smallest there is. `host`: bytes of this machine's memory."""
-    fitting = [p for p in ordered if fits(p, budget)]
+    fitting = best(budget, ordered, host=host)
     if not fitting:
         smallest = min(ordered, key=lambda p: p.prediction.total("device"))
         return (
             f"# fit into {human_bytes(budget)}\nNothing does. The smallest is {_line(smallest, host)}\n"
             f"Fix: a smaller per_device_train_batch_size or sequence_len, or lora=true.\n"
         )
-    lines = [f"  {_line(p, host)}" for p in fitting[:SHOWN]]
+    lines = [f"  {_line(p, host)}" for p in fitting]
     return (
         f"# fit into {human_bytes(budget)}, with {MARGIN - 1:.0%} to spare, cheapest first\n"
         + "\n".join(lines)
@@ -177,6 +179,18 @@ def as_text(budget: int, ordered: list[Proposal], *, host: int | None) -> str:
 def fits(proposal: Proposal, budget: int) -> bool:
     """Whether its device memory is within the budget."""
     return proposal.prediction.total("device") * MARGIN <= budget
+
+
+def best(budget: int, ordered: list[Proposal], *, host: int | None) -> list[Proposal]:
+    """The cheapest that fit, those that this machine's host memory holds before others; none is like one before it."""
+    found: list[Proposal] = []
+    for proposal in sorted(ordered, key=lambda p: host is not None and p.prediction.total("host") > host):
+        places = [proposal.prediction.total(place) for place in ("device", "host")]
+        known = ([p.prediction.total(place) for place in ("device", "host")] for p in found)
+        differs = all(any(mine < ALIKE * theirs for mine, theirs in zip(places, k, strict=True)) for k in known)
+        if fits(proposal, budget) and differs and len(found) < SHOWN:
+            found.append(proposal)
+    return found
 
 
 def _line(proposal: Proposal, host: int | None) -> str:
@@ -191,8 +205,8 @@ def _line(proposal: Proposal, host: int | None) -> str:
     return text
 
 
-def as_json(budget: int, ordered: list[Proposal]) -> list[dict[str, Any]]:
-    """Those that fit, the cheapest first."""
+def as_json(budget: int, ordered: list[Proposal], *, host: int | None) -> list[dict[str, Any]]:
+    """The same as JSON values."""
     return [
         {
             "overrides": list(p.changes),
@@ -200,9 +214,8 @@ def as_json(budget: int, ordered: list[Proposal]) -> list[dict[str, Any]]:
             "host_bytes": p.prediction.total("host"),
             "seconds": p.seconds,
         }
-        for p in ordered
-        if fits(p, budget)
-    ][:SHOWN]
+        for p in best(budget, ordered, host=host)
+    ]
 
 
 def host_memory() -> int | None:

@@ -6,6 +6,7 @@ Shape suffixes: N tokens of a micro-batch, D features, S document borders, L lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -408,7 +409,8 @@ class Engine:
         if self.settings.max_grad_norm > 0:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
-        with using(self.programs.kernels):
+        # Kernels are chosen for the device; a step on the CPU takes the references.
+        with nullcontext() if on_host else using(self.programs.kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
         if self.recipe_state is not None:
             self.recipe_state.update(self._observed, skip.to(self.settings.device))

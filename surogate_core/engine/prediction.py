@@ -16,16 +16,13 @@ from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.parameters import Parameters, Piece, pieces
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_packing, plan_panels
+from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
 from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.kernels.registry import KernelTable
 
-LOGIT_COPIES = {"inductor": 2, "fx": 3}
-"""Tensors of a logits chunk's size that exist at once in the head: logits and their gradient, and in
-the traced graph as it is a temporary. With them the measured peaks on an H200 are met: 8.45 GiB
-predicted and 8.53 measured for Qwen3-0.6B, 37.3 and 37.5 for 8B (LoRA, 4096 tokens, no recompute)."""
-
+CUBLAS_WORKSPACE = 32 * 2**20
+"""Bytes that torch gives cuBLAS on Hopper; 8 MiB elsewhere."""
 CUDA_CONTEXT = 600 * 2**20
 """Bytes that CUDA, its libraries and loaded kernels take of a GPU beside torch's tensors; estimated."""
 
@@ -78,10 +75,13 @@ class Counts:
     residuals: tuple[int, ...]
     """Bytes of each layer."""
     layer: int
-    """Bytes of a layer's working set."""
-    head_gradients: int
+    """Bytes of a layer's working set. Gradients of weights are multiplied into their sums, so none are in it."""
     embedding_gradient: int
-    vocabulary: int
+    """Bytes of the tokens' gradients in float32, where the embedding is trained."""
+    activation: int
+    """Bytes of what one layer hands to the next."""
+    head: int
+    """Bytes of the head's working set: the logits of `settings.head_chunks` pieces and what is made of them."""
     tables: int
     recipe_state: int
     slots: int
@@ -119,6 +119,17 @@ class Counts:
                 recipe=recipe,
                 offloader=offloader,
                 kernels=kernels,
+                dtype=settings.dtype,
+                tokens=settings.tokens,
+                width=model.width,
+                tables=signatures,
+            ),
+            joins=plan_joins(
+                found,
+                recipe=recipe,
+                recipe_options=recipe_options,
+                offloader=offloader,
+                compiler=settings.compiler,
                 dtype=settings.dtype,
                 tokens=settings.tokens,
                 width=model.width,
@@ -163,8 +174,6 @@ class Counts:
             for panel, tensor in parameters.panel_tensors(piece):
                 panel_copies += tensor.nbytes - panel.shape.width * panel.shape.inputs * settings.dtype.itemsize
         train_embedding = embed.specs[0].trainable
-        # Sorted sums need the whole gradient of the table at once on CUDA, and the tokens' in fp32 elsewhere.
-        rows = model.vocab_size if settings.device.type == "cuda" else settings.tokens
         return cls(
             settings=settings,
             recipe=recipe.name,
@@ -178,9 +187,9 @@ class Counts:
             pieces=tuple(_split(parameters, piece) for piece in found),
             residuals=tuple(kept[builder.signature(piece)] for piece in layers),
             layer=activation + max(f.working_bytes for f in footprints.values()),
-            head_gradients=sum(nbytes(parameters, s) for s in head.specs if s.trainable),
-            embedding_gradient=rows * model.width * 4 if train_embedding else 0,
-            vocabulary=model.vocab_size,
+            embedding_gradient=settings.tokens * model.width * 4 if train_embedding else 0,
+            head=builder.head_bytes(head, builder.chunks()[0].stop),
+            activation=activation,
             tables=sum(s.nbytes for s in signatures.values()) + settings.tokens * 20,
             recipe_state=sum(t.nbytes for t in state.state().values()) if state else 0,
             slots=slots,
@@ -207,7 +216,9 @@ class Counts:
             + (masters if on.streams_trained(masters=True) else 0)
             for frozen, copies, masters in self.pieces
         ]
-        working, what = self._working(resting, head_chunks)
+        # Before the backward begins, only the last layer's are still on the device.
+        gone = resting - self.residuals[-1] if on.moves("residuals") else 0
+        working, what = self._working(resting, gone, head_chunks)
         state = int(self.flat * optimizer.state_bytes_per_parameter)
         masters = self.flat * settings.master_dtype.itemsize
         rows: list[tuple[str, str, int, str]] = [
@@ -245,7 +256,8 @@ class Counts:
             ("tables and inputs", "device", self.tables, "positions, ids, labels"),
         ]
         if settings.device.type == "cuda":
-            rows.append(("CUDA context", "device", CUDA_CONTEXT, "kernels and workspaces, estimated"))
+            rows.append(("workspace", "device", CUBLAS_WORKSPACE, "of cuBLAS"))
+            rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA and loaded kernels, estimated"))
         return Prediction(
             held=tuple(Held(kind=k, place=p, nbytes=n, detail=d) for k, p, n, d in rows if n),
             schedule=training_schedule(len(self.residuals), train_embedding=self.train_embedding),
@@ -254,15 +266,17 @@ class Counts:
             kernels=dict(self.kernels),
         )
 
-    def _working(self, residuals: int, head_chunks: int) -> tuple[int, str]:
-        """(bytes on top of the residuals where all is largest, what they are)."""
-        settings = self.settings
-        tokens = -(-settings.tokens // head_chunks)
-        logits = tokens * self.vocabulary * settings.dtype.itemsize * LOGIT_COPIES[settings.compiler]
-        # Of several chunks the sum and the newest exist.
-        gradients = self.head_gradients * (2 if head_chunks > 1 else 1)
+    def _working(self, residuals: int, gone: int, head_chunks: int) -> tuple[int, str]:
+        """(bytes on top of the residuals where all is largest, what they are).
+
+        `gone`: bytes of the residuals that are not on the device while the head runs.
+        """
+        tokens = self.settings.tokens
+        chunk, counted = -(-tokens // head_chunks), -(-tokens // self.settings.head_chunks)
+        # Beside the chunk's there are what the last layer gave, and the gradient of all of it.
+        head = 2 * self.activation + self.head * chunk // counted - gone
         return max(
-            (logits + gradients, f"the head: logits of {tokens} of {settings.tokens} tokens at a time"),
+            (head, f"the head: logits of {chunk} of {tokens} tokens at a time"),
             (self.layer, "the backward of a layer"),
             # No layer's residuals are left by then.
             (self.embedding_gradient - residuals, "the gradient of the embedding"),

@@ -104,7 +104,10 @@ def planned(engine: Engine, kinds: tuple[TensorKind, ...], settings: dict[str, A
     )
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+QUICK = ("residuals", "all but weights", "cpu_training", "lora, weights")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COMBINATIONS])
 def test_the_plan_counts_what_there_is(name: str) -> None:
     """Exactly where tensors are countable; the optimizer's state, of which the plan knows bytes a parameter, to 5 %."""
     kinds, settings = COMBINATIONS[name]
