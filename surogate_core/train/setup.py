@@ -351,7 +351,10 @@ def out_of_memory(config: RunConfig, error: BaseException) -> MachineError:
     ]  # fmt: skip
     first = (str(error).split("\n")[0].split(". ")[0] or type(error).__name__).rstrip(".")
     where = "GPU" if isinstance(error, torch.OutOfMemoryError) else "host"
-    return MachineError(f"Out of {where} memory: {first}. Fix: try {', then '.join(advice)}; see `surogate plan`.")
+    return MachineError(
+        f"Out of {where} memory: {first}. Fix: try {', then '.join(advice)}; "
+        f"`surogate plan --fit SIZE` proposes what else."
+    )
 
 
 def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None) -> tuple[str, ...]:
