@@ -255,7 +255,18 @@ class Offloader:
     place: Literal["device", "host", "disk", "sharded"]
     """For the plan's table."""
     store: Callable[[TensorKind, torch.device, Any], Store]
+    """(kind, compute device, options) → the store of weights or residuals, which go and come as blocks run."""
+    allocate: Callable[[TensorKind, int, torch.dtype, torch.device, Any], tuple[Tensor, Tensor]] | None = None
+    """(kind, elements, dtype, compute device, options) → the same zeroed [elements] twice, as a tensor of the compute
+    device and as one of the CPU. Of master, gradients and optimizer, which kernels read and write where they live, and
+    of trained weights."""
     options: type = NoOptions
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` where kinds are placed that there is no `allocate` for."""
+        flat = self.kinds - {"weights", "residuals"}
+        if flat and self.place != "device" and self.allocate is None:
+            raise ValueError(f"offloader {self.name!r} places {', '.join(sorted(flat))} without an `allocate`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

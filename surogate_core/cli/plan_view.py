@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,8 +24,8 @@ def tokens_per_step(config: RunConfig) -> int:
     return rows * config.sequence_len
 
 
-def as_json(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction) -> str:
-    """The plan as one JSON object."""
+def as_json(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, **extra: Any) -> str:
+    """The plan as one JSON object, with further keys at its end."""
     value = {
         "model": title,
         "config": to_dict(config),
@@ -37,6 +38,7 @@ def as_json(config: RunConfig, title: str, settings: EngineSettings, prediction:
         "held": [asdict(h) for h in prediction.held],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
+        **extra,
     }
     return json.dumps(value, indent=1) + "\n"
 

@@ -42,6 +42,16 @@ def _needs_adaptive(key: str) -> Check:
     )
 
 
+def _in_host_memory_already(key: str) -> Check:
+    return Check(
+        name=f"{key}_with_cpu_training",
+        key=key,
+        wrong=lambda v: v[key] and v["cpu_training"],
+        message="has no effect beside `cpu_training`, which keeps these tensors off the device.",
+        fix=f"{key}: false",
+    )
+
+
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 """Value of `torch_dtype` → that of `model_dtype`."""
 
@@ -188,6 +198,21 @@ CHECKS: tuple[Check, ...] = (
         "fp32",
         "is e5m2 in an fp32 model: there is no product e4m3 × e5m2 → fp32.",
         "model_dtype: bf16, or gradient_dtype: fp32 or bf16",
+    ),
+    *(_in_host_memory_already(f"offload_{what}") for what in ("optimizer", "master", "grads", "quants")),
+    Check(
+        name="offloaded_quants_made_anew",
+        key="offload_quants",
+        wrong=lambda v: v["offload_quants"] and not v["persistent_quants"],
+        message="moves quantised weights that are kept, and without `persistent_quants` none are.",
+        fix="persistent_quants: true, or offload_quants: false",
+    ),
+    Check(
+        name="quants_of_trained_weights",
+        key="persistent_quants",
+        wrong=lambda v: v["persistent_quants"] and not v["lora"],
+        message="is of frozen weights, and without `lora` there are none: trained ones are quantised for each use.",
+        fix="persistent_quants: false, or lora: true",
     ),
     _needs_adaptive("auto_lr_reduction"),
     _needs_adaptive("early_stop"),

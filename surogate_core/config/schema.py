@@ -209,7 +209,21 @@ class RunConfig:
 
     # ------------------------------------------------------------------------- placement
     offload: Selection = field(default_factory=lambda: Selection(name="none"))
-    """Where tensors live between uses."""
+    """Where the tensors live that the keys below move; an offloader alone moves every kind that it can."""
+    offload_residual: bool = False
+    """Move what the blocks keep for the backward off the device; it comes back block by block."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state off the device."""
+    offload_master: bool = False
+    """Keep the masters of the trained weights off the device."""
+    offload_grads: bool = False
+    """Keep the accumulated gradients off the device."""
+    offload_quants: bool = False
+    """Keep quantised frozen weights off the device, from where they come block by block; needs `persistent_quants`."""
+    persistent_quants: bool = False
+    """Hold frozen weights as the recipe quantised them at load. Recipes that can always do; says so for others."""
+    cpu_training: bool = False
+    """Keep weights, masters, gradients and optimizer off the device; the CPU carries out the optimizer step."""
     launcher: Selection = field(default_factory=lambda: Selection(name="local"))
     """How the run's processes start."""
 

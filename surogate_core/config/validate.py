@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any
 
+from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.config.settings import INSTANTIATE_KEYS, LIST_GROUPS, unknown_key, unknown_name
@@ -46,6 +47,7 @@ def validate(
         names = registry.names("objective")
         check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
     check.problems.extend(check.builder.problems)
+    check.offload(built)
     check.contradictions(built)
     check.optimizer(built)
     if check.problems:
@@ -207,6 +209,28 @@ class _Validator:
         self.builder.dataclass(cls, {k: v for k, v in entry.items() if k in allowed}, f"{path}.")
 
     # --------------------------------------------------------------------- contradictions
+
+    def offload(self, built: dict[str, Any]) -> None:
+        """Hold the keys that move tensors against what the offloader and the recipe can do."""
+        if built["persistent_quants"] is True and built["recipe"] is not None:
+            recipes = {name: provided.bundle for name, provided in sorted(self.registry.bundles("recipe").items())}
+            if recipes[built["recipe"].name].pack is None:
+                able = " or ".join(name for name, other in recipes.items() if other.pack is not None)
+                message = f"recipe {built['recipe'].name} quantises no frozen weight at load."
+                self._problem("persistent_quants", message, f"recipe: {able}" if able else "persistent_quants: false")
+        kinds = offload.chosen(built)
+        if not kinds or built["offload"] is None:
+            return
+        if built["offload"].name == "none":
+            built["offload"] = self.selection("offload", {"name": offload.DEFAULT}, "offload")
+            if built["offload"] is None:
+                return
+        name = built["offload"].name
+        offered = self.registry.bundles("offload")[name].bundle.kinds
+        for key, wanted in offload.KINDS.items():
+            if built[key] is True and wanted - offered:
+                message = f"offloader {name} does not place {', '.join(sorted(wanted - offered))}."
+                self._problem(key, message, f"{key}: false, or offload: {offload.DEFAULT}")
 
     def optimizer(self, built: Mapping[str, Any]) -> None:
         """Hold what is to be trained against what the optimizer can train."""

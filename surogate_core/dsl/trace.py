@@ -352,14 +352,6 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
             marked.add(node)
 
 
-def residuals(
-    function: Callable[..., Tensor], inputs: Sequence[Signature], *, recompute: Recompute, compiler: Compiler
-) -> tuple[Signature, ...]:
-    """What `differentiate` would keep between forward and backward besides inputs; compiles nothing."""
-    *_, kept = _split(trace_joint(function, inputs), recompute, compiler)
-    return tuple(Signature.of(n.meta["val"]) for n in kept)
-
-
 def differentiate(
     function: Callable[..., Tensor],
     inputs: Sequence[Signature],

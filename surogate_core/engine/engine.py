@@ -6,6 +6,7 @@ Shape suffixes: N tokens of a micro-batch, D features, S document borders, L lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
+from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.kernels.registry import KernelTable, using
@@ -64,6 +66,8 @@ class EngineSettings:
     """Layers up to the last that the recipe leaves alone."""
     master_dtype: torch.dtype = torch.float32
     """float32, or bfloat16 written with stochastic rounding."""
+    update_on_cpu: bool = False
+    """Whether the CPU carries out the optimizer step, on masters and gradients that live in its memory."""
 
 
 @dataclass(slots=True)
@@ -185,13 +189,15 @@ class Engine:
         self.embed, *layers, self.head = found
         self.layers = {piece.key: piece for piece in layers}
         self._layer_number = {key: i for i, key in enumerate(self.layers)}
-        self.weights: Store = offloader.store("weights", settings.device, offloader_options)
-        self.residuals: Store = offloader.store("residuals", settings.device, offloader_options)
+        placement = Placement(offloader=offloader, options=offloader_options, device=settings.device)
+        self.weights: Store = placement.store("weights")
+        self.residuals: Store = placement.store("residuals")
         self.inputs = Inputs.allocate(settings, len(layers))
         tables = {name: Signature.of(t) for name, t in self._tables().items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         self._allocate_recipe_state(recipe, recipe_options)
-        self._rounding_seed = torch.zeros((), dtype=torch.int32, device=settings.device)
+        updating = torch.device("cpu") if settings.update_on_cpu else settings.device
+        self._rounding_seed = torch.zeros((), dtype=torch.int32, device=updating)
         self.parameters = Parameters(
             found,
             panels=plan_panels(
@@ -223,10 +229,13 @@ class Engine:
             weight_decay=settings.weight_decay,
             master_dtype=settings.master_dtype,
             seed=self._rounding_seed,
+            placement=placement,
         )
         loading = "loading and quantising weights" if self.parameters.packed else "loading weights"
         self.parameters.fill(source, progress=lambda done, total: progress(loading, done, total))
-        self.optimizer: Optimizer = optimizer.build(self.parameters.groups, optimizer_settings, optimizer_options)
+        self._groups = self.parameters.host_groups if settings.update_on_cpu else self.parameters.groups
+        with placement.allocating("optimizer"):
+            self.optimizer: Optimizer = optimizer.build(self._groups, optimizer_settings, optimizer_options)
         self.train_embedding = self.embed.specs[0].trainable
         self.training = training_schedule(len(layers), train_embedding=self.train_embedding)
         self.evaluation = evaluation_schedule(len(layers))
@@ -250,7 +259,7 @@ class Engine:
         )
         self._zero = torch.zeros((), dtype=torch.int32, device=settings.device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
-        self._lr = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._lr = torch.zeros((), dtype=torch.float32, device=updating)
         self._figures = torch.zeros(2, dtype=torch.float32, device=settings.device)
         self._compile()
         self._micro_step: Callable[[], None] = self._run_training
@@ -391,20 +400,23 @@ class Engine:
         self._run(self.training, training=True)
 
     def _run_update(self) -> None:
-        """Clip, step, refresh the compute copies, clear the gradients: no host synchronisation."""
-        groups = self.parameters.groups
+        """Clip, step, refresh the compute copies, clear the gradients: the host waits only for a step of its own."""
+        groups, on_host = self._groups, self.settings.update_on_cpu
+        if on_host and self.settings.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.grad) for g in groups]))
         clip = torch.ones_like(norm)
         if self.settings.max_grad_norm > 0:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
-        with using(self.programs.kernels):
+        # Kernels are chosen for the device; a step on the CPU takes the references.
+        with nullcontext() if on_host else using(self.programs.kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
         if self.recipe_state is not None:
-            self.recipe_state.update(self._observed, skip)
+            self.recipe_state.update(self._observed, skip.to(self.settings.device))
             self._observed.zero_()
-        self.parameters.refresh()
-        self._figures.copy_(torch.stack((self.loss_sum, norm)))
+        self.parameters.refresh(on_host=on_host)
+        self._figures.copy_(torch.stack((self.loss_sum, norm.to(self.settings.device))))
         self.loss_sum.zero_()
         for group in groups:
             group.grad.zero_()

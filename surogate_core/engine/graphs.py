@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def capture(engine: Engine) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Replays of the engine's micro-step and optimizer step.
+    """Replays of the engine's micro-step and, where the device carries it out, of the optimizer step.
 
     Both run once before capture, so that kernels are loaded and workspaces exist. The gradients
     are not finite in that first optimizer step, in which by contract nothing may change.
@@ -31,6 +31,8 @@ def capture(engine: Engine) -> tuple[Callable[[], None], Callable[[], None]]:
     micro_step, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(micro_step):
         engine._run_training()
+    if engine.settings.update_on_cpu:
+        return micro_step.replay, engine._run_update
     with torch.cuda.graph(update, pool=micro_step.pool()):
         engine._run_update()
     return micro_step.replay, update.replay

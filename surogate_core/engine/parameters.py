@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
+from surogate_core.engine.placement import Placement
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 
 Source = Callable[[TensorSpec], Tensor]
@@ -119,6 +120,7 @@ class Parameters:
         panels: Mapping[str, Sequence[Panel]] | None = None,
         joins: Mapping[str, Sequence[Join]] | None = None,
         packed: Mapping[str, Packed] | None = None,
+        placement: Placement | None = None,
     ):
         self.pieces = found
         self.panels: Mapping[str, Sequence[Panel]] = panels or {}
@@ -133,14 +135,21 @@ class Parameters:
         self._seed = seed if master_dtype != torch.float32 else None
         assert self._seed is not None or master_dtype == torch.float32, "narrow masters are rounded with a seed"
         self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
+        self.placement = placement or Placement.on(device)
         self.specs = {spec.hf_name: spec for spec in distinct(found)}
         trainable = [s for s in self.specs.values() if s.trainable]
         self.groups: list[ParamGroup] = []
+        self.host_groups: list[ParamGroup] = []
+        """The same groups for the CPU, where masters and gradients live in its memory."""
         self._master: dict[str, Tensor] = {}
         self._grad: dict[str, Tensor] = {}
         self._compute: dict[str, Tensor] = {}
+        self._streamed: dict[str, Tensor] = {}
+        """Of trained weights that go through the store: the CPU's tensors, which stay live."""
         self.copies: list[tuple[Tensor, Tensor]] = []
         """(compute copy, the range of masters that it is a cast of)."""
+        self.host_copies: list[tuple[Tensor, Tensor]] = []
+        """The same for the CPU, where both live in its memory."""
         for name, members, decay in (
             ("decayed", [s for s in trainable if s.decayed], weight_decay),
             ("undecayed", [s for s in trainable if not s.decayed], 0.0),
@@ -163,26 +172,27 @@ class Parameters:
             shapes[spec.hf_name] = (size, spec.shape)
             size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             ranges[dtype] = (start, size)
-        master = torch.zeros(size, dtype=self.master_dtype, device=self.device)
-        grad = torch.zeros(size, dtype=torch.float32, device=self.device)
-        self.groups.append(
-            ParamGroup(
-                name=name,
-                master=master,
-                grad=grad,
-                shapes=shapes,
-                weight_decay=weight_decay,
-                hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
-                seed=self._seed,
-                number=len(self.groups),
-            )
+        master, host_master = self.placement.zeros("master", size, self.master_dtype)
+        grad, host_grad = self.placement.zeros("gradients", size, torch.float32)
+        group = ParamGroup(
+            name=name,
+            master=master,
+            grad=grad,
+            shapes=shapes,
+            weight_decay=weight_decay,
+            hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
+            seed=self._seed,
+            number=len(self.groups),
         )
+        self.groups.append(group)
+        self.host_groups.append(replace(group, master=host_master, grad=host_grad))
         for dtype, (start, stop) in ranges.items():
-            compute = master
+            compute, resting = master, host_master
             if dtype != self.master_dtype:
-                copy = torch.zeros(stop - start, dtype=dtype, device=self.device)
-                self.copies.append((copy, master[start:stop]))
-                compute = copy
+                compute, resting = self.placement.trained_weights(stop - start, dtype)
+                self.copies.append((compute, master[start:stop]))
+                self.host_copies.append((resting, host_master[start:stop]))
+            streamed = self.placement.streams_trained(masters=compute is master)
             for spec in members:
                 if self.compute_dtype(spec) == dtype:
                     offset, shape = shapes[spec.hf_name]
@@ -190,7 +200,8 @@ class Parameters:
                     self._master[spec.hf_name] = master[offset : offset + count].view(shape)
                     self._grad[spec.hf_name] = grad[offset : offset + count].view(shape)
                     at = offset if compute is master else offset - start
-                    self._compute[spec.hf_name] = compute[at : at + count].view(shape)
+                    into, whole = (self._streamed, resting) if streamed else (self._compute, compute)
+                    into[spec.hf_name] = whole[at : at + count].view(shape)
 
     def compute_dtype(self, spec: TensorSpec) -> torch.dtype:
         """Dtype in which a piece receives the tensor."""
@@ -212,6 +223,8 @@ class Parameters:
             for panel, tensor in self.panel_tensors(piece)
             for number, slot in enumerate(panel.slots)
         }
+        last = {spec.hf_name: piece.key for piece in self.pieces for spec in piece.specs}
+        missing, waiting = set(self.specs), list(self.pieces)
         for done, spec in enumerate(self.specs.values(), start=1):
             value = source(spec)
             if tuple(value.shape) != spec.shape:
@@ -227,16 +240,24 @@ class Parameters:
                 else:
                     place.copy_(value)
                 self._frozen[spec.hf_name] = place
+            missing.discard(spec.hf_name)
             progress(done, total)
-        for piece in self.pieces:
-            self.weights.put(piece.key, [self._frozen[s.hf_name] for s in piece.specs if not s.trainable])
-        # From here the store owns them: an offloader may have moved them away.
-        self._frozen.clear()
+            # A piece goes as soon as it is whole: the device need not hold what is to live elsewhere.
+            while waiting and not any(s.hf_name in missing for s in waiting[0].specs):
+                self._hand_over(waiting.pop(0), last)
         self.refresh()
 
-    def refresh(self) -> None:
-        """Bring the compute copies up to date with the masters."""
-        for copy, master in self.copies:
+    def _hand_over(self, piece: Piece, last: Mapping[str, str]) -> None:
+        """Give a piece's tensors to the weights store, which owns them from here."""
+        stored = [s.hf_name for s in piece.specs if s.hf_name not in self._compute]
+        self.weights.put(piece.key, [self._streamed[n] if n in self._streamed else self._frozen[n] for n in stored])
+        for name in stored:
+            if last[name] == piece.key:
+                self._frozen.pop(name, None)
+
+    def refresh(self, *, on_host: bool = False) -> None:
+        """Bring the compute copies up to date with the masters, by the CPU's hand where all live in its memory."""
+        for copy, master in self.host_copies if on_host else self.copies:
             copy.copy_(master)
         for copy, master, scale in self._loads:
             copy.copy_(master if scale == 1 else master.float() * scale)
@@ -282,9 +303,9 @@ class Parameters:
         return found
 
     def inputs(self, piece: Piece) -> list[Tensor]:
-        """The tensors of a piece in the order of its specs; its frozen ones must be fetched."""
-        frozen = iter(self.weights.fetch(piece.key))
-        return [self._compute[s.hf_name] if s.trainable else next(frozen) for s in piece.specs]
+        """The tensors of a piece in the order of its specs; those that the store has are fetched."""
+        stored = iter(self.weights.fetch(piece.key))
+        return [self._compute[s.hf_name] if s.hf_name in self._compute else next(stored) for s in piece.specs]
 
     def gradients(self, piece: Piece) -> list[Tensor]:
         """Views of the gradient accumulators of a piece's trainable tensors, in order."""
@@ -302,9 +323,8 @@ class Parameters:
         """Every tensor but adapters as (HF name, value in the model's dtype), one at a time."""
         seen: set[str] = set()
         for piece in self.pieces:
-            frozen = iter(self.weights.fetch(piece.key))
-            for spec in piece.specs:
-                value = self._master[spec.hf_name] if spec.trainable else next(frozen)
+            for spec, computed in zip(piece.specs, self.inputs(piece), strict=True):
+                value = self._master[spec.hf_name] if spec.trainable else computed
                 if spec.hf_name in self.packed:
                     # What a recipe keeps is rounded; the weight itself is read or drawn again.
                     assert self._source is not None

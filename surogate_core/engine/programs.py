@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import FLAT_ALIGNMENT, Objective, Offloader, Recipe
 from surogate_core.dsl.declare import Model, TensorSpec
+from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
 from surogate_core.dsl.slots import Join, LinearSlot, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Compiler,
@@ -23,12 +24,15 @@ from surogate_core.dsl.trace import (
     Signature,
     _Call,
     differentiate,
-    residuals,
     with_gradients,
     without_gradients,
 )
 from surogate_core.engine.parameters import Packed, Parameters, Piece
 from surogate_core.kernels import ops, registry
+
+
+def _moves_weights(offloader: Offloader) -> bool:
+    return offloader.place != "device" and "weights" in offloader.kinds
 
 
 def plan_panels(
@@ -43,7 +47,7 @@ def plan_panels(
     tables: Mapping[str, Signature],
 ) -> dict[str, tuple[Panel, ...]]:
     """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device."""
-    if not recipe.plain or offloader.place != "device" or not kernels.offers("adapted_linears", dtype):
+    if not recipe.plain or _moves_weights(offloader) or not kernels.offers("adapted_linears", dtype):
         return {}
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
@@ -86,7 +90,7 @@ def plan_joins(
 
     None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
     """
-    if not (recipe.plain and recipe.plain_with(recipe_options) and offloader.place == "device"):
+    if not recipe.plain or not recipe.plain_with(recipe_options) or _moves_weights(offloader):
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
     for piece in found if compiler == "inductor" else ():
@@ -254,16 +258,16 @@ class ProgramBuilder:
                 )
         return self._layers[key]
 
-    def layer_residuals(self, piece: Piece) -> tuple[Signature, ...]:
-        """What a layer keeps between forward and backward, its input included; compiles nothing."""
+    def layer_footprint(self, piece: Piece) -> Footprint:
+        """What a layer keeps between forward and backward besides its input, and needs while it runs."""
         with registry.using(self.kernels):
-            kept = residuals(
+            return footprint(
                 self._layer_function(piece, training=True),
                 self._layer_inputs(piece),
                 recompute=self.recompute,
                 compiler=self.compiler,
+                summed=len(piece.specs),
             )
-        return (self._activation(self.tokens, requires_grad=False), *kept)
 
     def evaluation_layer(self, piece: Piece) -> _Call:
         """Forward alone of a layer, without dropout."""
@@ -280,6 +284,26 @@ class ProgramBuilder:
         size = -(-self.tokens // self.head_chunks)
         return [slice(start, min(start + size, self.tokens)) for start in range(0, self.tokens, size)]
 
+    def _head_function(self, piece: Piece, tokens: int) -> tuple[Callable[..., Tensor], list[Signature]]:
+        eps = float(self.model.head.eps.value(self.model.config))
+
+        def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor, *weights_N: Tensor) -> Tensor:
+            h_ND = ops.rms_norm(x_ND, norm_D, eps)
+            loss_N = self.objective.token_loss(h_ND @ weight_VD.t(), labels_N)
+            return (loss_N * weights_N[0] if weights_N else loss_N).sum()
+
+        inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
+        inputs.append(Signature((tokens,), torch.int64, self.device))
+        if self.weighted:
+            inputs.append(Signature((tokens,), torch.float32, self.device))
+        return run, inputs
+
+    def head_bytes(self, piece: Piece, tokens: int) -> int:
+        """Most that exists at one time besides inputs while head and loss of a chunk run; compiles nothing."""
+        run, inputs = self._head_function(piece, tokens)
+        with registry.using(self.kernels):
+            return joint_bytes(run, inputs, compiler=self.compiler, summed=len(piece.specs))
+
     def head(self, piece: Piece, tokens: int, *, training: bool) -> _Call:
         """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, weights_N)(, d_loss)]).
 
@@ -289,17 +313,7 @@ class ProgramBuilder:
         key = (tokens, training)
         if key not in self._heads:
             task = "differentiating the head and loss" if training else "tracing the head for evaluation"
-            eps = float(self.model.head.eps.value(self.model.config))
-
-            def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor, *weights_N: Tensor) -> Tensor:
-                h_ND = ops.rms_norm(x_ND, norm_D, eps)
-                loss_N = self.objective.token_loss(h_ND @ weight_VD.t(), labels_N)
-                return (loss_N * weights_N[0] if weights_N else loss_N).sum()
-
-            inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
-            inputs.append(Signature((tokens,), torch.int64, self.device))
-            if self.weighted:
-                inputs.append(Signature((tokens,), torch.float32, self.device))
+            run, inputs = self._head_function(piece, tokens)
             with self._making(task):
                 if training:
                     self._heads[key] = with_gradients(run, inputs, compiler=self.compiler, summed=len(piece.specs))

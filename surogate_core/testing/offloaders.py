@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from surogate_core.bundles import Offloader
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
@@ -31,4 +33,18 @@ def keeps_residuals(offloader: Offloader) -> None:
         _same(offloader, lora=False, recompute=recompute)
 
 
-CHECKS = (keeps_frozen_weights, keeps_residuals)
+def allocates(offloader: Offloader) -> None:
+    """Where it allocates: zeros, and what is written to either tensor is read from the other."""
+    if offloader.allocate is None:
+        return
+    for kind in sorted(offloader.kinds - {"residuals"}):
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            made, on_cpu = offloader.allocate(kind, 1000, dtype, tiny.CPU, offloader.options())
+            for tensor in (made, on_cpu):
+                ensure(tensor.shape == (1000,) and tensor.dtype == dtype, f"{kind}: {tensor.shape} of {tensor.dtype}")
+                ensure(not tensor.any(), f"{kind}: not zeros")
+            made[3], on_cpu[5] = 7, 9
+            ensure(bool(on_cpu[3] == 7 and made[5] == 9), f"{kind}: the two tensors are not one memory")
+
+
+CHECKS = (keeps_frozen_weights, keeps_residuals, allocates)

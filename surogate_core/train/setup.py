@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, OptimizerSettings, Recipe, RecipeSettings
+from surogate_core.bundles import ModelFamily, Offloader, OptimizerSettings, Recipe, RecipeSettings
+from surogate_core.config import offload
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.hub import commit_of, split_revision
 from surogate_core.dsl import Model
@@ -250,7 +251,15 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
         plain_first=config.skip_quant_first_layers,
         plain_last=config.skip_quant_last_layers,
         master_dtype=DTYPES[config.master_dtype or "fp32"],
+        update_on_cpu=config.cpu_training,
     )
+
+
+def resolve_offloader(config: RunConfig, registry: Registry) -> Offloader:
+    """The offloader, narrowed to the kinds that the keys move: to all of its own where none is set."""
+    offloader: Offloader = registry.get("offload", config.offload.name)
+    kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS})
+    return replace(offloader, kinds=kinds) if kinds else offloader
 
 
 def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) -> tuple[Recipe, Any]:
@@ -315,7 +324,7 @@ def build_engine(
             normuon_cautious_wd=config.normuon_cautious_wd,
         ),
         optimizer_options=config.optimizer.options,
-        offloader=registry.get("offload", config.offload.name),
+        offloader=resolve_offloader(config, registry),
         offloader_options=config.offload.options,
         kernels=kernel_table(config, registry, device),
         lora=lora,
@@ -343,7 +352,10 @@ def out_of_memory(config: RunConfig, error: BaseException) -> MachineError:
     ]  # fmt: skip
     first = (str(error).split("\n")[0].split(". ")[0] or type(error).__name__).rstrip(".")
     where = "GPU" if isinstance(error, torch.OutOfMemoryError) else "host"
-    return MachineError(f"Out of {where} memory: {first}. Fix: try {', then '.join(advice)}; see `surogate plan`.")
+    return MachineError(
+        f"Out of {where} memory: {first}. Fix: try {', then '.join(advice)}; "
+        f"`surogate plan --fit SIZE` proposes what else."
+    )
 
 
 def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None) -> tuple[str, ...]:

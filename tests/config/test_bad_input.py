@@ -158,6 +158,7 @@ def test_the_report_is_one_message() -> None:
     assert error.exit_code == 2
 
 
+QUANTS = ["lora=true", "recipe=fp8-hybrid", "persistent_quants=true"]
 CONTRADICTIONS = {
     "two_warmups": ["warmup_ratio=0.1", "warmup_steps=3"],
     "lora_in_pretraining": ["task=pt", "lora=true"],
@@ -179,6 +180,13 @@ CONTRADICTIONS = {
     "merge_without_lora": ["merge_adapter=true", "lora=false"],
     "auto_lr_reduction_without_monitor": ["auto_lr_reduction=true", "monitor=[jsonl]"],
     "early_stop_without_monitor": ["early_stop=true", "monitor=[jsonl]"],
+    **{
+        f"offload_{what}_with_cpu_training": [f"offload_{what}=true", "cpu_training=true"]
+        for what in ("optimizer", "master", "grads")
+    },
+    "offload_quants_with_cpu_training": [*QUANTS, "offload_quants=true", "cpu_training=true"],
+    "offloaded_quants_made_anew": ["offload_quants=true", "lora=true"],
+    "quants_of_trained_weights": ["persistent_quants=true", "recipe=fp8-hybrid", "lora=false"],
     "epochs_without_effect": ["epoch_adjustment=true", "max_steps=10"],
 }
 

@@ -11,6 +11,7 @@ import torch
 from op_cases import random
 from torch import Tensor, fx
 
+from surogate_core.dsl.footprint import footprint
 from surogate_core.dsl.slots import Adapter, BoundSlot, LinearSlot
 from surogate_core.dsl.trace import (
     Program,
@@ -18,7 +19,6 @@ from surogate_core.dsl.trace import (
     Signature,
     _export,
     differentiate,
-    residuals,
     trace_joint,
     with_gradients,
     without_gradients,
@@ -236,7 +236,7 @@ def test_residuals_are_foretold_without_compiling(policy: str, compiler: Any, mo
     table = KernelTable.build(torch.device("cpu"), [TORCH_PACK])
     with registry.using(table):
         inputs = signatures(arguments(), TRAINED["adapter"])
-        told = residuals(block, inputs, recompute=POLICIES[policy], compiler=compiler)
+        told = footprint(block, inputs, recompute=POLICIES[policy], compiler=compiler).kept
     if program is not None:
         assert told == program.kept
     assert bool(told) == (policy != "block")

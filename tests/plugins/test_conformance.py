@@ -212,9 +212,31 @@ def test_an_offloader_that_changes_a_bit_is_caught() -> None:
 
     kinds: Any = frozenset({"weights", "residuals"})
     offloader = bundles.Offloader(name="x", kinds=kinds, place="host", store=lambda kind, *a: Lossy(kind))
-    for check in offloaders.CHECKS:
+    for check in (offloaders.keeps_frozen_weights, offloaders.keeps_residuals):
         with pytest.raises(AssertionError, match=r"losses are|with offloading"):
             check(offloader)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n, dtype: (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)), "are not one memory"),
+        (lambda n, dtype: (torch.ones(n, dtype=dtype),) * 2, "not zeros"),
+        (lambda n, dtype: (torch.zeros(n),) * 2, "of torch.float32"),
+    ],
+)
+def test_an_offloader_that_allocates_wrongly_is_caught(make: Any, message: str) -> None:
+    offloader = bundles.Offloader(
+        name="x",
+        kinds=frozenset({"master"}),
+        place="host",
+        store=lambda *a: None,  # type: ignore[arg-type,return-value]
+        allocate=lambda kind, n, dtype, *a: make(n, dtype),
+    )
+    with pytest.raises(AssertionError, match=message):
+        offloaders.allocates(offloader)
+    with pytest.raises(ValueError, match="places master without an `allocate`"):
+        bundles.Offloader(name="x", kinds=frozenset({"master"}), place="host", store=offloader.store)
 
 
 def _uphill(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

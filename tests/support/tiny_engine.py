@@ -42,6 +42,7 @@ torch.set_num_threads(1)
 
 REFERENCES_ONLY = KernelPack(name="none", kernels=tuple[Kernel, ...])
 BF16 = Recipe(name="bf16", linear=linear, plain=True)
+ADAMW = OptimizerSpec(name="adamw", build=AdamW.build)
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -106,6 +107,7 @@ def make_engine(
     recompute: Recompute | None = None,
     packs: Sequence[KernelPack] = (TORCH_PACK,),
     offloader: Offloader = NO_OFFLOAD,
+    optimizer: OptimizerSpec = ADAMW,
     optimizer_settings: OptimizerSettings | None = None,
     device: str = "cpu",
     recipe: Recipe = BF16,
@@ -138,9 +140,9 @@ def make_engine(
         recipe=recipe,
         recipe_options=recipe_options,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        optimizer=optimizer,
         optimizer_settings=optimizer_settings or OptimizerSettings(),
-        optimizer_options=None,
+        optimizer_options=optimizer.options(),
         offloader=offloader,
         offloader_options=None,
         kernels=KernelTable.build(place, list(packs)),

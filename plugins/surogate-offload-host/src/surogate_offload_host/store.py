@@ -1,0 +1,196 @@
+"""Stores in pinned host memory: copies run on side streams beside the computation.
+
+All device memory is allocated on the compute stream and given back on it, after it has waited for the copies: so the
+allocator's order holds without `record_stream`, and a CUDA graph can capture it all. Streams fork from the compute
+stream and join it by events only; host buffers are made once and never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from surogate_offload_host.memory import HostBlock
+
+_ALIGNMENT = 256
+"""Bytes that a tensor's place in a buffer is a multiple of."""
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.numel() > 0
+
+
+class _Side:
+    """A side stream; on a CPU nothing is asynchronous."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """Launch on the side stream what may begin when all that was launched so far is done."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def done(self) -> torch.cuda.Event | None:
+        """Marks what was launched here so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, event: torch.cuda.Event | None) -> None:
+        """Let the compute stream wait for a mark."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Tensors on the device that a side stream reads or writes until the mark; None once that was waited for."""
+
+    tensors: tuple[Tensor, ...]
+    mark: torch.cuda.Event | None
+
+
+class WeightStore:
+    """Tensors rest in host memory, and are copied to the device for each use."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._homes: dict[str, tuple[Tensor, ...]] = {}
+        """Host tensors by key, with the strides of the device's."""
+        self._locked = WeakIdKeyDictionary()
+        """Tensor that was put → its host tensor: a tied weight has one."""
+        self._blocks: list[HostBlock] = []
+        self._in = _Side(device)
+        self._here: dict[str, _Copies] = {}
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors to the host; those that are in (locked) host memory stay where they are, live."""
+        self._homes[key] = tuple(self._home(t) for t in tensors)
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and _is_dense(tensor) and (self._device.type == "cpu" or tensor.is_pinned()):
+            return tensor
+        if tensor not in self._locked:
+            dense = tensor if _is_dense(tensor) else tensor.contiguous()
+            block = HostBlock(dense.nbytes, self._device)
+            block.on_host.copy_(_flat(dense))
+            self._blocks.append(block)
+            self._locked[tensor] = block.on_host.view(dense.dtype).as_strided(dense.shape, dense.stride())
+        home = self._locked[tensor]
+        assert isinstance(home, Tensor)
+        return home
+
+    def prefetch(self, key: str) -> None:
+        """Start the copies to the device."""
+        if key in self._here:
+            return
+        homes = self._homes[key]
+        tensors = tuple(torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device=self._device) for h in homes)
+        with self._in.after_compute():
+            for tensor, home in zip(tensors, homes, strict=True):
+                _flat(tensor).copy_(_flat(home), non_blocking=True)
+        self._here[key] = _Copies(tensors, self._in.done())
+
+    def fetch(self, key: str) -> tuple[Tensor, ...]:
+        """The copies, when they are complete."""
+        self.prefetch(key)
+        copies = self._here[key]
+        self._in.join(copies.mark)
+        copies.mark = None
+        return copies.tensors
+
+    def release(self, key: str) -> None:
+        """Give the device's memory back."""
+        copies = self._here.pop(key, None)
+        if copies is not None:
+            self._in.join(copies.mark)
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held, by place; tensors that were in host memory already are not counted."""
+        device = sum(t.nbytes for copies in self._here.values() for t in copies.tensors)
+        return {"device": device, "host": sum(b.on_host.nbytes for b in self._blocks), "disk": 0}
+
+
+class ResidualStore(WeightStore):
+    """Tensors are copied out as they are put and back for the backward; at most two keys' are on their way out.
+
+    The last key that was put is still on the device when it is fetched, and is not copied back. Tensors that do not
+    fill their memory (broadcast ones) stay on the device.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._out = _Side(device)
+        self._layouts: dict[str, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
+        self._staying: dict[str, dict[int, Tensor]] = {}
+        self._leaving: tuple[str, _Copies] | None = None
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Start the copies to the host, and forget the tensors whose copies were started before."""
+        if self._leaving is not None:
+            self._out.join(self._leaving[1].mark)
+        dense = [t for t in tensors if _is_dense(t)]
+        self._staying[key] = {i: t for i, t in enumerate(tensors) if not _is_dense(t)}
+        layout = [(t.shape, t.stride(), t.dtype) for t in dense]
+        if self._layouts.get(key) != layout:
+            self._layouts[key] = layout
+            self._homes[key] = self._buffers(dense)
+        with self._out.after_compute():
+            for tensor, home in zip(dense, self._homes[key], strict=True):
+                _flat(home).copy_(_flat(tensor), non_blocking=True)
+        self._leaving = key, _Copies(tuple(dense), self._out.done())
+
+    def _buffers(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Room for the tensors in one block."""
+        sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
+        block = HostBlock(sum(sizes), self._device)
+        self._blocks.append(block)
+        rooms = block.on_host.split(sizes)
+        return tuple(
+            room[: t.nbytes].view(t.dtype).as_strided(t.shape, t.stride())
+            for room, t in zip(rooms, tensors, strict=True)
+        )
+
+    def prefetch(self, key: str) -> None:
+        """Start the copies to the device, unless the tensors are there still."""
+        if self._leaving is not None and self._leaving[0] == key:
+            self._here[key] = self._leaving[1]
+            self._leaving = None
+        else:
+            super().prefetch(key)
+
+    def fetch(self, key: str) -> tuple[Tensor, ...]:
+        """The key's tensors, in the order in which they were put."""
+        staying = self._staying[key]
+        found = list(super().fetch(key))
+        for place, tensor in sorted(staying.items()):
+            found.insert(place, tensor)
+        return tuple(found)
+
+    def release(self, key: str) -> None:
+        """Forget the tensors."""
+        super().release(key)
+        self._staying.pop(key, None)

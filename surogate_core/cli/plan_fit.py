@@ -1,0 +1,228 @@
+"""`surogate plan --fit SIZE`: the cheapest changes of a configuration with which it fits into a GPU's memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles import OptimizerSpec
+from surogate_core.config.checks import CHECKS
+from surogate_core.config.offload import DEFAULT
+from surogate_core.config.schema import RunConfig, Selection
+from surogate_core.errors import UserError
+from surogate_core.train.atomic import human_bytes
+
+if TYPE_CHECKING:
+    from surogate_core.engine.prediction import Counts, Prediction
+    from surogate_core.plugins.registry import Registry
+
+UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "G": 2**30, "M": 2**20}
+MARGIN = 1.05
+"""The prediction times this must fit: workspaces and fragmentation come on top."""
+BUS = 25e9
+"""Bytes a second between host and GPU in one direction, assumed: PCIe 4.0 x16."""
+HOST = 50e9
+"""Bytes a second of the optimizer step on a CPU, assumed."""
+BLOCKWISE = 17.0
+"""Times that 8-bit AdamW takes of AdamW's time on a CPU: 11.4 against 0.67 ns a parameter on one core (EPYC)."""
+ARITHMETIC = 200e12
+"""FLOP/s of a forward pass, assumed."""
+FEWEST_TOKENS = 256
+"""Tokens of the smallest chunk of the head that is proposed."""
+SHOWN = 3
+ALIKE = 0.9
+"""A further proposal takes at most this share of each one's memory before it, on the device or on the host."""
+EIGHT_BIT = "adamw_8bit"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``24GiB``; raises `UserError` with the units."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    if match is None or match[2] not in UNITS:
+        raise UserError(f"--fit {text}: not a size. Fix: a number with one of {', '.join(UNITS)}, such as 24GiB.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Changes of a configuration, and what they make of it."""
+
+    changes: tuple[str, ...]
+    """As overrides; empty where it fits as it is."""
+    config: RunConfig
+    prediction: Prediction
+    seconds: float
+    """Estimated time that they add to an optimizer step, nothing overlapped."""
+
+
+def proposals(
+    config: RunConfig,
+    registry: Registry,
+    count: Callable[[RunConfig], Counts],
+    place: Callable[[RunConfig, Counts], Prediction],
+) -> list[Proposal]:
+    """All sound combinations of changes, the cheapest first, then the one with fewer changes.
+
+    `count` traces a configuration, `place` predicts it from such counts. Nothing that the configuration asks for is
+    taken back.
+    """
+    traced: dict[Any, Counts] = {}
+    found = []
+    for changed in _candidates(config, registry):
+        key = changed.recompute, changed.cpu_training or changed.offload_quants
+        if key not in traced:
+            traced[key] = count(changed)
+        prediction = place(changed, traced[key])
+        seconds = _seconds(changed, prediction) - _seconds(config, prediction)
+        if changed.recompute and not config.recompute:
+            rows = changed.gradient_accumulation_steps * traced[key].settings.tokens
+            seconds += 2 * prediction.parameters * rows / ARITHMETIC
+        found.append(
+            Proposal(changes=_overrides(config, changed), config=changed, prediction=prediction, seconds=seconds)
+        )
+    return sorted(found, key=lambda p: (p.seconds, len(p.changes)))
+
+
+def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
+    """The configuration with every set of changes that contradicts nothing."""
+    tokens = config.per_device_train_batch_size * config.sequence_len
+    chunks = [config.lmhead_chunks * n for n in (1, 4, 16)]
+    chunks = chunks[:1] + [c for c in chunks[1:] if tokens // c >= FEWEST_TOKENS]
+    optimizers = [config.optimizer]
+    specs: Mapping[str, OptimizerSpec] = registry.all("optimizer")
+    eight = specs.get(EIGHT_BIT)
+    dtype = config.master_dtype or "fp32"
+    if eight is not None and dtype in eight.master_dtypes and config.optimizer.name == "adamw":
+        optimizers.append(Selection(name=eight.name, options=eight.options()))
+    switches = ["offload_residual", "offload_optimizer", "offload_master", "offload_grads", "cpu_training"]
+    if registry.get("recipe", config.recipe.name).pack is not None and config.lora:
+        switches.append("offload_quants")
+    offloaders = registry.all("offload")
+    if config.offload.name == "none":
+        able = DEFAULT in offloaders
+        offload = Selection(name=DEFAULT, options=offloaders[DEFAULT].options() if able else None)
+    else:
+        # Chosen without keys it moves all that it can already.
+        able, offload = any(getattr(config, s) for s in switches), config.offload
+    free = [s for s in switches if not getattr(config, s)] if able else []
+    sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
+    for recompute, head, optimizer, chosen in product(sorted({config.recompute, True}), chunks, optimizers, sets):
+        changes: dict[str, Any] = dict.fromkeys(chosen, True)
+        if "offload_quants" in chosen:
+            changes["persistent_quants"] = True
+        if chosen:
+            changes["offload"] = offload
+        changed = replace(config, recompute=recompute, lmhead_chunks=head, optimizer=optimizer, **changes)
+        values = {f.name: getattr(changed, f.name) for f in fields(RunConfig)}
+        if not any(check.wrong(values) for check in CHECKS):
+            yield changed
+
+
+def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
+    told = []
+    for key in (f.name for f in fields(RunConfig)):
+        value = getattr(changed, key)
+        if value != getattr(config, key) and key != "offload":
+            text = value.name if isinstance(value, Selection) else str(value).lower()
+            told.append(f"{key}={text}")
+    return tuple(told)
+
+
+def _seconds(config: RunConfig, prediction: Prediction) -> float:
+    """Time of an optimizer step that goes into offloading and the pieces of the head."""
+    size = {h.kind: h.nbytes for h in prediction.held}
+    times = config.gradient_accumulation_steps
+    gradients, masters = size.get("gradients", 0), size.get("masters", 0)
+    weights = size.get("weights", 0)
+    # Each piece of the head is a few launches; a product of fewer rows is slower too.
+    seconds = times * config.lmhead_chunks * 2e-5
+    if config.offload_residual:
+        seconds += times * 2 * size.get("residuals", 0) / BUS
+    if config.offload_optimizer:
+        seconds += 2 * size.get("optimizer state", 0) / BUS
+    if config.offload_master:
+        seconds += 3 * masters / BUS
+    if config.offload_grads:
+        # Read and written by each micro-step; read for the norm and the update, written to be cleared.
+        seconds += (2 * times + 3) * gradients / BUS
+    if config.offload_quants:
+        seconds += times * 2 * weights / BUS
+    if config.cpu_training:
+        streamed = weights + (size.get("compute copies", 0) or masters)
+        update = 2 * masters + gradients + 2 * size.get("optimizer state", 0)
+        slower = BLOCKWISE if config.optimizer.name == EIGHT_BIT else 1.0
+        seconds += times * 2 * (streamed + gradients) / BUS + slower * update / HOST
+    return seconds
+
+
+def as_text(budget: int, ordered: list[Proposal], *, host: int | None) -> str:
+    """For people: the cheapest that fit, or the smallest there is. `host`: bytes of this machine's memory."""
+    fitting = best(budget, ordered, host=host)
+    if not fitting:
+        smallest = min(ordered, key=lambda p: p.prediction.total("device"))
+        return (
+            f"# fit into {human_bytes(budget)}\nNothing does. The smallest is {_line(smallest, host)}\n"
+            f"Fix: a smaller per_device_train_batch_size or sequence_len, or lora=true.\n"
+        )
+    lines = [f"  {_line(p, host)}" for p in fitting]
+    return (
+        f"# fit into {human_bytes(budget)}, with {MARGIN - 1:.0%} to spare, cheapest first\n"
+        + "\n".join(lines)
+        + f"\nTimes are estimates: {BUS / 1e9:.0f} GB/s to the host and nothing overlapped.\n"
+    )
+
+
+def fits(proposal: Proposal, budget: int) -> bool:
+    """Whether its device memory is within the budget."""
+    return proposal.prediction.total("device") * MARGIN <= budget
+
+
+def best(budget: int, ordered: list[Proposal], *, host: int | None) -> list[Proposal]:
+    """The cheapest that fit, those that this machine's host memory holds before others; none is like one before it."""
+    found: list[Proposal] = []
+    for proposal in sorted(ordered, key=lambda p: host is not None and p.prediction.total("host") > host):
+        places = [proposal.prediction.total(place) for place in ("device", "host")]
+        known = ([p.prediction.total(place) for place in ("device", "host")] for p in found)
+        differs = all(any(mine < ALIKE * theirs for mine, theirs in zip(places, k, strict=True)) for k in known)
+        if fits(proposal, budget) and differs and len(found) < SHOWN:
+            found.append(proposal)
+    return found
+
+
+def _line(proposal: Proposal, host: int | None) -> str:
+    needed = proposal.prediction.total("host")
+    text = (
+        f"{' '.join(proposal.changes) or 'the configuration as it is'}: "
+        f"device {human_bytes(proposal.prediction.total('device'))}, host {human_bytes(needed)}, "
+        f"about {proposal.seconds:.2g} s more a step"
+    )
+    if host is not None and needed > host:
+        text += f"; this machine has {human_bytes(host)} of host memory"
+    return text
+
+
+def as_json(budget: int, ordered: list[Proposal], *, host: int | None) -> list[dict[str, Any]]:
+    """The same as JSON values."""
+    return [
+        {
+            "overrides": list(p.changes),
+            "device_bytes": p.prediction.total("device"),
+            "host_bytes": p.prediction.total("host"),
+            "seconds": p.seconds,
+        }
+        for p in best(budget, ordered, host=host)
+    ]
+
+
+def host_memory() -> int | None:
+    """Bytes of this machine's memory; None where it cannot be asked."""
+    import os
+
+    try:
+        return prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,27 @@
+"""The keys that move tensors off the device: which kinds each moves, and what contradicts what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from surogate_core.bundles import TensorKind
+
+KINDS: Mapping[str, frozenset[TensorKind]] = {
+    "offload_residual": frozenset({"residuals"}),
+    "offload_optimizer": frozenset({"optimizer"}),
+    "offload_master": frozenset({"master"}),
+    "offload_grads": frozenset({"gradients"}),
+    "offload_quants": frozenset({"weights"}),
+    # The optimizer's state is there too: it is built on the CPU, with the masters.
+    "cpu_training": frozenset({"weights", "master", "gradients", "optimizer"}),
+}
+"""Key → the kinds of tensor that it moves."""
+
+DEFAULT = "host"
+"""The offloader of these keys where `offload` names none."""
+
+
+def chosen(values: Mapping[str, Any]) -> frozenset[TensorKind]:
+    """The kinds that the keys of a configuration move; empty where none is set."""
+    return frozenset[TensorKind]().union(*(kinds for key, kinds in KINDS.items() if values.get(key) is True))

@@ -1,0 +1,132 @@
+"""How much memory a traced layer needs while it runs, counted from its graphs; nothing is compiled or run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from surogate_core.dsl.products import defer_products
+from surogate_core.dsl.trace import Compiler, Recompute, Signature, _split, _summed, trace_joint
+
+_CALLS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward", "sort", "index_put"})
+"""ATen ops that Inductor calls, as it does attention's and those of packs; the rest it fuses."""
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"})
+"""ATen ops whose results are written, as many elements wait for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Of one layer."""
+
+    kept: tuple[Signature, ...]
+    """What stays between forward and backward besides inputs."""
+    forward_bytes: int
+    """Most that exists at one time in the forward besides inputs; `kept` and the output are part of it."""
+    backward_bytes: int
+    """The same of the backward: values computed again, gradients. `kept` and the output's gradient are inputs."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Most that exists at one time on top of inputs, `kept` and the output's gradient."""
+        return max(self.forward_bytes - sum(s.nbytes for s in self.kept), self.backward_bytes)
+
+
+def footprint(
+    function: Callable[..., Tensor],
+    inputs: Sequence[Signature],
+    *,
+    recompute: Recompute,
+    compiler: Compiler,
+    summed: int = 0,
+) -> Footprint:
+    """What `differentiate` would make of the function."""
+    forward, backward, kept = _split(trace_joint(function, inputs), recompute, compiler)
+    defer_products(backward, _summed(inputs, summed))
+    return Footprint(
+        kept=tuple(Signature.of(n.meta["val"]) for n in kept),
+        forward_bytes=peak_bytes(forward.graph, compiler),
+        backward_bytes=peak_bytes(backward.graph, compiler),
+    )
+
+
+def joint_bytes(
+    function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0
+) -> int:
+    """Most that exists at one time besides inputs in what `with_gradients` would make of the function."""
+    joint = trace_joint(function, inputs)
+    defer_products(joint, 1 + _summed(inputs, summed))
+    return peak_bytes(joint.graph, compiler)
+
+
+def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
+    """Most bytes that values of the graph take at one time, each storage from its first value to its last use.
+
+    Inputs are not counted. Under Inductor only what goes into or comes out of a call or a reduction exists in memory:
+    other elementwise code is part of the kernels of those that read it, which read its own sources then.
+    """
+    nodes = list(graph.nodes)
+    inputs = {s for n in nodes if n.op == "placeholder" for s, _ in _storages(n)}
+    in_memory: set[int] = set()
+    for node in nodes:
+        if compiler == "fx" or node.op == "output" or _is_call(node):
+            in_memory.update(s for n in (node, *node.all_input_nodes) for s, _ in _storages(n))
+        elif _name(node) in _REDUCTIONS:
+            in_memory.update(s for s, _ in _storages(node))
+    sizes: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    fused: dict[fx.Node, set[int]] = {}
+    """What the kernels read that a node which is not in memory becomes a part of."""
+    for place, node in enumerate(nodes):
+        reads: set[int] = set()
+        for source in node.all_input_nodes:
+            reads.update(s for s, _ in _storages(source) if s in in_memory)
+            reads |= fused.get(source, set())
+        mine = [] if node.op in ("placeholder", "output") else list(_storages(node))
+        made = [(s, nbytes) for s, nbytes in mine if s in in_memory - inputs]
+        for storage, nbytes in made:
+            sizes[storage] = max(nbytes, sizes.get(storage, 0))
+            first.setdefault(storage, place)
+            last[storage] = place
+        if made or node.op == "output":
+            last.update(dict.fromkeys(reads, place))
+        elif node.op != "placeholder":
+            fused[node] = reads
+    changes: dict[int, int] = {}
+    for storage, size in sizes.items():
+        changes[first[storage]] = changes.get(first[storage], 0) + size
+        changes[last[storage] + 1] = changes.get(last[storage] + 1, 0) - size
+    peak = now = 0
+    for _, change in sorted(changes.items()):
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """(identity, bytes) of each storage of a node's value; a view has its base's."""
+    value: Any = node.meta.get("val")
+    for tensor in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            yield storage._cdata, int(storage.nbytes())
+
+
+def _name(node: fx.Node) -> str:
+    """Name of an ATen op; empty for what is none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return ""
+    return target.overloadpacket.__name__
+
+
+def _is_call(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    name = _name(node)
+    return not name or name in _CALLS or "attention" in name

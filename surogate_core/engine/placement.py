@@ -1,0 +1,116 @@
+"""Which kinds of tensor an offloader moves in a run, and allocation where it puts them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from surogate_core.bundles import FLAT_ALIGNMENT, Offloader, Store, TensorKind
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """An offloader, narrowed to the kinds that the run moves, on one compute device."""
+
+    offloader: Offloader
+    options: Any
+    device: torch.device
+
+    @classmethod
+    def on(cls, device: torch.device) -> Placement:
+        """Everything stays on the device."""
+        return cls(offloader=NO_OFFLOAD, options=None, device=device)
+
+    def moves(self, kind: TensorKind) -> bool:
+        """Whether tensors of the kind live elsewhere than on the device."""
+        return self.offloader.place != "device" and kind in self.offloader.kinds
+
+    def streams_trained(self, *, masters: bool) -> bool:
+        """Whether trained weights come to the device block by block, as frozen ones do.
+
+        `masters`: whether blocks compute with the masters themselves, being of the model's dtype.
+        """
+        allocates = self.offloader.allocate is not None
+        return allocates and self.moves("weights") and (self.moves("master") or not masters)
+
+    def store(self, kind: TensorKind) -> Store:
+        """The store of a kind."""
+        if kind in self.offloader.kinds:
+            return self.offloader.store(kind, self.device, self.options)
+        return DeviceStore(kind)
+
+    def zeros(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[elements] zeros where the kind lives, as the device's tensor and as the CPU's; on a device both are one."""
+        if self.moves(kind) and self.device.type != "meta":
+            assert self.offloader.allocate is not None
+            return self.offloader.allocate(kind, elements, dtype, self.device, self.options)
+        plain = torch.zeros(elements, dtype=dtype, device=self.device)
+        return plain, plain
+
+    def trained_weights(self, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`zeros` for the copies of masters that blocks compute with."""
+        return (self if self.streams_trained(masters=False) else Placement.on(self.device)).zeros(
+            "weights", elements, dtype
+        )
+
+    @contextmanager
+    def allocating(self, kind: TensorKind) -> Iterator[None]:
+        """Tensors that are made here by `torch.zeros`, `torch.empty` and their like live where the kind does."""
+        if not self.moves(kind):
+            yield
+            return
+        with _Allocating(lambda elements, dtype: self.zeros(kind, elements, dtype)[0], self.device):
+            yield
+
+
+_aten = torch.ops.aten
+_FILLED: Mapping[Any, Callable[[tuple[Any, ...]], Any]] = {
+    _aten.empty.memory_format: lambda arguments: 0,
+    _aten.empty_like.default: lambda arguments: 0,
+    _aten.new_empty.default: lambda arguments: 0,
+    _aten.zeros.default: lambda arguments: 0,
+    _aten.zeros_like.default: lambda arguments: 0,
+    _aten.new_zeros.default: lambda arguments: 0,
+    _aten.full.default: lambda arguments: arguments[1],
+    _aten.full_like.default: lambda arguments: arguments[1],
+    _aten.new_full.default: lambda arguments: arguments[2],
+}
+"""Ops that make a tensor → the value of its elements, from the op's arguments."""
+
+
+class _Allocating(TorchDispatchMode):
+    """Gives an optimizer its state where it is to live: it allocates as ever, and need not know.
+
+    What it makes by other ops, and tensors under `FLAT_ALIGNMENT` elements, stay on the device.
+    """
+
+    def __init__(self, zeros: Callable[[int, torch.dtype], Tensor], device: torch.device):
+        super().__init__()
+        self._zeros, self._device = zeros, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _FILLED:
+            return func(*args, **kwargs)
+        shape = func(*tree_map_only(Tensor, _on_meta, args), **{**kwargs, "device": torch.device("meta")})
+        given = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+        wanted = torch.device(kwargs.get("device") or given)
+        elements = math.prod(shape.shape)
+        if wanted.type != self._device.type or elements < FLAT_ALIGNMENT or not shape.is_contiguous():
+            return func(*args, **kwargs)
+        made = self._zeros(elements, shape.dtype).view(shape.shape)
+        value = _FILLED[func](args)
+        return made.fill_(value) if value else made
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")

@@ -1,0 +1,74 @@
+"""`surogate plan --fit`: proposals that fit, the cheapest first, and that mean what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.main import main
+from surogate_core.cli.plan_fit import MARGIN, parse_size
+from surogate_core.errors import UserError
+
+SMALL = ["model.config.num_hidden_layers=2", "sequence_len=512", "per_device_train_batch_size=2"]
+
+
+def plan(capsys: Any, *arguments: str) -> dict[str, Any]:
+    code = main(["plan", *SMALL, *arguments, "--json"])
+    out = capsys.readouterr().out
+    assert code == 0
+    value = json.loads(out)
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("8G", 8 * 2**30)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "24 apples", "24gib", ""])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match="such as 24GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("share", [1.2, 0.6, 0.45])
+def test_proposals_fit_and_mean_what_they_say(capsys: Any, share: float) -> None:
+    before = plan(capsys)
+    budget = int(before["device_bytes"] * share)
+    found = plan(capsys, f"--fit={budget / 2**20}MiB")["fit"]
+    assert found
+    assert [p["seconds"] for p in found] == sorted(p["seconds"] for p in found)
+    for proposal in found[:2]:
+        assert proposal["device_bytes"] * MARGIN <= budget
+        again = plan(capsys, *proposal["overrides"])
+        assert again["device_bytes"] == proposal["device_bytes"]
+        assert again["host_bytes"] == proposal["host_bytes"]
+    assert (found[0]["overrides"] == []) == (share > 1)
+    if share > 1:
+        assert found[0]["device_bytes"] == before["device_bytes"]
+
+
+def test_what_the_configuration_asks_for_stays(capsys: Any) -> None:
+    for proposal in plan(capsys, "offload_residual=true", "optimizer=normuon", "--fit", "1GiB")["fit"]:
+        assert not any(o.startswith(("offload_residual", "optimizer=")) for o in proposal["overrides"])
+
+
+def test_nothing_fits(capsys: Any) -> None:
+    assert main(["plan", *SMALL, "--fit", "1MiB"]) == 3
+    out = capsys.readouterr().out
+    assert "Nothing does. The smallest is" in out
+    assert "Fix: " in out
+
+
+def test_for_people(capsys: Any) -> None:
+    assert main(["plan", *SMALL, "--fit", "10GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "# fit into 10 GiB" in out
+    assert "the configuration as it is: device" in out
+    assert main(["plan", *SMALL, "--fit"]) == 2
+    assert "Fix: --fit 24GiB" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""The plan's figures of each combination against the tensors of a real engine, place by place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from surogate_model_qwen3.model import build
+from surogate_offload_host import surogate_offloader
+from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
+from tiny_engine import ADAMW, BF16, lora, make_batch, make_engine, random_documents, tiny_config
+from torch import Tensor
+
+from surogate_core.bundles import Objective, Offloader, TensorKind
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.prediction import Prediction, predict
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
+
+CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=127)
+CPU_TRAINING: tuple[TensorKind, ...] = ("weights", "master", "gradients", "optimizer")
+FULL: dict[str, Any] = {"dtype": torch.bfloat16, "recompute": Recompute(block=False)}
+LORA: dict[str, Any] = {**FULL, "lora": lora(8)}
+COMBINATIONS: dict[str, tuple[tuple[TensorKind, ...], dict[str, Any]]] = {
+    "nothing": ((), FULL),
+    "residuals": (("residuals",), FULL),
+    "recomputed residuals": (("residuals",), {**FULL, "recompute": Recompute(block=True)}),
+    "optimizer": (("optimizer",), FULL),
+    "8-bit optimizer": (("optimizer",), {**FULL, "optimizer": adamw_8bit()}),
+    "master": (("master",), FULL),
+    "gradients": (("gradients",), FULL),
+    "optimizer and master": (("optimizer", "master"), {**FULL, "master_dtype": torch.bfloat16}),
+    "all but weights": (("residuals", "optimizer", "master", "gradients"), FULL),
+    "cpu_training": (CPU_TRAINING, {**FULL, "update_on_cpu": True}),
+    "cpu_training, fp32": (CPU_TRAINING, {**FULL, "dtype": torch.float32, "update_on_cpu": True}),
+    "cpu_training, residuals": ((*CPU_TRAINING, "residuals"), {**FULL, "update_on_cpu": True}),
+    "lora": ((), LORA),
+    "lora, weights": (("weights",), LORA),
+    "lora, cpu_training, residuals": ((*CPU_TRAINING, "residuals"), {**LORA, "update_on_cpu": True}),
+}
+
+
+class Measured:
+    """The bytes of an engine's tensors by the plan's kinds, and the most that its stores have in use."""
+
+    def __init__(self, engine: Engine):
+        parameters = engine.parameters
+        rows: dict[str, int] = {
+            "masters": sum(g.master.nbytes for g in parameters.groups),
+            "gradients": sum(g.grad.nbytes for g in parameters.groups),
+            "compute copies": sum(copy.nbytes for copy, _ in parameters.copies),
+            "optimizer state": sum(t.nbytes for t in engine.optimizer.state().values()),
+        }
+        frozen: dict[str, Tensor] = {}
+        for piece in parameters.pieces:
+            for spec, tensor in zip(piece.specs, parameters.inputs(piece), strict=True):
+                if not spec.trainable:
+                    frozen[spec.hf_name] = tensor
+            engine.weights.release(piece.key)
+        self.rows = rows | {"weights": sum(t.nbytes for t in frozen.values())}
+        self.most: dict[str, int] = {}
+        for kind, store in (("weights in use", engine.weights), ("residuals in use", engine.residuals)):
+            self._watch(kind, store)
+        self.kept = 0
+        put = engine.residuals.put
+
+        def counted(key: str, tensors: Any) -> None:
+            self.kept += sum(t.nbytes for t in tensors)
+            put(key, tensors)
+
+        engine.residuals.put = counted  # type: ignore[method-assign]
+
+    def _watch(self, kind: str, store: Any) -> None:
+        fetch = store.fetch
+
+        def fetched(key: str) -> Any:
+            tensors = fetch(key)
+            self.most[kind] = max(self.most.get(kind, 0), store.nbytes()["device"])
+            return tensors
+
+        store.fetch = fetched
+
+
+def offloader(kinds: tuple[TensorKind, ...]) -> Offloader:
+    return replace(surogate_offloader(), kinds=frozenset(kinds)) if kinds else NO_OFFLOAD
+
+
+def planned(engine: Engine, kinds: tuple[TensorKind, ...], settings: dict[str, Any]) -> Prediction:
+    return predict(
+        build(CONFIG),
+        settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
+        recipe=BF16,
+        recipe_options=None,
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=settings.get("optimizer", ADAMW),
+        offloader=offloader(kinds),
+        kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK]),
+        lora=settings.get("lora"),
+    )
+
+
+QUICK = ("residuals", "all but weights", "cpu_training", "lora, weights")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COMBINATIONS])
+def test_the_plan_counts_what_there_is(name: str) -> None:
+    """Exactly where tensors are countable; the optimizer's state, of which the plan knows bytes a parameter, to 5 %."""
+    kinds, settings = COMBINATIONS[name]
+    engine = make_engine(CONFIG, offloader=offloader(kinds), **settings)
+    measured = Measured(engine)
+    prediction = planned(engine, kinds, settings)
+    held = {h.kind: h for h in prediction.held}
+    engine.inputs.load(make_batch(random_documents([20, 12], vocab=127)), engine.seeds(0, 0), 1.0)
+    with torch.no_grad():
+        engine._run_training()
+
+    def bytes_of(kind: str) -> int:
+        return held[kind].nbytes if kind in held else 0
+
+    for kind, nbytes in measured.rows.items():
+        if kind == "optimizer state":
+            assert bytes_of(kind) == pytest.approx(nbytes, rel=0.05)
+        else:
+            assert bytes_of(kind) == nbytes, kind
+    assert bytes_of("residuals") == measured.kept
+    for kind, source in (("residuals in use", "residuals"), ("weights in use", "weights")):
+        if source in kinds:
+            most = measured.most[kind]
+            assert most <= bytes_of(kind) <= 1.05 * most, (kind, most, bytes_of(kind))
+        else:
+            assert kind not in held
+    places: dict[str, tuple[TensorKind, ...]] = {
+        "masters": ("master",),
+        "gradients": ("gradients",),
+        "optimizer state": ("optimizer",),
+        "residuals": ("residuals",),
+        "weights": ("weights",),
+        "compute copies": ("weights",),
+    }
+    for kind, needed in places.items():
+        if kind in held:
+            assert held[kind].place == ("host" if set(needed) <= set(kinds) else "device"), kind
+    assert prediction.total("host") == sum(h.nbytes for h in held.values() if h.place == "host")
+
+
+def test_moving_more_leaves_less_on_the_device() -> None:
+    engine = make_engine(CONFIG, **FULL)
+    totals = [
+        planned(engine, kinds, FULL).total("device")
+        for kinds in ((), ("optimizer",), ("optimizer", "master"), ("optimizer", "master", "gradients"))
+    ]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == len(totals)
