@@ -192,17 +192,28 @@ class Engine:
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         self._allocate_recipe_state(recipe, recipe_options)
         self._rounding_seed = torch.zeros((), dtype=torch.int32, device=settings.device)
+        panels = plan_panels(
+            found,
+            recipe=recipe,
+            recipe_options=recipe_options,
+            plain=plain,
+            offloader=offloader,
+            kernels=kernels,
+            dtype=settings.dtype,
+            tokens=settings.tokens,
+            width=model.width,
+            tables=tables,
+        )
         self.parameters = Parameters(
             found,
-            panels=plan_panels(
+            panels=panels,
+            packed=plan_packing(
                 found,
                 recipe=recipe,
-                offloader=offloader,
-                kernels=kernels,
+                recipe_options=recipe_options,
+                plain=plain,
+                panels=panels,
                 dtype=settings.dtype,
-                tokens=settings.tokens,
-                width=model.width,
-                tables=tables,
             ),
             joins=plan_joins(
                 found,
@@ -215,7 +226,6 @@ class Engine:
                 width=model.width,
                 tables=tables,
             ),
-            packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
             weights=self.weights,
             device=settings.device,
             dtype=settings.dtype,

@@ -74,17 +74,28 @@ def predict(
     plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
     slots = sum(len(piece.slots) for piece in found)
     state = recipe.state(slots, torch.device("meta"), recipe_options) if recipe.state is not None else None
+    panels = plan_panels(
+        found,
+        recipe=recipe,
+        recipe_options=recipe_options,
+        plain=plain,
+        offloader=offloader,
+        kernels=kernels,
+        dtype=settings.dtype,
+        tokens=settings.tokens,
+        width=model.width,
+        tables=signatures,
+    )
     parameters = Parameters(
         found,
-        panels=plan_panels(
+        panels=panels,
+        packed=plan_packing(
             found,
             recipe=recipe,
-            offloader=offloader,
-            kernels=kernels,
+            recipe_options=recipe_options,
+            plain=plain,
+            panels=panels,
             dtype=settings.dtype,
-            tokens=settings.tokens,
-            width=model.width,
-            tables=signatures,
         ),
         joins=plan_joins(
             found,
@@ -97,7 +108,6 @@ def predict(
             width=model.width,
             tables=signatures,
         ),
-        packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
         weights=DeviceStore("weights"),
         device=torch.device("meta"),
         dtype=settings.dtype,
@@ -137,7 +147,8 @@ def predict(
     copies = sum(copy.nbytes for copy, _ in parameters.copies)
     for piece in layers:
         for panel, tensor in parameters.panel_tensors(piece):
-            copies += tensor.nbytes - panel.shape.width * panel.shape.inputs * settings.dtype.itemsize
+            held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
+            copies += tensor.nbytes - held_weights * settings.dtype.itemsize
     chunk = max(c.stop - c.start for c in builder.chunks())
     logits = chunk * model.vocab_size * settings.dtype.itemsize * LOGIT_COPIES[settings.compiler]
     moved = offloader.place
