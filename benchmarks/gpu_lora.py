@@ -5,8 +5,8 @@ Published Qwen3 shapes with random weights; LoRA r=16 on all seven projections o
 whole optimizer steps, the median is reported. The ceiling is a bf16 product of 8192³ in the same
 process. Run one process a configuration: peak memory is the process's.
 
-    python benchmarks/gpu_lora.py 0.6b [--documents lognormal] [--dropout 0.05] [--full] [--recompute]
-                                  [--packs triton] [--any-order] [--profile] [--json FILE]
+    python benchmarks/gpu_lora.py 0.6b [--recipe fp8-hybrid] [--documents lognormal] [--dropout 0.05] [--full]
+                                  [--recompute] [--packs triton] [--any-order] [--profile] [--json FILE]
 
 Shape suffixes: N tokens of a micro-batch, S document borders.
 """
@@ -30,9 +30,8 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 from surogate_optimizer_adamw.adamw import AdamW
-from surogate_recipe_bf16 import surogate_recipe
 
-from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec
+from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec, Recipe, RecipeSettings
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
@@ -47,6 +46,7 @@ from surogate_core.train.flops import Work, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 PACKS = ["triton", "cuda", "hopper"]
+RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8"}
 MEAN_LENGTH, SIGMA = 400.0, 0.8
 """Of the log-normal document lengths."""
 
@@ -117,9 +117,16 @@ def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
     return batches
 
 
+def prepared(name: str, device: torch.device) -> tuple[Recipe, Any]:
+    """A recipe with its default options, made ready for the device."""
+    recipe: Recipe = importlib.import_module(RECIPES[name]).surogate_recipe()
+    return recipe, recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device)
+
+
 def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
     """The engine that a training run would make."""
     adapter = Adapter(rank=RANK, scale=2.0, dropout=options.dropout, dtype=torch.float32)
+    recipe, recipe_options = prepared(options.recipe, device)
     return Engine(
         build(PRESETS[options.preset]),
         settings=EngineSettings(
@@ -137,8 +144,8 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
             max_grad_norm=1.0,
             seed=0,
         ),
-        recipe=surogate_recipe(),
-        recipe_options=None,
+        recipe=recipe,
+        recipe_options=recipe_options,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
         optimizer_settings=OptimizerSettings(),
@@ -177,7 +184,8 @@ KINDS = (
     ("inductor", ("triton_",)),
     ("adapters", ("down", "up_backward", "dropped_dx")),
     ("attention", ("attention", "flash", "fmha")),
-    ("products", ("gemm", "nvjet", "cutlass", "splitk")),
+    ("quantising", ("quantise", "begin")),
+    ("products", ("gemm", "nvjet", "cutlass", "splitk", "scaled_product")),
     ("copies", ("memcpy", "memset")),
 )
 """Kind of kernel → parts of names; the first that matches counts."""
@@ -266,6 +274,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of one configuration."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("preset", choices=list(PRESETS))
+    parser.add_argument("--recipe", choices=list(RECIPES), default="bf16")
     parser.add_argument("--documents", choices=["row", "lognormal"], default="row", help="one a row, or mean 400")
     parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")

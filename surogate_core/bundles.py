@@ -157,6 +157,9 @@ class Recipe:
     pack: Callable[[Tensor, LinearSlot, Any], Tensor] | None = None
     """(frozen weight_OI, slot, prepared options) → the one tensor, of any shape and dtype, that `linear` is given
     in its place; called once a weight. Traced for its shape, so plain torch ops only."""
+    scaled_margin: Callable[[Any], int | None] = lambda options: None
+    """(prepared options) → the margin with which adapted slots with frozen weights may be multiplied by the op
+    `scaled_linears` instead, whose rows of state are those of this recipe; None if they may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

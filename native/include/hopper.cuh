@@ -11,7 +11,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-constexpr int features = 128;
+[[maybe_unused]] constexpr int features = 128;
 constexpr int warpgroup = 128;
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {

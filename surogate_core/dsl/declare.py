@@ -201,6 +201,9 @@ class Block:
             else:
                 adapters = [tensors[f"{s.name}.lora_{which}"] for s in panel.slots for which in "AB"]
                 shared = BoundPanel(panel, tensor, adapters, seed)
+                if not panel.shape.frozen:
+                    shared.weights = [tensors[f"{s.name}.weight"] for s in panel.slots]
+                    shared.rows = [rows[s.index] for s in panel.slots]
             of_slot |= dict.fromkeys((s.name for s in panel.slots), shared)
         bound.slots = {
             s.name: BoundSlot(

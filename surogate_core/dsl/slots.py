@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels import ops
 from surogate_core.kernels.panels import PanelShape
+from surogate_core.kernels.scaled import scaled_linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +80,12 @@ class Panel:
 
     slots: tuple[LinearSlot, ...]
     shape: PanelShape
+    margin: int = 0
+    """Of FP8 scales, where the panel is of adapters alone; see `kernels.scaled`."""
 
     @classmethod
-    def of(cls, slots: Sequence[LinearSlot]) -> Panel | None:
-        """The panel of slots that read one input, or None where they cannot share one."""
+    def of(cls, slots: Sequence[LinearSlot], *, margin: int | None = None) -> Panel | None:
+        """The panel of slots that read one input, or None where they cannot share one; with a margin for FP8."""
         adapter = slots[0].adapter
         if adapter is None or any(s.adapter != adapter for s in slots):
             return None
@@ -93,8 +96,9 @@ class Panel:
             scale=adapter.scale,
             dropout=adapter.dropout,
             salts=tuple(s.index for s in slots),
+            frozen=margin is None,
         )
-        return cls(slots=tuple(slots), shape=shape) if shape.fits else None
+        return cls(slots=tuple(slots), shape=shape, margin=margin or 0) if shape.fits else None
 
 
 @dataclass(slots=True)
@@ -106,13 +110,23 @@ class BoundPanel:
     adapters: Sequence[Tensor]
     """A and B of each slot in turn."""
     seed: Tensor | None
+    weights: Sequence[Tensor] = ()
+    """Each slot's, and its row of the recipe's state, where the panel is of adapters alone."""
+    rows: Sequence[Tensor] = ()
     _input: Tensor | None = None
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def output(self, name: str, x_NI: Tensor) -> Tensor:
         """A slot's output without bias. A slot that is called with another input is merely computed again."""
         if x_NI is not self._input:
-            outputs = ops.adapted_linears(x_NI, self.tensor, self.seed, self.panel.shape, *self.adapters)
+            shape = self.panel.shape
+            if shape.frozen:
+                outputs = ops.adapted_linears(x_NI, self.tensor, self.seed, shape, *self.adapters)
+            else:
+                of_slots = self.weights, self.rows
+                outputs = scaled_linears(
+                    x_NI, self.tensor, self.seed, shape, self.panel.margin, *of_slots, *self.adapters
+                )
             names = (slot.name for slot in self.panel.slots)
             self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
         return self._outputs[name]

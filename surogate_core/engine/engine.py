@@ -198,17 +198,28 @@ class Engine:
         self._allocate_recipe_state(recipe, recipe_options)
         updating = torch.device("cpu") if settings.update_on_cpu else settings.device
         self._rounding_seed = torch.zeros((), dtype=torch.int32, device=updating)
+        panels = plan_panels(
+            found,
+            recipe=recipe,
+            recipe_options=recipe_options,
+            plain=plain,
+            offloader=offloader,
+            kernels=kernels,
+            dtype=settings.dtype,
+            tokens=settings.tokens,
+            width=model.width,
+            tables=tables,
+        )
         self.parameters = Parameters(
             found,
-            panels=plan_panels(
+            panels=panels,
+            packed=plan_packing(
                 found,
                 recipe=recipe,
-                offloader=offloader,
-                kernels=kernels,
+                recipe_options=recipe_options,
+                plain=plain,
+                panels=panels,
                 dtype=settings.dtype,
-                tokens=settings.tokens,
-                width=model.width,
-                tables=tables,
             ),
             joins=plan_joins(
                 found,
@@ -221,7 +232,6 @@ class Engine:
                 width=model.width,
                 tables=tables,
             ),
-            packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
             weights=self.weights,
             device=settings.device,
             dtype=settings.dtype,

@@ -221,6 +221,7 @@ class Parameters:
             self._spec(piece, f"{slot.name}.weight").hf_name: panel.shape.weight(tensor, number)
             for piece in self.pieces
             for panel, tensor in self.panel_tensors(piece)
+            if panel.shape.frozen
             for number, slot in enumerate(panel.slots)
         }
         last = {spec.hf_name: piece.key for piece in self.pieces for spec in piece.specs}
@@ -276,8 +277,7 @@ class Parameters:
             tensors |= {piece.key: tuple(stack[i] for stack in stacks) for i, piece in enumerate(members)}
             for panel, stack in zip(panels, stacks, strict=True):
                 for number, slot in enumerate(panel.slots):
-                    views = panel.shape.adapter(stack, number)
-                    for which, view, scale in zip("AB", views, (1.0, panel.shape.scale), strict=True):
+                    for which, view, scale in panel.shape.places(stack, number):
                         specs = [self._spec(piece, f"{slot.name}.lora_{which}") for piece in members]
                         masters = [self._master[spec.hf_name] for spec in specs]
                         loads += [(*load, scale) for load in _stacked(view, masters)]

@@ -112,18 +112,21 @@ class Counts:
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         slots = sum(len(piece.slots) for piece in found)
         state = recipe.state(slots, torch.device("meta"), recipe_options) if recipe.state is not None else None
+        panels = plan_panels(
+            found,
+            recipe=recipe,
+            recipe_options=recipe_options,
+            plain=plain,
+            offloader=offloader,
+            kernels=kernels,
+            dtype=settings.dtype,
+            tokens=settings.tokens,
+            width=model.width,
+            tables=signatures,
+        )
         parameters = Parameters(
             found,
-            panels=plan_panels(
-                found,
-                recipe=recipe,
-                offloader=offloader,
-                kernels=kernels,
-                dtype=settings.dtype,
-                tokens=settings.tokens,
-                width=model.width,
-                tables=signatures,
-            ),
+            panels=panels,
             joins=plan_joins(
                 found,
                 recipe=recipe,
@@ -135,7 +138,14 @@ class Counts:
                 width=model.width,
                 tables=signatures,
             ),
-            packed=plan_packing(found, recipe=recipe, recipe_options=recipe_options, plain=plain, dtype=settings.dtype),
+            packed=plan_packing(
+                found,
+                recipe=recipe,
+                recipe_options=recipe_options,
+                plain=plain,
+                panels=panels,
+                dtype=settings.dtype,
+            ),
             weights=DeviceStore("weights"),
             device=torch.device("meta"),
             dtype=settings.dtype,
@@ -172,7 +182,8 @@ class Counts:
         panel_copies = 0
         for piece in layers:
             for panel, tensor in parameters.panel_tensors(piece):
-                panel_copies += tensor.nbytes - panel.shape.width * panel.shape.inputs * settings.dtype.itemsize
+                held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
+                panel_copies += tensor.nbytes - held_weights * settings.dtype.itemsize
         train_embedding = embed.specs[0].trainable
         return cls(
             settings=settings,

@@ -28,7 +28,7 @@ from surogate_core.dsl.trace import (
     without_gradients,
 )
 from surogate_core.engine.parameters import Packed, Parameters, Piece
-from surogate_core.kernels import ops, registry
+from surogate_core.kernels import ops, registry, scaled
 
 
 def _moves_weights(offloader: Offloader) -> bool:
@@ -39,6 +39,8 @@ def plan_panels(
     found: Sequence[Piece],
     *,
     recipe: Recipe,
+    recipe_options: Any,
+    plain: frozenset[str],
     offloader: Offloader,
     kernels: registry.KernelTable,
     dtype: torch.dtype,
@@ -47,17 +49,22 @@ def plan_panels(
     tables: Mapping[str, Signature],
 ) -> dict[str, tuple[Panel, ...]]:
     """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device."""
-    if not recipe.plain or _moves_weights(offloader) or not kernels.offers("adapted_linears", dtype):
+    if _moves_weights(offloader):
         return {}
+    margin = recipe.scaled_margin(recipe_options)
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
     for piece in found:
         if piece.block is None or not any(slot.adapter for slot in piece.slots):
             continue
-        kind = type(piece.block), piece.slots
+        wide = recipe.plain or piece.key in plain
+        if (not wide and margin is None) or not kernels.offers("adapted_linears" if wide else "scaled_linears", dtype):
+            continue
+        kind = type(piece.block), piece.slots, wide
         if kind not in planned:
             groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
-            planned[kind] = tuple(panel for group in groups if (panel := Panel.of(group)))
+            made = [Panel.of(group, margin=None if wide else margin) for group in groups]
+            planned[kind] = tuple(p for p in made if p and (wide or scaled.fits(p.shape, tokens)))
         panels[piece.key] = planned[kind]
     return panels
 
@@ -119,6 +126,10 @@ def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[
     return frozenset(keys[:first] + keys[max(len(keys) - last, 0) :])
 
 
+def _scaled(margin: int, weight_OI: Tensor) -> Tensor:
+    return scaled.pack(weight_OI, margin)
+
+
 def _packed(
     pack: Callable[[Tensor, LinearSlot, Any], Tensor], slot: LinearSlot, options: Any, weight_OI: Tensor
 ) -> Tensor:
@@ -126,9 +137,15 @@ def _packed(
 
 
 def plan_packing(
-    found: Sequence[Piece], *, recipe: Recipe, recipe_options: Any, plain: frozenset[str], dtype: torch.dtype
+    found: Sequence[Piece],
+    *,
+    recipe: Recipe,
+    recipe_options: Any,
+    plain: frozenset[str],
+    panels: Mapping[str, Sequence[Panel]],
+    dtype: torch.dtype,
 ) -> dict[str, Packed]:
-    """How the recipe keeps each frozen weight of a slot, by HF name; none where it keeps them as they are."""
+    """How each frozen weight of a slot is kept, by HF name: as the recipe packs it, or as its panel wants it."""
     pack = recipe.pack
     if pack is None:
         return {}
@@ -136,9 +153,14 @@ def plan_packing(
     packed: dict[str, Packed] = {}
     for piece in found:
         frozen = {s.name: s.hf_name for s in piece.specs if not s.trainable}
+        scaled_by = {s: p.margin for p in panels.get(piece.key, ()) if not p.shape.frozen for s in p.slots}
         for slot in piece.slots:
             name = frozen.get(f"{slot.name}.weight")
             if name is None or piece.key in plain:
+                continue
+            if slot in scaled_by:
+                size = scaled.HEADER + 2 * slot.outputs * slot.inputs
+                packed[name] = Packed(pack=partial(_scaled, scaled_by[slot]), shape=(size,), dtype=torch.uint8)
                 continue
             if slot not in planned:
                 with FakeTensorMode(), torch.no_grad():

@@ -7,8 +7,9 @@ dtype, laid out so that low-rank products become a few more columns or rows of t
     [ A |     0     ]   rank rows           dx = [dy | du] · [W ; A]        with du = dy (scale·B)
 
 With several projections W and A are stacked and B is block-diagonal, so that u is shared storage
-and not a shared sum. Suffixes: N tokens, I inputs, R rank of one adapter, Q rows and P columns of
-a panel.
+and not a shared sum. A panel of adapters alone, for products that have the frozen weights in
+another format, is A, Aᵀ and the block-diagonal B one after another. Suffixes: N tokens, I inputs,
+R rank of one adapter, Q rows and P columns of a panel.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class PanelShape:
     dropout: float
     salts: tuple[int, ...]
     """What separates the projections' dropout masks; see `ops.dropout`."""
+    frozen: bool = True
+    """Whether the panel holds the frozen weights, or adapters alone."""
 
     @property
     def width(self) -> int:
@@ -64,7 +67,10 @@ class PanelShape:
         return all(n % MULTIPLE == 0 for n in sides) and len(self.outputs) <= MOST
 
     def allocate(self, device: torch.device, dtype: torch.dtype, *count: int) -> Tensor:
-        """A panel of zeros, [Q, P], or `count` of them, [count, Q, P]."""
+        """A panel of zeros, [Q, P] or, of adapters alone, in one row; or `count` of them."""
+        if not self.frozen:
+            size = self.ranks * (2 * self.inputs + self.width)
+            return torch.zeros(*count, size, device=device, dtype=dtype)
         pitch = -(-(self.inputs + self.ranks) // PITCH) * PITCH
         return torch.zeros(*count, self.width + self.ranks, pitch, device=device, dtype=dtype)
 
@@ -72,15 +78,34 @@ class PanelShape:
         """The view of a projection's frozen weight, [outputs, I]; of several panels at once too."""
         return panel_QP[..., self.spans[number], : self.inputs]
 
-    def adapter(self, panel_QP: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    def parts(self, panel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of adapters alone: the views A [ranks, I], Aᵀ [I, ranks] and B [outputs, ranks]; of several panels too."""
+        sizes = [self.ranks * self.inputs, self.ranks * self.inputs, self.width * self.ranks]
+        sides = (self.ranks, self.inputs), (self.inputs, self.ranks), (self.width, self.ranks)
+        flat = panel.split(sizes, dim=-1)
+        a, a_t, b = (part.unflatten(-1, side) for part, side in zip(flat, sides, strict=True))
+        return a, a_t, b
+
+    def adapter(self, panel: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The views of a projection's A, [R, I], and scale · B, [outputs, R]; of several panels at once too."""
         ranks = slice(self.rank * number, self.rank * (number + 1))
-        a_RI = panel_QP[..., self.width :, : self.inputs][..., ranks, :]
-        return a_RI, panel_QP[..., self.spans[number], self.inputs :][..., ranks]
+        if not self.frozen:
+            a, _, b = self.parts(panel)
+            return a[..., ranks, :], b[..., self.spans[number], ranks]
+        a_RI = panel[..., self.width :, : self.inputs][..., ranks, :]
+        return a_RI, panel[..., self.spans[number], self.inputs :][..., ranks]
+
+    def places(self, panel: Tensor, number: int) -> list[tuple[str, Tensor, float]]:
+        """Where a projection's adapter is loaded: (``A`` or ``B``, view, factor); of several panels at once too."""
+        a, b = self.adapter(panel, number)
+        places = [("A", a, 1.0), ("B", b, self.scale)]
+        if not self.frozen:
+            ranks = slice(self.rank * number, self.rank * (number + 1))
+            places.append(("A", self.parts(panel)[1][..., ranks].mT, 1.0))
+        return places
 
     def load(self, panel_QP: Tensor, adapters: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy A's [R, I] and B's [outputs, R] in, rounded to the panel's dtype."""
         for number, (a_RI, b_OR) in enumerate(adapters):
-            a, b = self.adapter(panel_QP, number)
-            a.copy_(a_RI)
-            b.copy_(b_OR * self.scale)
+            for which, view, factor in self.places(panel_QP, number):
+                view.copy_(a_RI if which == "A" else b_OR * factor)

@@ -34,9 +34,9 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; imports Triton."""
-    from surogate_kernels_triton import adapters, attention, cross_entropy, norm, norm_rope, swiglu, updates
+    from surogate_kernels_triton import adapters, attention, cross_entropy, norm, norm_rope, scaled, swiglu, updates
 
-    modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu, updates)
+    modules = (attention, adapters, cross_entropy, norm, norm_rope, scaled, swiglu, updates)
     return tuple(module.kernel() for module in modules)
 
 
@@ -47,9 +47,9 @@ def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
 
     if missing_cupy() is not None:
         return (norm.rewrite,)
-    from surogate_kernels_triton import gated
+    from surogate_kernels_triton import gated, scaled_gated
 
-    return gated.rewrite, norm.rewrite
+    return gated.rewrite, scaled_gated.rewrite, norm.rewrite
 
 
 @hookimpl

@@ -78,6 +78,33 @@ def _dropout(p: float, seed: Tensor, salts: Sequence[int]) -> tuple[Any, ...]:
     return seed, _keys(salts, seed.device), threshold, 1 / (1 - p)
 
 
+def down(
+    x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, seed: Tensor, slots: int, p: float, salts: Sequence[int]
+) -> None:
+    """u = dropout(x) Aᵀ of all projections into `u_NR` and into `room`; x may have more columns than A."""
+    n, inputs = x.shape[0], a_RI.shape[1]
+    tile, step = (64, 128) if slots > 1 else (32, 256)
+    programs.down[triton.cdiv(n, tile) * slots,](
+        x,
+        a_RI,
+        u_NR,
+        room,
+        *_dropout(p, seed, salts),
+        n,
+        x.stride(0),
+        a_RI.stride(0),
+        room.stride(0),
+        IN=inputs,
+        R=a_RI.shape[0] // slots,
+        S=slots,
+        M=tile,
+        K=step,
+        DROP=p > 0,
+        num_warps=4,
+        num_stages=5,
+    )
+
+
 @torch.library.custom_op("surogate_triton::adapted_linears", mutates_args=())
 def _forward(
     x: Tensor,
@@ -94,27 +121,7 @@ def _forward(
     if x.stride(1) != 1:
         x = x.contiguous()
     u_NR = x.new_empty(n, ranks)
-    a = panel_QP[width:, :inputs]
-    tile, step = (64, 128) if len(outputs) > 1 else (32, 256)
-    programs.down[triton.cdiv(n, tile) * len(outputs),](
-        x,
-        a,
-        u_NR,
-        x[:, inputs:],
-        *_dropout(p, seed, salts),
-        n,
-        x.stride(0),
-        panel_QP.stride(0),
-        x.stride(0),
-        IN=inputs,
-        R=rank,
-        S=len(outputs),
-        M=tile,
-        K=step,
-        DROP=p > 0,
-        num_warps=4,
-        num_stages=5,
-    )
+    down(x, panel_QP[width:, :inputs], u_NR, x[:, inputs:], seed, len(outputs), p, salts)
     return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
 
 
@@ -133,13 +140,21 @@ def _(
 
 
 def gradients(
-    dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: Sequence[int], rank: int, scale: float
+    dy: Tensor,
+    u_NR: Tensor,
+    b_OR: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    *,
+    joined: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dy with du past it, du, dB, counters of `summed`); dy without room behind its outputs is copied."""
+    """(dy with du past it where `joined`, du, dB, counters of `summed`); dy without room for du is copied then."""
     n, slots, width = u_NR.shape[0], len(outputs), sum(outputs)
     if dy.stride(1) != 1:
         dy = dy.contiguous()
-    copy = dy.shape[1] == width
+    copy = joined and dy.shape[1] == width
     wide = dy.new_empty(n, width + -(-rank * slots // ROOM) * ROOM) if copy else dy
     chunk, rows = _cut(outputs, n)
     parts = triton.cdiv(n, rows)
@@ -148,13 +163,13 @@ def gradients(
     programs.up_backward[width // chunk, parts](
         dy,
         u_NR,
-        panel_QP[:, inputs:],
+        b_OR,
         du_parts,
         db_parts,
         wide,
         n,
         dy.stride(0),
-        panel_QP.stride(0),
+        b_OR.stride(0),
         wide.stride(0),
         OUT=width,
         **_named_ends(outputs),
@@ -167,41 +182,48 @@ def gradients(
         num_warps=4,
         num_stages=3,
     )
-    du_NR, db, counters, _ = summed(du_parts, db_parts, wide, inputs, outputs, rank, scale)
+    du_NR, db, counters, _ = summed(
+        du_parts, db_parts, wide[:, width:] if joined else None, inputs, outputs, rank, scale, dtype=dy.dtype
+    )
     return wide, du_NR, db, counters
 
 
 def summed(
     du_parts: Tensor,
     db_parts: Tensor,
-    wide: Tensor,
+    room: Tensor | None,
     inputs: int,
     outputs: Sequence[int],
     rank: int,
     scale: float,
     da_parts: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """du [N, R], also into `wide` past the outputs; dB [outputs, rank] fp32; counters for `down_gradient`; da's sum."""
+    """du [N, R], also into `room` if given; dB [outputs, rank] fp32; counters for `down_gradient`; da's sum."""
     chunks, n, _ = du_parts.shape
     parts, width, _ = db_parts.shape
     slots, tile, block = len(outputs), 64, 1024
-    du_NR = wide.new_empty(n, slots * rank)
-    db = torch.empty((width, rank), dtype=torch.float32, device=wide.device)
-    counters = torch.empty(triton.next_power_of_2(triton.cdiv(inputs, COLUMNS)), dtype=torch.int32, device=wide.device)
+    device = du_parts.device
+    du_NR = torch.empty((n, slots * rank), dtype=dtype, device=device)
+    if room is None:
+        room = du_NR  # written twice
+    db = torch.empty((width, rank), dtype=torch.float32, device=device)
+    counters = torch.empty(triton.next_power_of_2(triton.cdiv(inputs, COLUMNS)), dtype=torch.int32, device=device)
     da = db if da_parts is None else da_parts.new_empty(da_parts.shape[1:])
     others = 0 if da_parts is None else da.numel()
     programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile) + triton.cdiv(others, block),](
         du_parts,
         db_parts,
         du_NR,
-        wide[:, width:],
+        room,
         db,
         db if da_parts is None else da_parts,
         da,
         counters,
         scale,
         n,
-        wide.stride(0),
+        room.stride(0),
         parts,
         OUT=width,
         **_named_ends(outputs),
@@ -246,6 +268,52 @@ def down_gradient(x_NI: Tensor, du_NR: Tensor, counters: Tensor) -> Tensor:
     return da
 
 
+def dropped_gradient(x_NI: Tensor, du_NR: Tensor, seed: Tensor, slots: int, p: float, salts: Sequence[int]) -> Tensor:
+    """dA = duᵀ dropout(x), [R, I] fp32."""
+    (n, inputs), ranks = x_NI.shape, du_NR.shape[1]
+    parts, columns = triton.cdiv(n, 512), 128
+    da_parts = torch.empty((parts, ranks, inputs), dtype=torch.float32, device=x_NI.device)
+    programs.down_backward[triton.cdiv(inputs, columns) * slots, parts](
+        x_NI,
+        du_NR,
+        da_parts,
+        *_dropout(p, seed, salts),
+        n,
+        x_NI.stride(0),
+        IN=inputs,
+        R=ranks // slots,
+        S=slots,
+        M=64,
+        C=columns,
+        ROWS=512,
+        DROP=True,
+        num_warps=4,
+        num_stages=3,
+    )
+    return da_parts.sum(0)
+
+
+def add_dropped(
+    dx_NI: Tensor, du_NR: Tensor, a_RI: Tensor, seed: Tensor, slots: int, p: float, salts: Sequence[int]
+) -> None:
+    """dx += Σ over projections of mask · (du A) / (1 − p), in place."""
+    (n, inputs), columns = dx_NI.shape, 128
+    programs.dropped_dx[triton.cdiv(n, 64), triton.cdiv(inputs, columns)](
+        dx_NI,
+        du_NR,
+        a_RI,
+        *_dropout(p, seed, salts),
+        n,
+        a_RI.stride(0),
+        IN=inputs,
+        R=du_NR.shape[1] // slots,
+        S=slots,
+        M=64,
+        C=columns,
+        num_warps=4,
+    )
+
+
 @torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
@@ -261,48 +329,16 @@ def _backward(
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     # dy may be [N, width + ranks or more]: du is then written past the gradients; nobody else reads it.
-    n = x.shape[0]
     slots, width, ranks = len(outputs), sum(outputs), rank * len(outputs)
     x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
-    dy, du_NR, db, counters = gradients(dy, u_NR, panel_QP, inputs, outputs, rank, scale)
+    dy, du_NR, db, counters = gradients(dy, u_NR, panel_QP[:, inputs:], inputs, outputs, rank, scale)
     if p == 0:
         da = down_gradient(x_NI, du_NR, counters)
         return torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs]), da, db
-    columns, parts = 128, triton.cdiv(n, 512)
-    da_parts = dy.new_empty((parts, ranks, inputs), dtype=torch.float32)
-    programs.down_backward[triton.cdiv(inputs, columns) * slots, parts](
-        x_NI,
-        du_NR,
-        da_parts,
-        *_dropout(p, seed, salts),
-        n,
-        x_NI.stride(0),
-        IN=inputs,
-        R=rank,
-        S=slots,
-        M=64,
-        C=columns,
-        ROWS=512,
-        DROP=True,
-        num_warps=4,
-        num_stages=3,
-    )
+    da = dropped_gradient(x_NI, du_NR, seed, slots, p, salts)
     dx = torch.mm(dy[:, :width], panel_QP[:width, :inputs])
-    programs.dropped_dx[triton.cdiv(n, 64), triton.cdiv(inputs, columns)](
-        dx,
-        du_NR,
-        panel_QP[width:, :inputs],
-        *_dropout(p, seed, salts),
-        n,
-        panel_QP.stride(0),
-        IN=inputs,
-        R=rank,
-        S=slots,
-        M=64,
-        C=columns,
-        num_warps=4,
-    )
-    return dx, da_parts.sum(0), db
+    add_dropped(dx, du_NR, panel_QP[width:, :inputs], seed, slots, p, salts)
+    return dx, da, db
 
 
 @_backward.register_fake

@@ -49,7 +49,7 @@ def down_backward(
     dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of silu(gate) · up, du, dB) of the projection behind it; dA is left to `gated_backward`."""
-    dy, du_NR, db, _ = adapters.gradients(dy, u_NR, panel_QP, inputs, [outputs], rank, scale)
+    dy, du_NR, db, _ = adapters.gradients(dy, u_NR, panel_QP[:, inputs:], inputs, [outputs], rank, scale)
     outer = outputs + rank
     return torch.mm(dy[:, :outer], panel_QP[:outer, :inputs]), du_NR, db
 
@@ -107,7 +107,9 @@ def gated_backward(
         shared=SHARED[name],
     )
     outputs = [features, features]
-    du, db, counters, da_down = adapters.summed(du_parts, db_parts, dy, inputs, outputs, rank, scale, da_parts)
+    du, db, counters, da_down = adapters.summed(
+        du_parts, db_parts, dy[:, width:], inputs, outputs, rank, scale, da_parts
+    )
     da = adapters.down_gradient(x_NI, du, counters)
     dx = torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs])
     return dx, da, db, da_down
@@ -150,18 +152,18 @@ class Gated:
     """Of the projections to gate and up."""
 
 
-def _viewed(node: Any) -> Any:
+def viewed(node: Any) -> Any:
     """What a node is a view of."""
     while isinstance(node, fx.Node) and node.target in VIEWS:
         node = node.args[0]
     return node
 
 
-def _users(node: fx.Node) -> Iterator[fx.Node]:
+def users(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a node, through views."""
     for user in node.users:
         if user.target in VIEWS:
-            yield from _users(user)
+            yield from users(user)
         else:
             yield user
 
@@ -169,13 +171,13 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 def _matched(backward: fx.Node) -> Gated | None:
     ops = torch.ops.surogate_triton
     dy, _, _, _, _, _, outputs, rank, _, p, _ = edits.args(backward)
-    inner = _viewed(dy)
+    inner = viewed(dy)
     if p != 0 or rank != RANK or len(outputs) != 2 or outputs[0] != outputs[1] or outputs[0] % FEATURES:
         return None
     if dy.meta["val"].dtype != torch.bfloat16 or inner.target != ops.swiglu_backward.default:
         return None
     dh, gate, up = edits.args(inner)
-    if set(_users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
+    if set(users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
         return None
     down_backward, number = edits.args(dh)
     if number != 0 or down_backward.target != ops.adapted_linears_backward.default:
@@ -206,11 +208,11 @@ def _apply(graph: fx.Graph, found: Gated) -> None:
     dx, da, db, da_down = edits.call(graph, node, ops.gated_backward.default, arguments, 4)
     edits.replace(node, {0: dx, 1: da, 2: db})
     if da_item is not None:
-        _move_users(graph, da_item, da_down)
+        move_users(graph, da_item, da_down)
         da_item.replace_all_uses_with(da_down)
 
 
-def _move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
+def move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
     """Whatever depends on a node and stands before another, moves behind that."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     depend: set[fx.Node] = set()

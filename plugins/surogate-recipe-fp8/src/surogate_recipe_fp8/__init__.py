@@ -77,4 +77,5 @@ def surogate_recipe() -> bundles.Recipe:
         note=lambda prepared: prepared.note,
         state=state,
         pack=pack,
+        scaled_margin=lambda prepared: prepared.margin if prepared.native else None,
     )

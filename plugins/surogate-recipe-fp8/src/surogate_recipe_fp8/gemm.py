@@ -15,15 +15,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError
-from surogate_recipe_fp8.scaling import E4M3_MAX, E5M2_MAX, scale_of
+from surogate_core.kernels.scaled import E4M3, E4M3_MAX, E5M2, amax_of, quantise, scale_in_use, scale_of
 
 if TYPE_CHECKING:
     from surogate_core.bundles import RecipeSettings
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_recipe_fp8 import FP8Options
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LIMIT = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 HEADER = 16
 """Bytes before the codes of a packed weight: the inverse of its scale, and the alignment of what follows."""
 MULTIPLE = 16
@@ -54,21 +52,6 @@ class Prepared:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
         return cls(native=native, margin=options.margin, history=settings.fp8_amax_history, note=note)
-
-
-def amax_of(x: Tensor) -> Tensor:
-    """0-d fp32: the largest absolute value; NaN where there is one."""
-    return x.abs().amax().float()
-
-
-def scale_in_use(row: Tensor, role: int, amax: Tensor, kind: torch.dtype, margin: int) -> Tensor:
-    """The delayed scale of a role; before there is one, that of the tensor's own largest value, or 1."""
-    return torch.where(row[role] > 0, row[role], scale_of(amax, LIMIT[kind], margin=margin, old=1.0))
-
-
-def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """x · scale in fp32, saturated and rounded to nearest, ties to even. Infinity saturates, NaN stays."""
-    return (x.float() * scale).clamp(-LIMIT[kind], LIMIT[kind]).to(kind)
 
 
 def multiply(

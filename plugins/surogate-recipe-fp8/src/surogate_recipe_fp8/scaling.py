@@ -9,23 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-E4M3_MAX = 448.0
-E5M2_MAX = 57344.0
-FP32_MAX = torch.finfo(torch.float32).max
+from surogate_core.kernels.scaled import E4M3_MAX, E5M2_MAX, scale_of
 
 ROLES = ("activation", "weight", "gradient")
 """Columns of a slot's row, in order."""
 LIMITS = (E4M3_MAX, E4M3_MAX, E5M2_MAX)
 """The largest value of each role's format."""
-
-
-def scale_of(amax: Tensor, limit: Tensor | float, *, margin: int, old: Tensor | float) -> Tensor:
-    """(limit / amax) / 2^margin in fp32; `old` where amax is 0, inf or NaN; fp32's largest where it overflows."""
-    # A number divided by a tensor is its reciprocal times the number in torch: one more rounding.
-    wide = limit if isinstance(limit, Tensor) else torch.full_like(amax, limit)
-    scale = (wide / amax) * 2.0**-margin
-    scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, old)
 
 
 class DelayedScaling:

@@ -1,0 +1,400 @@
+"""The op `scaled_linears` on Hopper: FP8 products with LoRA's share in the same sum, in CUDA C++.
+
+A bf16 operand becomes codes and tells its largest value in one pass; one product multiplies it with
+all projections of a panel. The skinny products are those of `adapters`. Shape suffixes as in
+`surogate_core.kernels.panels`, C bytes of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.bundles import Kernel
+from surogate_core.kernels import scaled
+from surogate_core.kernels.native import Module
+from surogate_core.kernels.panels import PanelShape
+from surogate_kernels_triton import adapters
+
+NATIVE = Path(__file__).parent / "native"
+QUANTISE = Module(NATIVE, "quantise")
+ENCODE = Module(NATIVE, "encode")
+ENCODE_BACKWARD = Module(NATIVE, "encode_backward")
+PRODUCT = Module(NATIVE, "scaled_product", specific=True)
+SHARED = 230_528
+"""Bytes of shared memory of a product's block."""
+THREADS = 384
+MOST = 4
+"""Projections of a panel."""
+ENCODED = 3
+"""Projections whose u is made with the codes of their input, at most."""
+RANK = 16
+"""Of the adapters whose skinny products are made with the codes."""
+BLOCKS = 264
+"""That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
+FAR = 2**30
+FIGURES = 4
+"""(scale, 1 / scale, largest absolute value, 0) of a quantised tensor."""
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _padded(values: Sequence[Any], filler: Any) -> list[Any]:
+    return [*values, *[filler] * (MOST - len(values))]
+
+
+def _ends(outputs: Sequence[int]) -> list[np.int32]:
+    return [np.int32(end) for end in _padded(list(accumulate(outputs)), FAR)]
+
+
+def begin(x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int, *, gradient: bool) -> Tensor:
+    """Figures [S, 4] of ranges of columns, before their codes are made."""
+    figures = torch.empty((len(widths), FIGURES), dtype=torch.float32, device=x.device)
+    QUANTISE.launch(
+        "begin",
+        (len(widths),),
+        1024,
+        x,
+        x.stride(0),
+        np.int32(x.shape[0]),
+        *_padded(rows, rows[0]),
+        np.int32(scaled.GRADIENT if gradient else scaled.ACTIVATION),
+        *_ends(widths),
+        scaled.E5M2_MAX if gradient else scaled.E4M3_MAX,
+        2.0**-margin,
+        figures,
+    )
+    return figures
+
+
+def quantised(
+    x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int, *, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """(codes in tiles, figures [S, 4]) of a bf16 matrix whose ranges of columns have a scale each."""
+    n, width = x.shape[0], sum(widths)
+    figures = begin(x, rows, widths, margin, gradient=gradient)
+    codes_C = torch.empty(n * width, dtype=torch.uint8, device=x.device)
+    QUANTISE.launch(
+        "quantise_e5m2" if gradient else "quantise_e4m3",
+        (width // scaled.TILE, n // scaled.TILE),
+        256,
+        x,
+        x.stride(0),
+        figures,
+        codes_C,
+        np.int32(n),
+        *_ends(widths),
+    )
+    return codes_C, figures
+
+
+def encode(
+    kernel: str, source: Sequence[Tensor | int], a_RI: Tensor, figures: Tensor, codes_C: Tensor, u_NR: Tensor
+) -> None:
+    """Codes, the largest value and u = x Aᵀ of rank 16, from one reading of the source."""
+    tokens = 32
+    ENCODE.launch(
+        kernel,
+        (u_NR.shape[0] // tokens,),
+        512,
+        *source,
+        a_RI,
+        figures,
+        codes_C,
+        u_NR,
+        np.int32(a_RI.shape[1]),
+        shared=16 * tokens * 17 * 4,
+    )
+
+
+def encode_gradient(
+    dy: Tensor,
+    u_NR: Tensor,
+    b_OR: Tensor,
+    rows: Sequence[Tensor],
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(codes of dy, their figures, du, dB, counters of `adapters.summed`); dy may have more columns than outputs."""
+    if rank != RANK:
+        _, du_NR, db, counters = adapters.gradients(dy, u_NR, b_OR, inputs, outputs, rank, scale, joined=False)
+        return *quantised(dy, rows, outputs, margin, gradient=True), du_NR, db, counters
+    n, width, columns, step = dy.shape[0], sum(outputs), 256, 32
+    figures = begin(dy, rows, outputs, margin, gradient=True)
+    chunks = width // columns
+    share = -(-n // (max(1, BLOCKS // chunks) * step)) * step
+    parts = -(-n // share)
+    codes_C = torch.empty(n * width, dtype=torch.uint8, device=dy.device)
+    du_parts = torch.empty((chunks, n, rank), dtype=torch.float32, device=dy.device)
+    db_parts = torch.empty((parts, width, rank), dtype=torch.float32, device=dy.device)
+    ENCODE_BACKWARD.launch(
+        "encode_backward",
+        (chunks, parts),
+        256,
+        dy,
+        dy.stride(0),
+        u_NR,
+        b_OR,
+        np.int32(u_NR.shape[1]),
+        *_ends(outputs)[:3],
+        figures,
+        codes_C,
+        du_parts,
+        db_parts,
+        *(np.int32(size) for size in (n, width, share)),
+        shared=2 * 8 * step * (rank + 4) * 4,
+    )
+    du_NR, db, counters, _ = adapters.summed(du_parts, db_parts, None, inputs, outputs, rank, scale)
+    return codes_C, figures, du_NR, db, counters
+
+
+def product(
+    codes_C: Tensor,
+    figures: Tensor,
+    weights: Sequence[Tensor],
+    added: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    *,
+    gradient: bool,
+) -> None:
+    """out = codes · weightᵀ, or codes · weight of a gradient, + u vᵀ of the bf16 pair `added`."""
+    n, columns = out.shape
+    u, v = added if added is not None else (out, out)
+    steps = 0 if added is None else rank * (len(outputs) if gradient else 1) // 16
+    tiles = n // 128 * (columns // 256)
+    PRODUCT.launch(
+        "scaled_product_backward" if gradient else "scaled_product_forward",
+        (min(_processors(out.device), tiles),),
+        THREADS,
+        codes_C,
+        figures,
+        *_padded(weights, weights[0]),
+        *_ends(outputs)[:3],
+        u,
+        np.int32(u.stride(0)),
+        v,
+        np.int32(v.stride(0)),
+        np.int32(rank),
+        np.int32(steps),
+        out,
+        out.stride(0),
+        np.int32(n),
+        np.int32(inputs),
+        np.int32(sum(outputs)),
+        shared=SHARED,
+    )
+
+
+def parts_of(panel: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A, Aᵀ and B of a panel; see `PanelShape.parts`."""
+    shape = PanelShape(inputs=inputs, outputs=tuple(outputs), rank=rank, scale=1.0, dropout=0.0, salts=(), frozen=False)
+    return shape.parts(panel)
+
+
+@torch.library.custom_op("surogate_triton::scaled_linears", mutates_args=())
+def _forward(
+    x_NI: Tensor,
+    panel: Tensor,
+    weights: Sequence[Tensor],
+    row: Tensor,
+    seed: Tensor,
+    outputs: Sequence[int],
+    rank: int,
+    margin: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, inputs = x_NI.shape
+    if x_NI.stride(1) != 1:
+        x_NI = x_NI.contiguous()
+    a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
+    u_NR = x_NI.new_empty(n, rank * len(outputs))
+    if p == 0 and rank == RANK and len(outputs) <= ENCODED:
+        figures = begin(x_NI, [row], [inputs], margin, gradient=False)
+        codes_C = torch.empty(n * inputs, dtype=torch.uint8, device=x_NI.device)
+        encode(f"encode_{len(outputs)}", (x_NI, x_NI.stride(0)), a_RI, figures, codes_C, u_NR)
+    else:
+        adapters.down(x_NI, a_RI, u_NR, u_NR, seed, len(outputs), p, salts)
+        codes_C, figures = quantised(x_NI, [row], [inputs], margin, gradient=False)
+    y = x_NI.new_empty(n, sum(outputs))
+    product(codes_C, figures, weights, (u_NR, b_OR), y, inputs, outputs, rank, gradient=False)
+    return y, u_NR, figures
+
+
+@_forward.register_fake
+def _(
+    x_NI: Tensor,
+    panel: Tensor,
+    weights: Sequence[Tensor],
+    row: Tensor,
+    seed: Tensor,
+    outputs: Sequence[int],
+    rank: int,
+    margin: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = x_NI.shape[0]
+    figures = torch.empty((1, FIGURES), dtype=torch.float32, device=x_NI.device)
+    return x_NI.new_empty(n, sum(outputs)), x_NI.new_empty(n, rank * len(outputs)), figures
+
+
+@torch.library.custom_op("surogate_triton::scaled_linears_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    x_NI: Tensor,
+    u_NR: Tensor,
+    panel: Tensor,
+    weights: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    seed: Tensor,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    margin: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # dy is [N, outputs or more]: what is past the gradients does not matter.
+    n, inputs = x_NI.shape
+    dy, x_NI = (t if t.stride(1) == 1 else t.contiguous() for t in (dy, x_NI))
+    a_RI, a_IR, b_OR = parts_of(panel, inputs, outputs, rank)
+    codes_C, figures, du_NR, db, counters = encode_gradient(dy, u_NR, b_OR, rows, inputs, outputs, rank, scale, margin)
+    dx = x_NI.new_empty(n, inputs)
+    added = (du_NR, a_IR) if p == 0 else None
+    product(codes_C, figures, weights, added, dx, inputs, outputs, rank, gradient=True)
+    if p == 0:
+        return dx, adapters.down_gradient(x_NI, du_NR, counters), db, figures
+    adapters.add_dropped(dx, du_NR, a_RI, seed, len(outputs), p, salts)
+    return dx, adapters.dropped_gradient(x_NI, du_NR, seed, len(outputs), p, salts), db, figures
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    x_NI: Tensor,
+    u_NR: Tensor,
+    panel: Tensor,
+    weights: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    seed: Tensor,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    margin: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, inputs = x_NI.shape
+    return (
+        x_NI.new_empty(n, inputs),
+        x_NI.new_empty((rank * len(outputs), inputs), dtype=torch.float32),
+        x_NI.new_empty((sum(outputs), rank), dtype=torch.float32),
+        x_NI.new_empty((len(outputs), FIGURES), dtype=torch.float32),
+    )
+
+
+class _ScaledLinears(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        panel: Tensor,
+        seed: Tensor,
+        shape: PanelShape,
+        margin: int,
+        p: float,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
+        slots = len(outputs)
+        weights, rows = tensors[:slots], tensors[slots : 2 * slots]
+        y, u_NR, figures = _forward(x_NI, panel, list(weights), rows[0], seed, outputs, shape.rank, margin, p, salts)
+        ctx.save_for_backward(x_NI, u_NR, figures, panel, seed, *weights, *rows)
+        ctx.shape, ctx.margin, ctx.p = shape, margin, p
+        if slots == 1:
+            return (y,)
+        parts = y.view(n, -1, scaled.TILE).split([o // scaled.TILE for o in outputs], dim=1)
+        return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, u_NR, figures_x, panel, seed, *tensors = ctx.saved_tensors
+        shape: PanelShape = ctx.shape
+        n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
+        slots = len(outputs)
+        weights, rows = tensors[:slots], tensors[slots:]
+        dy = dys[0]
+        if slots > 1:
+            # Joined as `adapters` joins them, room included: the kernels that make the parts leave it to both.
+            room = dy.new_empty(n, -(-shape.ranks // scaled.TILE), scaled.TILE)
+            dy = torch.cat((*(dy.reshape(n, -1, scaled.TILE) for dy in dys), room), dim=1).view(n, -1)
+        dx, da, db, figures = _backward(
+            dy,
+            x_NI,
+            u_NR,
+            panel,
+            weights,
+            rows,
+            seed,
+            outputs,
+            shape.rank,
+            shape.scale,
+            ctx.margin,
+            ctx.p,
+            salts,
+        )
+        amax_x = figures_x[0, 2]
+        observed = [torch.stack((amax_x, torch.zeros_like(amax_x), amax_dy)) for amax_dy in figures[:, 2].unbind(0)]
+        split = zip(da.split(shape.rank), db.split(outputs), strict=True)
+        return dx, *[None] * (5 + slots), *observed, *(g for pair in split for g in pair)
+
+
+def scaled_linears(
+    x: Tensor,
+    panel: Tensor,
+    seed: Tensor | None,
+    shape: PanelShape,
+    margin: int,
+    weights: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    *parameters: Tensor,
+) -> Sequence[Tensor]:
+    """`scaled.scaled_linears`; gradients of the adapters are fp32. FP8 sums stay within the tensor cores."""
+    p = 0.0 if seed is None else shape.dropout
+    if seed is None:
+        seed = torch.empty((), dtype=torch.int32, device=x.device)  # not read
+    found: tuple[Tensor, ...] = _ScaledLinears.apply(x, panel, seed, shape, margin, p, *weights, *rows, *parameters)
+    return found
+
+
+def _supports(device: torch.device, dtype: torch.dtype) -> bool:
+    from surogate_core.kernels.native import missing_cupy
+
+    if device.type != "cuda" or dtype != torch.bfloat16 or missing_cupy() is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def kernel() -> Kernel:
+    """The kernel."""
+    return Kernel(op="scaled_linears", name="triton", function=scaled_linears, supports=_supports, priority=10)
