@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +130,22 @@ class RecipeState(Protocol):
 
     def state(self) -> dict[str, Tensor]:
         """The live state tensors by name; loading copies into them in place."""
+
+
+@runtime_checkable
+class RangedState(RecipeState, Protocol):
+    """A recipe state whose rows are scales: it can say how much of the formats' range the slots used."""
+
+    @property
+    def formats(self) -> Mapping[str, float]:
+        """Role of each column of `rows`, in order → the smallest normal number of its format over the largest."""
+
+    def used_range(self, observed: Tensor) -> Tensor:
+        """[P, K] fp32: the largest value seen, scaled as it was, over the largest of the format.
+
+        Called before `update` with what that gets. Above 1 values were cut off; 0 where nothing was seen or the
+        scale was the tensor's own. No host synchronisation.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

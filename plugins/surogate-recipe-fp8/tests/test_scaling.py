@@ -165,3 +165,22 @@ def test_a_packed_weight_holds_both_layouts(dtype: torch.dtype) -> None:
     assert packed.numel() == 16 + 2 * weight.numel()
     assert codes_OI.is_contiguous()
     assert codes_IO.is_contiguous()
+
+
+def test_the_used_range_is_of_the_scales_before_the_update() -> None:
+    state = DelayedScaling(1, history=2, margin=1, device=torch.device("cpu"))
+    first = torch.tensor([[2.0, 4.0, 8.0]])
+    assert state.used_range(first).tolist() == [[0.0, 0.0, 0.0]]
+    state.update(first, torch.tensor(0.0))
+    # A margin of 1 leaves room for twice the values of before.
+    assert state.used_range(torch.tensor([[2.0, 8.0, 24.0]])).tolist() == [[0.5, 1.0, 1.5]]
+    assert state.used_range(torch.tensor([[torch.inf, 0.0, torch.nan]])).isfinite().tolist() == [[False, True, False]]
+
+
+def test_the_smallest_normal_numbers_are_those_of_the_formats() -> None:
+    formats = DelayedScaling(1, history=1, margin=0, device=torch.device("cpu")).formats
+    limits = {
+        role: (torch.finfo(kind).tiny / torch.finfo(kind).max)
+        for role, kind in zip(formats, (E4M3, E4M3, E5M2), strict=True)
+    }
+    assert formats == limits
