@@ -86,8 +86,6 @@ class Setting:
     task_steps: int = 800
     lora_rate: float = 1e-3
     rank: int = 16
-    largest: int = 50
-    """Largest number of a problem."""
     problems: int = 4096
     """Held-out problems."""
     held_rows: int = 192
@@ -97,6 +95,8 @@ class Setting:
     """Steps between two evaluations."""
     plain_last: int = 2
     """Last blocks that nvfp4 leaves alone."""
+    recipes: str = ",".join(RECIPES)
+    """The ones to train; bf16, whose model is fine-tuned, is among them."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def prepare(setting: Setting, work: Path) -> dict[str, Any]:
     tokenizer = parity_text.train_tokenizer(train[: max(1, len(train) // 6)], setting.vocabulary)
     tokenizer.save(str(work / "tokenizer.json"))
     random = np.random.default_rng([setting.seed, 1])
-    drills = parity_text.drills(random, setting.largest)
+    drills = parity_text.drills(random)
     per_row = setting.length // 12
     texts_of_drills = [
         "\n".join(next(drills) for _ in range(per_row)) for _ in range(setting.drill_steps * setting.rows // 2)
@@ -198,8 +198,8 @@ class Packed:
     """Problems in one micro-batch."""
 
     batch: MicroBatch
-    answers: list[tuple[str, list[int], list[int]]]
-    """(kind, positions that predict the answer's tokens, those tokens) of each problem."""
+    answers: list[tuple[parity_text.Problem, list[int], list[int]]]
+    """(problem, positions that predict the answer's tokens, those tokens)."""
 
 
 def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Setting) -> Iterator[Packed]:
@@ -208,7 +208,7 @@ def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Se
     assert end is not None
     ids: list[list[int]] = []
     labels: list[list[int]] = []
-    answers: list[tuple[str, list[int], list[int]]] = []
+    answers: list[tuple[parity_text.Problem, list[int], list[int]]] = []
     at = 0
     for problem in found:
         prompt = tokenizer.encode(problem.question + PROMPT_END).ids
@@ -220,7 +220,7 @@ def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Se
         first = len(prompt) - 1
         ids.append(row)
         labels.append([*[IGNORE_LABEL] * first, *answer, IGNORE_LABEL])
-        answers.append((problem.kind, list(range(at + first, at + first + len(answer))), answer))
+        answers.append((problem, list(range(at + first, at + first + len(answer))), answer))
         at += len(row)
     if ids:
         yield Packed(batch=batch_of(ids, labels, setting), answers=answers)
@@ -334,19 +334,25 @@ def train(
 
 
 def score(engine: Engine, held: Sequence[Packed]) -> dict[str, Any]:
-    """Exact match with its standard error, in all and by kind of problem."""
-    right: dict[str, list[bool]] = {}
+    """Exact match with its standard error, in all, by kind of problem and by largest number."""
+    right: list[tuple[parity_text.Problem, bool]] = []
     for packed in held:
         likeliest = engine.logits(packed.batch).argmax(-1).tolist()
-        for kind, places, answer in packed.answers:
-            right.setdefault(kind, []).append([likeliest[i] for i in places] == answer)
-    every = [one for kind in right.values() for one in kind]
-    share = sum(every) / len(every)
+        right += [(problem, [likeliest[i] for i in at] == answer) for problem, at, answer in packed.answers]
+
+    def share_of(found: list[bool]) -> float:
+        return sum(found) / len(found)
+
+    every = [one for _, one in right]
+    kinds, sizes = sorted({p.kind for p, _ in right}), sorted({p.largest for p, _ in right})
+    share = share_of(every)
     return {
         "exact_match": share,
         "standard_error": math.sqrt(share * (1 - share) / len(every)),
         "problems": len(every),
-        "by_kind": {kind: sum(found) / len(found) for kind, found in sorted(right.items())},
+        "by_kind": {kind: share_of([one for p, one in right if p.kind == kind]) for kind in kinds},
+        "by_largest": {str(size): share_of([one for p, one in right if p.largest == size]) for size in sizes},
+        "right": "".join(str(int(one)) for one in every),
     }
 
 
@@ -389,7 +395,7 @@ def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str,
         time.sleep(0.2)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     size = setting.task_steps * setting.rows * setting.length // 24
-    to_learn, to_solve = parity_text.problems(size, setting.problems, largest=setting.largest, seed=setting.seed)
+    to_learn, to_solve = parity_text.problems(size, setting.problems, seed=setting.seed)
     base = Base(work / "base.safetensors", setting)
     started = time.monotonic()
     engine = make_engine(name, setting, base, lora=True)
@@ -397,6 +403,7 @@ def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str,
     started = time.monotonic()
     held_problems = list(pack(to_solve, tokenizer, setting))
     told["task"] = {"untuned": score(engine, held_problems)}
+    print(f"lora {name}: untuned {told['task']['untuned']['by_largest']}", flush=True)
     keep(told)
     held = held_batches(np.load(work / "held_headers.npy"), setting)
     headers = text_batches(np.load(work / "headers.npy"), setting, seed=4)
@@ -409,8 +416,9 @@ def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str,
     restart(engine, base)
     batches = (packed.batch for packed in pack(to_learn, tokenizer, setting))
     figures = train(engine, batches, setting.task_steps, setting.lora_rate, held=[], every=every)
-    told["task"] |= {"losses": figures["losses"], "tuned": score(engine, held_problems), "largest": setting.largest}
+    told["task"] |= {"losses": figures["losses"], "tuned": score(engine, held_problems)}
     told |= {"seconds": time.monotonic() - started, "kernels": _kernels(engine)}
+    print(f"lora {name}: tuned {told['task']['tuned']['by_largest']}", flush=True)
     keep(told)
 
 
@@ -475,15 +483,19 @@ def markdown(found: Mapping[str, Any], setting: Setting, title: str) -> str:
             gap = f"{loss / losses['bf16'] - 1:+.2%}" if "bf16" in losses else ""
             text.append(f"| {name} | {loss:.4f} | {gap} | {f'+{BARS[name]:.1%}' if name in BARS else ''} |")
         text.append("")
-    text += ["| model | exact match ± standard error | problems |", "| --- | --- | --- |"]
+    sizes = " | ".join(f"to {size}" for size in parity_text.LARGEST)
+    text += [
+        f"| model | exact match ± standard error | problems | {sizes} |",
+        "| --- " * (3 + len(parity_text.LARGEST)) + "|",
+    ]
     for which, names in (("untuned", ["bf16"]), ("tuned", list(RECIPES))):
         for name in names:
             task = found.get(f"lora-{name}", {}).get("task", {}).get(which)
             if task:
                 label = f"{name}, {which}"
-                kinds = ", ".join(f"{kind} {share:.2f}" for kind, share in task["by_kind"].items())
                 share = f"{task['exact_match']:.4f} ± {task['standard_error']:.4f}"
-                text.append(f"| {label} ({kinds}) | {share} | {task['problems']} |")
+                sizes = " | ".join(f"{share:.3f}" for share in task["by_largest"].values())
+                text.append(f"| {label} | {share} | {task['problems']} | {sizes} |")
     return "\n".join(text) + "\n"
 
 
@@ -518,7 +530,7 @@ def compare(setting: Setting) -> int:
         running = {
             f"{part}-{name}": subprocess.Popen([*command, part, name], env=environment)
             for part in PARTS
-            for name in RECIPES
+            for name in setting.recipes.split(",")
         }
         codes = {name: process.wait() for name, process in running.items()}
     found = {name: json.loads(file.read_text()) for name in running if (file := setting.out / f"{name}.json").exists()}

@@ -33,11 +33,17 @@ THINGS = ("apples", "books", "coins", "eggs", "pens", "stones", "stamps", "ticke
 PLACES = ("box", "bag", "basket", "drawer", "jar", "case")
 
 
+LARGEST = (10, 20, 50, 100)
+"""Largest number of a drill or problem; each is as frequent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A word problem with one answer, a whole number from 0."""
 
     kind: str
+    largest: int
+    """Of `LARGEST`."""
     question: str
     answer: int
 
@@ -112,11 +118,12 @@ def rows(ids: Ids, length: int) -> Ids:
     return ids[: count * length].reshape(count, length)
 
 
-def drills(random: np.random.Generator, largest: int) -> Iterator[str]:
+def drills(random: np.random.Generator) -> Iterator[str]:
     """Lines such as ``31 + 7 = 38``: sums, differences, products and two of them, without end."""
     while True:
+        largest = LARGEST[int(random.integers(len(LARGEST)))]
         a, b, c, k = (int(random.integers(2, n + 1)) for n in (largest, largest, largest, 9))
-        match int(random.integers(5)):
+        match int(random.integers(6)):
             case 0:
                 yield f"{a} + {b} = {a + b}"
             case 1:
@@ -126,12 +133,16 @@ def drills(random: np.random.Generator, largest: int) -> Iterator[str]:
             case 3:
                 low, high = sorted((c, a + b))
                 yield f"{a} + {b} - {low} = {a + b - low}" if low == c else f"{high} - {a} + {b} = {high - a + b}"
-            case _:
+            case 4:
                 yield f"{k} * {a} + {b} = {k * a + b}"
+            case _:
+                taken = int(random.integers(1, k * a))
+                yield f"{k} * {a} - {taken} = {k * a - taken}"
 
 
-def problem(random: np.random.Generator, largest: int) -> Problem:
-    """One of four kinds, each of two steps, with numbers from 2 to `largest`."""
+def problem(random: np.random.Generator) -> Problem:
+    """One of four kinds, each of two steps, with numbers from 2 to one of `LARGEST`."""
+    largest = LARGEST[int(random.integers(len(LARGEST)))]
     who, other = (str(n) for n in random.choice(NAMES, 2, replace=False))
     things, place = str(random.choice(THINGS)), str(random.choice(PLACES))
     a, b = (int(random.integers(2, largest + 1)) for _ in range(2))
@@ -141,26 +152,26 @@ def problem(random: np.random.Generator, largest: int) -> Problem:
         case 0:
             c = int(random.integers(2, a + b))
             text = f"{who} has {a} {things}. {other} brings {b} more. Then {who} gives away {c}. {asked}"
-            return Problem(kind="a + b − c", question=text, answer=a + b - c)
+            return Problem(largest=largest, kind="a + b − c", question=text, answer=a + b - c)
         case 1:
             c = int(random.integers(1, a))
             text = f"{who} has {a} {things} and loses {c}. The next day {who} finds {b}. {asked}"
-            return Problem(kind="a − c + b", question=text, answer=a - c + b)
+            return Problem(largest=largest, kind="a − c + b", question=text, answer=a - c + b)
         case 2:
             text = f"{who} has {b} {things} and buys {k} {place}s with {a} {things} in each {place}. {asked}"
-            return Problem(kind="b + k · a", question=text, answer=b + k * a)
+            return Problem(largest=largest, kind="b + k · a", question=text, answer=b + k * a)
         case _:
             c = int(random.integers(1, k * a))
             text = f"{who} fills {k} {place}s with {a} {things} each. {other} takes {c} of them. {asked}"
-            return Problem(kind="k · a − c", question=text, answer=k * a - c)
+            return Problem(largest=largest, kind="k · a − c", question=text, answer=k * a - c)
 
 
-def problems(count: int, held: int, *, largest: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+def problems(count: int, held: int, *, seed: int) -> tuple[list[Problem], list[Problem]]:
     """(problems to train on, held-out problems); no text is in both, none is twice."""
     random = np.random.default_rng(seed)
     found: dict[str, Problem] = {}
     while len(found) < count + held:
-        made = problem(random, largest)
+        made = problem(random)
         found.setdefault(made.question, made)
     made_all = list(found.values())
     return made_all[held:], made_all[:held]
