@@ -173,6 +173,9 @@ class Recipe:
     pack: Callable[[Tensor, LinearSlot, Any], Tensor] | None = None
     """(frozen weight_OI, slot, prepared options) → the one tensor, of any shape and dtype, that `linear` is given
     in its place; called once a weight. Traced for its shape, so plain torch ops only."""
+    rounded: Callable[[Tensor, str, Any], tuple[Tensor, Tensor]] | None = None
+    """(matrix [R, K], K the inner dimension of its product; role: activation, weight or gradient; prepared options)
+    → (the values that it rounds to, fp32 [R, K]; where they are cut off, bool [R, K]). For reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ from surogate_core.train.events import PrecisionStats
 WINDOW = 50
 """Steps between two events."""
 
+FULL = 1 + 2.0**-20
+"""Used range above which values were cut off: a scale is rounded, so a value as large as before may exceed 1."""
+
 
 class PrecisionWatch:
     """Counts tensors that saturated or underflowed, over the steps since it was last asked."""
@@ -46,11 +49,11 @@ class PrecisionWatch:
     def observe(self, used_PK: Tensor) -> None:
         """A step's used ranges, on the host. What is not finite belongs to a step that is not applied."""
         scaled = torch.isfinite(used_PK) & (used_PK > 0)
-        counted = (scaled, scaled & (used_PK > 1), scaled & (used_PK < self._floors_K))
+        counted = (scaled, scaled & (used_PK > FULL), scaled & (used_PK < self._floors_K))
         self._steps += 1
         self._counts_3K += torch.stack([found.sum(0) for found in counted])
         largest, place = torch.where(scaled, used_PK, 0.0).view(-1).max(0)
-        if float(largest) > max(1.0, self._worst[0]):
+        if float(largest) > max(FULL, self._worst[0]):
             slot, role = divmod(int(place), self.columns)
             self._worst = float(largest), f"{self._names[slot]} {self._roles[role]}"
 

@@ -21,7 +21,7 @@ NAMES = ["layer 0 q_proj", "layer 1 q_proj"]
 
 def test_tensors_are_counted_by_role_over_the_steps() -> None:
     watch = PrecisionWatch(NAMES, FORMATS)
-    watch.observe(torch.tensor([[1.5, 0.0, 0.5], [1.0, 0.0, 2.0**-30]]))
+    watch.observe(torch.tensor([[1.5, 0.0, 0.5], [1.0 + 2.0**-23, 0.0, 2.0**-30]]))
     watch.observe(torch.tensor([[0.5, 0.0, 0.0], [2.0**-15, 0.0, 3.0]]))
     stats = watch.take(7)
     assert stats is not None

@@ -67,6 +67,11 @@ def surogate_recipe() -> bundles.Recipe:
 
         return pack(*arguments)
 
+    def rounded(*arguments: Any) -> Any:
+        from surogate_recipe_fp8.rounding import rounded
+
+        return rounded(*arguments)
+
     return bundles.Recipe(
         name="fp8-hybrid",
         linear=linear,
@@ -77,4 +82,5 @@ def surogate_recipe() -> bundles.Recipe:
         note=lambda prepared: prepared.note,
         state=state,
         pack=pack,
+        rounded=rounded,
     )
