@@ -369,7 +369,7 @@ def pretrain(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, 
     train_rows, held = np.load(work / "train.npy"), held_batches(np.load(work / "held.npy"), setting)
     started = time.monotonic()
     batches = text_batches(train_rows, setting, seed=2)
-    progress = _announcer(f"pretrain {name}")
+    progress = _announcer(f"pretrain {name}", lambda figures: keep({**told, **figures}))
     figures = train(engine, batches, setting.steps, setting.rate, held=held, every=setting.evaluate, told=progress)
     told |= {"seconds": time.monotonic() - started, "kernels": _kernels(engine)}
     keep({**told, **figures})
@@ -389,13 +389,13 @@ def pretrain(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, 
 
 def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, Any]], None]) -> None:
     """LoRA on the kept model: headers, then from the start again word problems."""
+    size = setting.task_steps * setting.rows * setting.length // 24
+    to_learn, to_solve = parity_text.problems(size, setting.problems, seed=setting.seed)
     while not (work / "base.safetensors").exists():
         if (work / "pretrain-bf16.failed").exists():
             raise SystemExit("there is no model to fine-tune: bf16 pre-training failed")
         time.sleep(0.2)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
-    size = setting.task_steps * setting.rows * setting.length // 24
-    to_learn, to_solve = parity_text.problems(size, setting.problems, seed=setting.seed)
     base = Base(work / "base.safetensors", setting)
     started = time.monotonic()
     engine = make_engine(name, setting, base, lora=True)
@@ -408,7 +408,7 @@ def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str,
     held = held_batches(np.load(work / "held_headers.npy"), setting)
     headers = text_batches(np.load(work / "headers.npy"), setting, seed=4)
     every = max(1, setting.evaluate // 4)
-    progress = _announcer(f"lora {name}")
+    progress = _announcer(f"lora {name}", lambda figures: keep({**told, "headers": figures}))
     told["headers"] = train(
         engine, headers, setting.lora_steps, setting.lora_rate, held=held, every=every, told=progress
     )
@@ -426,10 +426,12 @@ def _kernels(engine: Engine) -> dict[str, str]:
     return {op: kernel for (op, _), kernel in engine.programs.kernels.chosen.items()}
 
 
-def _announcer(label: str) -> Callable[[dict[str, Any]], None]:
+def _announcer(label: str, keep: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Says and keeps how far a training is: what is cut off has left what it found."""
     started = time.monotonic()
 
     def tell(figures: dict[str, Any]) -> None:
+        keep(figures)
         step, held = figures["held"][-1]
         print(f"{label}: step {step}, held-out loss {held:.4f}, {time.monotonic() - started:.0f} s", flush=True)
 
