@@ -57,6 +57,7 @@ from surogate_core.kernels.registry import KernelTable
 from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 from surogate_core.train.lr import learning_rate
+from surogate_core.train.precision import PrecisionWatch
 
 RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8", "nvfp4": "surogate_recipe_nvfp4"}
 PARTS = ("pretrain", "lora")
@@ -312,6 +313,7 @@ def train(
     losses: list[float] = []
     figures: dict[str, Any] = {"losses": losses, "held": [(0, engine.evaluate(held)[0])] if held else []}
     results = []
+    watch = PrecisionWatch.of(engine)
     for step in range(steps):
         lr = learning_rate(
             step,
@@ -325,11 +327,17 @@ def train(
         results.append(engine.train_step([next(batches)], step=step, lr=lr))
         last = step + 1 == steps
         if last or (step + 1) % every == 0:
-            losses += [result.read()[0] for result in results]
+            for result in results:
+                losses.append(result.read()[0])
+                if watch is not None:
+                    watch.observe(result.used_range(watch.columns))
             results.clear()
             if held:
                 figures["held"].append((step + 1, engine.evaluate(held)[0]))
             told(figures)
+    if watch is not None and (scales := watch.take(steps)) is not None:
+        figures |= {"saturated": scales.saturated, "underflowed": scales.underflowed, "worst": scales.worst}
+        figures |= {"worst_excess": scales.worst_excess}
     return figures
 
 
@@ -508,9 +516,11 @@ def picture(found: Mapping[str, Any]) -> str:
         curves: dict[str, list[tuple[float, float]]] = {}
         for name in RECIPES:
             at = found.get(f"{key}-{name}", {})
-            curves[name] = [(s, v) for s, v in (at.get("headers", {}) if key == "lora" else at).get("held", [])]
+            held = (at.get("headers", {}) if key == "lora" else at).get("held", [])
+            # The loss before the first step would leave no height for the rest.
+            curves[name] = [(step, loss) for step, loss in held if step]
         wide = dict(curves["bf16"])
-        gaps = {n: [(s, 100 * (v / wide[s] - 1)) for s, v in points if s in wide and s] for n, points in curves.items()}
+        gaps = {n: [(s, 100 * (v / wide[s] - 1)) for s, v in points if s in wide] for n, points in curves.items()}
         for title, each in ((f"{what}: held-out loss", curves), (f"{what}: gap to bf16, %", gaps)):
             figures.append((title, [Curve(label=n, points=points) for n, points in each.items()]))
     return stacked(figures)
