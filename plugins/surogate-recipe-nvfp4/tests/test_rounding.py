@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from surogate_recipe_nvfp4 import surogate_recipe
-from surogate_recipe_nvfp4.blocks import quantise
 
 from surogate_core.bundles import RecipeSettings
+from surogate_core.kernels.nvfp4 import quantise
 
 RECIPE = surogate_recipe()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from surogate_recipe_nvfp4.blocks import BLOCK, E2M1_MAX, quantise
+from surogate_core.kernels.nvfp4 import BLOCK, E2M1_MAX, quantise
 
 if TYPE_CHECKING:
     from surogate_recipe_nvfp4.gemm import Prepared
