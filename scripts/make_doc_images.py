@@ -21,7 +21,8 @@ from typing import Any
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.report.curves import Curve, chart, legend
+from surogate_core.report.curves import Curve
+from surogate_core.report.picture import stacked
 from surogate_core.report.records import RunRecord, read_run
 from surogate_core.report.serve import PageServer
 from surogate_core.train import events
@@ -55,14 +56,6 @@ RUNS = {
     "early_stop": (*STOP, "early_stop=true"),
 }
 
-STYLE = """
-svg { font: 11px system-ui, sans-serif; } rect.back { fill: #fff; }
-text { font-size: 11px; fill: #6b7280; } text.y { text-anchor: end; } text.x { text-anchor: middle; }
-text.title { font-size: 13px; font-weight: 600; fill: #1f2937; }
-polyline { fill: none; stroke-width: 1.5; } .grid { stroke: #e5e7eb; } .band { opacity: .13; }
-"""
-HEIGHT, HEAD = 220, 26
-
 
 def train(directory: Path) -> None:
     """The four runs; one that is there already is kept."""
@@ -75,31 +68,13 @@ def train(directory: Path) -> None:
         run(load_run_config([*common, *keys, f"output_dir={place}"], registry=registry), registry)
 
 
-def stacked(path: Path, figures: Sequence[tuple[str, Sequence[tuple[str, RunRecord, str]]]]) -> None:
+def keep_chart(path: Path, figures: Sequence[tuple[str, Sequence[tuple[str, RunRecord, str]]]]) -> None:
     """One SVG of several charts, one under the other: (title, (label, run, series)…)."""
-    parts = []
-    for number, (title, lines) in enumerate(figures):
-        curves = [
-            Curve(label=label, points=points(run_record, series), dots=series == "eval")
-            for label, run_record, series in lines
-        ]
-        inner = chart(title, curves)
-        body = inner[inner.index("<svg") : inner.index("</svg>")].partition(">")[2]
-        top = HEAD + number * (HEIGHT + HEAD)
-        parts.append(
-            f'<text class="title" x="62" y="{top - 8}">{title}</text><g transform="translate(0 {top})">{body}</g>'
-        )
-    names = [label for label, _, _ in figures[0][1]]
-    colours = [item.partition("background:")[2][:7] for item in legend(names).split("<li>")[1:]]
-    keys = "".join(
-        f'<rect x="{300 + 170 * i}" y="8" width="10" height="10" fill="{colour}"/>'
-        f'<text x="{315 + 170 * i}" y="17">{name}</text>'
-        for i, (name, colour) in enumerate(zip(names, colours, strict=True))
-    )
-    height = len(figures) * (HEIGHT + HEAD)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" width="640" height="{height}">'
-    back = f'<style>{STYLE}</style><rect class="back" width="640" height="{height}"/>'
-    path.write_text(f"{head}{back}{keys}{''.join(parts)}</svg>\n")
+    charts = [
+        (title, [Curve(label=label, points=points(run, series), dots=series == "eval") for label, run, series in lines])
+        for title, lines in figures
+    ]
+    path.write_text(stacked(charts))
 
 
 def points(record: RunRecord, series: str) -> list[tuple[float, float]]:
@@ -183,7 +158,7 @@ def main() -> None:
         train(directory)
         found = {name: read_run(directory / name) for name in RUNS}
         with_guard, without_guard = found["auto_lr_reduction"], found["without-guard"]
-        stacked(
+        keep_chart(
             IMAGES / "auto_lr_reduction.svg",
             [
                 ("Loss", [("with the guard", with_guard, "loss"), ("without", without_guard, "loss")]),
@@ -191,7 +166,7 @@ def main() -> None:
             ],
         )
         stopped, whole = found["early_stop"], found["without-early-stop"]
-        stacked(
+        keep_chart(
             IMAGES / "early_stop.svg",
             [("Held-out loss", [("without", whole, "eval"), ("early_stop=true", stopped, "eval")])],
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,22 @@ class RecipeState(Protocol):
         """The live state tensors by name; loading copies into them in place."""
 
 
+@runtime_checkable
+class RangedState(RecipeState, Protocol):
+    """A recipe state whose rows are scales: it can say how much of the formats' range the slots used."""
+
+    @property
+    def formats(self) -> Mapping[str, float]:
+        """Role of each column of `rows`, in order → the smallest normal number of its format over the largest."""
+
+    def used_range(self, observed: Tensor) -> Tensor:
+        """[P, K] fp32: the largest value seen, scaled as it was, over the largest of the format.
+
+        Called before `update` with what that gets. Above 1 values were cut off; 0 where nothing was seen or the
+        scale was the tensor's own. No host synchronisation.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A precision recipe: how linear slots multiply."""
@@ -160,6 +176,9 @@ class Recipe:
     scaled_margin: Callable[[Any], int | None] = lambda options: None
     """(prepared options) → the margin with which adapted slots with frozen weights may be multiplied by the op
     `scaled_linears` instead, whose rows of state are those of this recipe; None if they may not."""
+    rounded: Callable[[Tensor, str, Any], tuple[Tensor, Tensor]] | None = None
+    """(matrix [R, K], K the inner dimension of its product; role: activation, weight or gradient; prepared options)
+    → (the values that it rounds to, fp32 [R, K]; where they are cut off, bool [R, K]). For reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ usage:
   surogate merge --base-model P --checkpoint-dir P --output P
                                                fold a LoRA adapter into its base model
   surogate report DIR… [--output FILE|--serve] curves and figures of runs, as files or as a live page
+  surogate numerics [KEY=VALUE …] [--recipes A,B]
+                                               the same training under each precision recipe, compared
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
   surogate plugins list|show NAME|lock|verify  what is installed, and whether it is what was locked
   surogate plugins new NAME --kind KIND        write a plugin package of your own
@@ -41,7 +43,7 @@ examples:
 exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
 """
 
-COMMANDS = ("sft", "pt", "tokenize", "merge", "report", "plan", "plugins", "doctor")
+COMMANDS = ("sft", "pt", "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
 PREFIXES = ("+", "~", "-")
 
 
@@ -107,6 +109,7 @@ def _dispatch(arguments: list[str]) -> int:
         "tokenize": _tokenize,
         "merge": _merge,
         "report": _report_runs,
+        "numerics": _numerics,
         "plan": _plan,
         "plugins": _plugins,
         "doctor": _doctor,
@@ -138,6 +141,12 @@ def _report_runs(arguments: list[str]) -> int:
     from surogate_core.cli import report
 
     return report.main(arguments)
+
+
+def _numerics(arguments: list[str]) -> int:
+    from surogate_core.cli import numerics
+
+    return numerics.main(arguments)
 
 
 def _plan(arguments: list[str]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,14 +14,9 @@ from typing import TYPE_CHECKING, Any
 from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.progress import TaskID
-
     from surogate_core.cli.arguments import Arguments
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
-    from surogate_core.train.events import Progress
 
 USAGE = """\
 usage: surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]] [--json]
@@ -36,8 +30,6 @@ the run finds the result in the cache. Takes what `surogate sft` takes (task=pt 
 
 FLAGS = ("--debug", "--json")
 SHOWN_DOCUMENTS = 3
-PROGRESS_SECONDS = 5.0
-"""Time between two lines about one task where there is no terminal; a shorter task has none."""
 
 
 @dataclass(slots=True)
@@ -69,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     from surogate_core.cli import tokenize_view
+    from surogate_core.cli.progress import shown_progress
     from surogate_core.data.pipeline import prepare
     from surogate_core.data.preview import suspicious_examples
     from surogate_core.train.tokenizer_of_run import tokenizer_of_run
@@ -76,7 +69,7 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     pretrained = config.model.path is not None and not config.from_scratch
     tokenizer, notes = tokenizer_of_run(config, vocab_size=_vocabulary(config, registry), pretrained=pretrained)
     began = time.perf_counter()
-    with _shown_progress() as progress:
+    with shown_progress() as progress:
         data = prepare(config, tokenizer, registry.all("dataset"), progress=progress)
     seconds = time.perf_counter() - began
     examples = suspicious_examples(data, tokenizer, task=config.task)
@@ -160,9 +153,6 @@ def _refuse_other_answers(arguments: Arguments) -> None:
         raise UserError(f"surogate tokenize has no {arguments.hydra[0]}. Fix: surogate sft {shown}")
 
 
-# --------------------------------------------------------------------------------- progress
-
-
 @contextmanager
 def _terminated() -> Iterator[None]:
     """SIGTERM unwinds as Ctrl-C does, so that the half-built entry of the cache is removed; exit code 143."""
@@ -179,91 +169,3 @@ def _terminated() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def _shown_progress() -> Iterator[Callable[[Progress], None]]:
-    """Takes progress events: bars on a terminal, now and then a line elsewhere; standard output stays free."""
-    if sys.stderr.isatty():
-        with _bars() as take:
-            yield take
-    else:
-        yield _Lines().take
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[Progress], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    figures = TextColumn("{task.fields[figures]}", markup=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), figures)
-    clock = _Clock()
-    shown: dict[str, TaskID] = {}
-    with Bars(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bars:
-        # A process that is killed cannot bring a hidden cursor back.
-        bars.console.show_cursor(True)
-
-        def take(event: Progress) -> None:
-            seconds = clock.seconds(event)
-            if event.task not in shown:
-                shown[event.task] = bars.add_task(event.task, total=None, figures="")
-            bars.update(
-                shown[event.task],
-                completed=event.done,
-                total=event.total or None,
-                figures=_figures(event, seconds),
-                visible=not _finished(event),
-            )
-
-        yield take
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._clock = _Clock()
-        self._last: dict[str, float] = {}
-        """Seconds of each task at its last line."""
-
-    def take(self, event: Progress) -> None:
-        seconds = self._clock.seconds(event)
-        last = self._last.pop(event.task, None) if _finished(event) else self._last.get(event.task)
-        # A task that has had a line has one at its end too.
-        if seconds - (last or 0.0) < PROGRESS_SECONDS and not (_finished(event) and last is not None):
-            return
-        if not _finished(event):
-            self._last[event.task] = seconds
-        left = ""
-        if 0 < event.done < event.total:
-            left = f", {seconds * (event.total - event.done) / event.done:.0f} s to go"
-        print(f"{event.task}: {_figures(event, seconds)}{left}", file=sys.stderr, flush=True)
-
-
-class _Clock:
-    """How long each task takes. It begins where the one before ended: its first event comes when some of it is done."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._began: dict[str, float] = {}
-
-    def seconds(self, event: Progress) -> float:
-        """Since the event's task began."""
-        now = time.monotonic()
-        began = self._began.setdefault(event.task, self._last)
-        self._last = now
-        if _finished(event):  # another may come by the same name
-            del self._began[event.task]
-        return now - began
-
-
-def _finished(event: Progress) -> bool:
-    return 0 < event.total <= event.done
-
-
-def _figures(event: Progress, seconds: float) -> str:
-    of = f" of {event.total:,}" if event.total else ""
-    rate = f", {event.done / seconds:,.0f}/s" if seconds > 0 and event.done else ""
-    return f"{event.done:,}{of} {event.unit}{rate}"

@@ -20,6 +20,7 @@ from surogate_core.bundles import (
     Optimizer,
     OptimizerSettings,
     OptimizerSpec,
+    RangedState,
     Recipe,
     RecipeState,
     Store,
@@ -132,8 +133,14 @@ class StepResult:
         """(mean loss per label token, each by its weight; gradient norm before clipping)."""
         if self._ready is not None:
             self._ready.synchronize()
-        loss_sum, norm = self._figures.tolist()
+        loss_sum, norm = self._figures[:2].tolist()
         return loss_sum / (self.loss_weight or 1), norm
+
+    def used_range(self, columns: int) -> Tensor:
+        """[P, K] fp32 on the host, of a recipe whose state is a `RangedState` with K `columns`."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._figures[2:].view(-1, columns)
 
 
 @dataclass(slots=True)
@@ -270,7 +277,8 @@ class Engine:
         self._zero = torch.zeros((), dtype=torch.int32, device=settings.device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=updating)
-        self._figures = torch.zeros(2, dtype=torch.float32, device=settings.device)
+        ranges = self.recipe_state.rows.numel() if isinstance(self.recipe_state, RangedState) else 0
+        self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)
         self._compile()
         self._micro_step: Callable[[], None] = self._run_training
         self._update: Callable[[], None] = self._run_update
@@ -422,16 +430,22 @@ class Engine:
         # Kernels are chosen for the device; a step on the CPU takes the references.
         with nullcontext() if on_host else using(self.programs.kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
+        self._figures[:2].copy_(torch.stack((self.loss_sum, norm.to(self.settings.device))))
         if self.recipe_state is not None:
+            if isinstance(self.recipe_state, RangedState):
+                self._figures[2:].copy_(self.recipe_state.used_range(self._observed).view(-1))
             self.recipe_state.update(self._observed, skip.to(self.settings.device))
             self._observed.zero_()
         self.parameters.refresh(on_host=on_host)
-        self._figures.copy_(torch.stack((self.loss_sum, norm.to(self.settings.device))))
         self.loss_sum.zero_()
         for group in groups:
             group.grad.zero_()
 
     # --------------------------------------------------------------------------- public
+
+    def slot_names(self) -> list[str]:
+        """Of each row of the recipe's state, such as ``layer 3 self_attn.q_proj``."""
+        return [f"{key} {slot.module}" for key, piece in self.layers.items() for slot in piece.slots]
 
     def seeds(self, step: int, micro_step: int) -> Tensor:
         """[L] int32 dropout seeds of a micro-step."""
@@ -460,7 +474,7 @@ class Engine:
         tokens = sum(b.tokens for b in batches)
         if self.settings.device.type != "cuda":
             return StepResult(label_tokens, loss_weight, tokens, self._figures.clone(), None)
-        figures = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        figures = torch.empty(self._figures.shape, dtype=torch.float32, pin_memory=True)
         figures.copy_(self._figures, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()

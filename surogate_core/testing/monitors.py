@@ -21,6 +21,7 @@ from surogate_core.train.events import (
     GpuStats,
     Notice,
     PhaseChange,
+    PrecisionStats,
     Progress,
     RoutingStats,
     RunEnd,
@@ -54,6 +55,10 @@ def events() -> list[Event]:
             temperature_celsius=50.0, sm_clock_mhz=1800.0,
         ),
         RoutingStats(step=2, imbalance=1.5, utilization=0.9, aux_loss=1.0),
+        PrecisionStats(
+            step=2, steps=2, saturated={"activation": 0.1, "gradient": 0.0}, underflowed={"activation": 0.0},
+            worst="layer 0 mlp.up_proj activation", worst_excess=1.5,
+        ),
         Notice(level="warning", message="something", data={"key": 1}),
         bad,
         EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5),

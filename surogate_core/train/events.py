@@ -147,6 +147,27 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionStats(Event):
+    """How the delayed scales of a recipe have fitted the values of some steps, by role (activation, weight, gradient).
+
+    Counted are tensors: one of each projection, role and step whose values were scaled by what earlier steps saw.
+    """
+
+    step: int
+    """The last of the steps."""
+    steps: int
+    """How many they are."""
+    saturated: Mapping[str, float]
+    """Role → share, 0 to 1, of the tensors whose largest value was beyond the format's, and was cut off."""
+    underflowed: Mapping[str, float]
+    """Role → share of the tensors whose largest value was below the format's smallest normal number."""
+    worst: str
+    """The tensor farthest beyond its format, such as ``layer 3 self_attn.q_proj activation``; empty if none."""
+    worst_excess: float
+    """How many times the largest of the format its largest value was; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStats(Event):
     """How a mixture-of-experts model has sent the tokens of one step to its experts; such a family emits it."""
 

@@ -23,6 +23,7 @@ from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
 from surogate_core.train.flops import Work
 from surogate_core.train.lr import faded, learning_rate, warmup_length
+from surogate_core.train.precision import WINDOW, PrecisionWatch
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.telemetry import GpuTelemetry
 
@@ -192,6 +193,7 @@ class Loop:
         self._clock = _Clock()
         self._gemm_rate = gemm_flops_per_second
         self._work = Work.of(engine.model, frozen=config.lora)
+        self._precision = PrecisionWatch.of(engine)
         self._telemetry = GpuTelemetry.of_device(engine.settings.device) if config.log_gpu_util else None
         self._save_asked = False
         self._saved_step: int | None = None
@@ -360,6 +362,7 @@ class Loop:
             )
         )
         self._watch_gpu(step)
+        self._watch_precision(launched, step)
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
             what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
@@ -372,6 +375,14 @@ class Loop:
             self.emit(stats)
         if step % self.config.log_gpu_util == 0:
             self._telemetry.ask(step)
+
+    def _watch_precision(self, launched: _Launched, step: int) -> None:
+        """Count what saturated, of figures that came with the step, and tell it now and then."""
+        if self._precision is None:
+            return
+        self._precision.observe(launched.result.used_range(self._precision.columns))
+        if (step % WINDOW == 0 or step == self.total_steps) and (stats := self._precision.take(step)) is not None:
+            self.emit(stats)
 
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"

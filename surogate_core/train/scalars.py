@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.train.events import EvalEnd, Event, GpuStats, RoutingStats, StepEnd
+from surogate_core.train.events import EvalEnd, Event, GpuStats, PrecisionStats, RoutingStats, StepEnd
 
 STEP_SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes", "speed_of_light")
 """Fields of a step, named ``train/FIELD``."""
@@ -28,6 +28,9 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
             return event.step, _named("gpu", event, GPU_SCALARS)
         case RoutingStats():
             return event.step, _named("routing", event, ROUTING_SCALARS)
+        case PrecisionStats():
+            shares = {"saturated": event.saturated, "underflowed": event.underflowed}
+            return event.step, {f"precision/{what}_{r}": s for what, by in shares.items() for r, s in by.items()}
     return 0, {}
 
 

@@ -355,7 +355,7 @@ def test_a_signal_leaves_nothing_half_written(number: signal.Signals, code: int,
 def test_progress_lines_where_there_is_no_terminal(
     tokenize: Tokenize, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from surogate_core.cli import tokenize as command
+    from surogate_core.cli import progress as command
 
     monkeypatch.setattr(command, "PROGRESS_SECONDS", 0.0)
     assert tokenize("--json") == 0
@@ -365,7 +365,7 @@ def test_progress_lines_where_there_is_no_terminal(
 
 
 def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from surogate_core.cli import tokenize as command
+    from surogate_core.cli import progress as command
     from surogate_core.train.events import Progress
 
     now = [0.0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from surogate_core.testing.monitors import events
-from surogate_core.train.events import EvalEnd, GpuStats, RoutingStats, StepEnd
+from surogate_core.train.events import EvalEnd, GpuStats, PrecisionStats, RoutingStats, StepEnd
 from surogate_core.train.scalars import scalars_of
 
 
 def test_every_event_of_a_run() -> None:
     found = [(type(event), *scalars_of(event)) for event in events()]
     silent = [kind for kind, _, named in found if not named]
-    assert not {StepEnd, EvalEnd, GpuStats, RoutingStats} & set(silent)
+    assert not {StepEnd, EvalEnd, GpuStats, PrecisionStats, RoutingStats} & set(silent)
     step = next(named for kind, at, named in found if kind is StepEnd and at == 2)
     assert step["train/loss"] == 1.5
     assert step["train/speed_of_light"] == 0.4
@@ -24,3 +24,9 @@ def test_every_event_of_a_run() -> None:
     assert evaluations == [{"eval/loss": 4.0}, {"eval/loss": 2.0, "eval/gap": 0.5}]
     (gpu,) = [named for kind, _, named in found if kind is GpuStats]
     assert gpu["gpu/power_watts"] == 400.0
+    (precision,) = [named for kind, _, named in found if kind is PrecisionStats]
+    assert precision == {
+        "precision/saturated_activation": 0.1,
+        "precision/saturated_gradient": 0.0,
+        "precision/underflowed_activation": 0.0,
+    }

@@ -14,7 +14,17 @@ import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
 from surogate_monitor_adaptive.monitor import GUARDED, replay
 
-from surogate_core.train.events import Advice, Control, EvalEnd, Event, PhaseChange, RoutingStats, RunInfo, RunStart
+from surogate_core.train.events import (
+    Advice,
+    Control,
+    EvalEnd,
+    Event,
+    PhaseChange,
+    PrecisionStats,
+    RoutingStats,
+    RunInfo,
+    RunStart,
+)
 from surogate_core.train.events import StepEnd as Step
 
 Value = Callable[[int], float]
@@ -92,6 +102,13 @@ def even(at: int) -> RoutingStats:
 
 def jumping(at: int, *, to: int, **changed: Any) -> RoutingStats:
     return RoutingStats(**{"step": at, "imbalance": 1.5, "utilization": 0.95, **(changed if at == to else {})})
+
+
+def scaled(at: int, saturated: float, excess: float = 1.3) -> PrecisionStats:
+    shares = {"activation": 0.0, "gradient": saturated}
+    return PrecisionStats(
+        step=at, steps=50, saturated=shares, underflowed={}, worst="layer 0 q_proj gradient", worst_excess=excess
+    )
 
 
 def rising_after(at: int, begin: int, rate: float) -> float:
@@ -188,6 +205,12 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
                 ),
             )
         ),
+        {},
+    ),
+    "scales_overrun": (
+        150,
+        [*curve(100, falling), scaled(100, 0.3), scaled(150, 0.21), scaled(200, 0.3)],
+        [*curve(100, falling), scaled(100, 0.3), scaled(150, 0.19), scaled(200, 0.3, excess=1.2)],
         {},
     ),
     "divergence_with_routing_collapse": (

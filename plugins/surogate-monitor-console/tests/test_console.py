@@ -24,6 +24,7 @@ from surogate_core.train.events import (
     GpuStats,
     Notice,
     PhaseChange,
+    PrecisionStats,
     Progress,
     RunEnd,
     RunInfo,
@@ -163,6 +164,27 @@ def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> Non
     assert lines[6].endswith("tok/s  SOL 41.5 %  mem  1.50 GiB  eta    1:01  converging")
     assert lines[7] == f"step 2: {GPU_TEXT}"
     assert "Report: output/report.html" in lines
+
+
+PRECISION = PrecisionStats(
+    step=50,
+    steps=50,
+    saturated={"activation": 0.004, "gradient": 0.0},
+    underflowed={"activation": 0.0, "gradient": 0.25},
+    worst="layer 1 mlp.up_proj activation",
+    worst_excess=1.5,
+)
+PRECISION_TEXT = (
+    "step 50: scaled tensors of 50 steps: saturated activation 0.40% · underflowed gradient 25.00% · "
+    "worst layer 1 mlp.up_proj activation, 1.5 × its format"
+)
+
+
+def test_what_saturated_has_a_line_and_nothing_else_has() -> None:
+    view, stream, _ = plain()
+    view.on_event(PRECISION)
+    view.on_event(replace(PRECISION, saturated={"activation": 0.0}, underflowed={}, worst="", worst_excess=0.0))
+    assert stream.getvalue() == f"{PRECISION_TEXT}\n"
 
 
 def test_plain_lines_by_time() -> None:

@@ -8,7 +8,8 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from surogate_recipe_fp8.gemm import E4M3, E5M2, pack, quantise, unpack
+from surogate_recipe_fp8.gemm import E4M3, E5M2, Prepared, pack, quantise, unpack
+from surogate_recipe_fp8.rounding import rounded as rounded_by_recipe
 from surogate_recipe_fp8.scaling import DelayedScaling
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from surogate_core.kernels.scaled import E4M3_MAX, E5M2_MAX, FP32_MAX, scale_of
 
 MILLION = 1_000_000
 HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]
+PREPARED = Prepared(native=False, margin=0, history=1, note="")
 SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
 
 
@@ -166,3 +168,44 @@ def test_a_packed_weight_holds_both_layouts(dtype: torch.dtype) -> None:
     assert packed.numel() == 16 + 2 * weight.numel()
     assert codes_OI.is_contiguous()
     assert codes_IO.is_contiguous()
+
+
+def test_the_used_range_is_of_the_scales_before_the_update() -> None:
+    state = DelayedScaling(1, history=2, margin=1, device=torch.device("cpu"))
+    first = torch.tensor([[2.0, 4.0, 8.0]])
+    assert state.used_range(first).tolist() == [[0.0, 0.0, 0.0]]
+    state.update(first, torch.tensor(0.0))
+    # A margin of 1 leaves room for twice the values of before.
+    assert state.used_range(torch.tensor([[2.0, 8.0, 24.0]])).tolist() == [[0.5, 1.0, 1.5]]
+    assert state.used_range(torch.tensor([[torch.inf, 0.0, torch.nan]])).isfinite().tolist() == [[False, True, False]]
+
+
+def test_the_smallest_normal_numbers_are_those_of_the_formats() -> None:
+    formats = DelayedScaling(1, history=1, margin=0, device=torch.device("cpu")).formats
+    limits = {
+        role: (torch.finfo(kind).tiny / torch.finfo(kind).max)
+        for role, kind in zip(formats, (E4M3, E4M3, E5M2), strict=True)
+    }
+    assert formats == limits
+
+
+@pytest.mark.parametrize(("role", "kind"), [("activation", E4M3), ("weight", E4M3), ("gradient", E5M2)])
+def test_what_a_report_calls_rounded_is_what_the_formats_hold(role: str, kind: torch.dtype) -> None:
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)) * 1e-3
+    x[0] = 0
+    values, beyond = rounded_by_recipe(x, role, PREPARED)
+    limit = magnitudes(kind)[-1]
+    scale = np.float32(limit) / x.abs().max().numpy()
+    codes = rounded((x * torch.tensor(scale)).numpy().ravel(), kind)
+    expected = np.array(magnitudes(kind))[codes & 0x7F] * np.where(codes & 0x80, -1.0, 1.0)
+    np.testing.assert_allclose(values.double().numpy().ravel(), expected / float(scale), rtol=1e-6)
+    assert not beyond.any()
+    assert not values[0].any()
+
+
+def test_without_room_nothing_and_with_infinity_one_value_is_cut_off() -> None:
+    x = torch.full((2, 16), 3.0)
+    x[1, 3] = torch.inf
+    values, beyond = rounded_by_recipe(x, "activation", PREPARED)
+    assert beyond.nonzero().tolist() == [[1, 3]]
+    assert values[1, 3] == E4M3_MAX  # no scale can be made of infinity: 1

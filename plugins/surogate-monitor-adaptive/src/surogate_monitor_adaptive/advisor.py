@@ -78,6 +78,11 @@ RULES: Mapping[str, Rule] = {
         message="The router's auxiliary loss jumped.",
         suggestion="raise router_z_loss_coef, or lower learning_rate",
     ),
+    "scales_overrun": Rule(
+        key="recipe.margin",
+        message="Values grow faster than their delayed scales: more than a fifth of the scaled tensors were cut off.",
+        suggestion="recipe.margin=1 leaves room for twice the values; or lower learning_rate, or lengthen the warm-up",
+    ),
     # ----------------------------------------------------------- several together
     "plateau_high_lr": Rule(
         key="learning_rate",

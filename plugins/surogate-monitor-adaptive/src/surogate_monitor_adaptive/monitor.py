@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from surogate_core.train.budget import TOKENS_PER_PARAMETER, token_budget
-from surogate_core.train.events import Control, EvalEnd, Event, Notice, RoutingStats, RunInfo, RunStart, StepEnd
+from surogate_core.train.events import (
+    Control,
+    EvalEnd,
+    Event,
+    Notice,
+    PrecisionStats,
+    RoutingStats,
+    RunInfo,
+    RunStart,
+    StepEnd,
+)
 from surogate_core.train.lr import warmup_length
 from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
@@ -20,6 +30,10 @@ from surogate_monitor_adaptive.windows import Detector, mean
 
 GUARDED = "the guard halves the rate; if this comes again, lower learning_rate or max_grad_norm"
 """What `loss_spike` suggests where `auto_lr_reduction` is on already."""
+
+
+SETTLED, OVERRUN, FAR = 100, 0.2, 1.25
+"""Delayed scales are overrun where, past `SETTLED` steps, so large a share of tensors saturated, one of them `FAR`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +86,8 @@ class AdaptiveMonitor:
                 return self._step_end(event)
             case RoutingStats():
                 return self._routing_stats(event)
+            case PrecisionStats():
+                return self._precision_stats(event)
             case EvalEnd():
                 return self._eval_end(event)
         return None
@@ -160,6 +176,14 @@ class AdaptiveMonitor:
         evidence = {"imbalance": event.imbalance, "utilization": event.utilization, "aux_loss": event.aux_loss}
         told = [a for rule in self._routing.observe(event) for a in self._advisor.tell(event.step, rule, evidence)]
         return self._control(told, None)
+
+    def _precision_stats(self, event: PrecisionStats) -> Control | None:
+        share = max(event.saturated.values(), default=0.0)
+        # Values of the first steps grow, and any of them may be the largest so far.
+        if event.step <= SETTLED or share <= OVERRUN or event.worst_excess < FAR:
+            return None
+        evidence = {"saturated": dict(event.saturated), "worst": event.worst, "worst_excess": event.worst_excess}
+        return self._control(self._advisor.tell(event.step, "scales_overrun", evidence), None)
 
     def _eval_end(self, event: EvalEnd) -> Control | None:
         flops = training_flops(self._parameters, self._counters.total_tokens)

@@ -24,6 +24,7 @@ from surogate_core.train.events import (
     GpuStats,
     Notice,
     PhaseChange,
+    PrecisionStats,
     Progress,
     RunEnd,
     RunInfo,
@@ -93,6 +94,9 @@ class LiveView:
                 self._gpu = event
             case Advice():
                 self._say(text.advice_line(event), style="yellow")
+            case PrecisionStats():
+                if line := text.precision_line(event):
+                    self._say(line)
             case Notice():
                 self._console.print(Text.assemble((f"{event.level}: ", LEVELS[event.level]), event.message))
             case Progress():

@@ -16,6 +16,7 @@ from surogate_core.train.events import (
     GpuStats,
     Notice,
     PhaseChange,
+    PrecisionStats,
     Progress,
     RunEnd,
     RunInfo,
@@ -67,6 +68,8 @@ class PlainView:
                 self._print(text.advice_line(event))
             case GpuStats():
                 self._print(f"step {event.step}: {text.gpu_line(event)}")
+            case PrecisionStats():
+                self._print(*filter(None, [text.precision_line(event)]))
             case Notice():
                 self._print(event.message if event.level == "info" else f"{event.level}: {event.message}")
             case Progress():

@@ -12,6 +12,7 @@ from surogate_core.train.events import (
     EvalEnd,
     GpuStats,
     PhaseChange,
+    PrecisionStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -125,6 +126,18 @@ def gpu_line(event: GpuStats) -> str:
         f"GPU {event.utilization:.0%} busy · {size(event.memory_used_bytes)} of {size(event.memory_total_bytes)} · "
         f"{event.power_watts:.0f} W · {event.temperature_celsius:.0f} °C · {event.sm_clock_mhz:.0f} MHz"
     )
+
+
+def precision_line(event: PrecisionStats) -> str:
+    """What saturated and underflowed; empty where nothing did."""
+    told = [
+        f"{what} {', '.join(f'{role} {share:.2%}' for role, share in shares.items() if share)}"
+        for what, shares in (("saturated", event.saturated), ("underflowed", event.underflowed))
+        if any(shares.values())
+    ]
+    if event.worst:
+        told.append(f"worst {event.worst}, {event.worst_excess:.3g} × its format")
+    return f"step {event.step}: scaled tensors of {event.steps} steps: {' · '.join(told)}" if told else ""
 
 
 def advice_line(event: Advice) -> str:

@@ -67,6 +67,11 @@ def surogate_recipe() -> bundles.Recipe:
 
         return pack(*arguments)
 
+    def rounded(*arguments: Any) -> Any:
+        from surogate_recipe_fp8.rounding import rounded
+
+        return rounded(*arguments)
+
     return bundles.Recipe(
         name="fp8-hybrid",
         linear=linear,
@@ -78,4 +83,5 @@ def surogate_recipe() -> bundles.Recipe:
         state=state,
         pack=pack,
         scaled_margin=lambda prepared: prepared.margin if prepared.native else None,
+        rounded=rounded,
     )

@@ -15,6 +15,8 @@ ROLES = ("activation", "weight", "gradient")
 """Columns of a slot's row, in order."""
 LIMITS = (E4M3_MAX, E4M3_MAX, E5M2_MAX)
 """The largest value of each role's format."""
+NORMALS = (2.0**-6, 2.0**-6, 2.0**-14)
+"""The smallest normal number of each role's format."""
 
 
 class DelayedScaling:
@@ -30,6 +32,11 @@ class DelayedScaling:
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.limits = torch.tensor(LIMITS, dtype=torch.float32, device=device)
         self.margin = margin
+        self.formats = {role: least / most for role, least, most in zip(ROLES, NORMALS, LIMITS, strict=True)}
+
+    def used_range(self, observed: Tensor) -> Tensor:
+        """[P, 3]: the largest values, scaled, over those of the formats; 0 without a scale. See `RangedState`."""
+        return observed * self.rows / self.limits
 
     def update(self, observed: Tensor, skip: Tensor) -> None:
         """Enter a step's values and compute the scales of the next; see `RecipeState.update`.

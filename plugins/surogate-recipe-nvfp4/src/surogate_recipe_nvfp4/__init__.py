@@ -62,6 +62,11 @@ def surogate_recipe() -> bundles.Recipe:
 
         return pack(*arguments)
 
+    def rounded(*arguments: Any) -> Any:
+        from surogate_recipe_nvfp4.rounding import rounded
+
+        return rounded(*arguments)
+
     return bundles.Recipe(
         name="nvfp4",
         linear=linear,
@@ -71,4 +76,5 @@ def surogate_recipe() -> bundles.Recipe:
         prepare=prepare,
         note=lambda prepared: prepared.note,
         pack=pack,
+        rounded=rounded,
     )

@@ -1,0 +1,595 @@
+"""Whether the precision recipes train as well as bf16: pre-training, LoRA fine-tuning, and a task.
+
+A Qwen3 of 110M parameters is pre-trained from scratch on Python sources and documentation, from the same
+start on the same rows under each recipe; its held-out loss is taken on files that are kept apart. The bf16
+model is then trained further on text mixed with arithmetic drills. That one model is fine-tuned with LoRA
+under each recipe, on C and C++ headers (held-out loss), and from the start again on generated word problems of
+two steps (exact match). `parity_text.py` has the texts.
+
+Exact match is greedy decoding's: the answer is decoded greedily exactly if at each of its tokens, given the
+right ones before, the right one is the likeliest. So one forward of the whole problem decides it.
+
+nvfp4 leaves the last `--plain-last` blocks alone. Each (recipe, part) is a process of its own, all at the same
+time on one device, so no time is measured here. Files are written when a part is done.
+
+    python benchmarks/loss_parity.py --out DIR [--steps 2000 …] [--device cpu --tiny]
+
+Shape suffixes: N tokens of a micro-batch, S document borders, V vocabulary, R rows, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parity_text
+import torch
+from safetensors.torch import load_file, save_file
+from surogate_model_qwen3.model import build
+from surogate_optimizer_adamw.adamw import AdamW
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.parameters import RandomSource, Source
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
+from surogate_core.report.curves import Curve
+from surogate_core.report.picture import stacked
+from surogate_core.train.lr import learning_rate
+from surogate_core.train.precision import PrecisionWatch
+
+RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8", "nvfp4": "surogate_recipe_nvfp4"}
+PARTS = ("pretrain", "lora")
+BARS = {"fp8-hybrid": 0.005, "nvfp4": 0.015}
+"""How much higher than bf16's a recipe's final held-out loss may be, relatively."""
+PROMPT_END = "\nAnswer:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all processes have in common; each field is an option of the command line."""
+
+    out: Path = Path("loss_parity")
+    device: str = "cuda"
+    tiny: bool = False
+    seed: int = 0
+    rows: int = 4
+    """Rows of a step."""
+    length: int = 1024
+    vocabulary: int = 8192
+    steps: int = 2000
+    """Of pre-training."""
+    rate: float = 1e-3
+    drill_steps: int = 800
+    """Of the bf16 model's training on text and drills."""
+    lora_steps: int = 400
+    task_steps: int = 800
+    lora_rate: float = 1e-3
+    rank: int = 16
+    problems: int = 4096
+    """Held-out problems."""
+    held_rows: int = 192
+    megabytes: int = 48
+    """Of text to pre-train on."""
+    evaluate: int = 200
+    """Steps between two evaluations."""
+    plain_last: int = 2
+    """Last blocks that nvfp4 leaves alone."""
+    recipes: str = ",".join(RECIPES)
+    """The ones to train; bf16, whose model is fine-tuned, is among them."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128}
+        if self.tiny:
+            shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": self.length}
+        return {**shape, **heads, **rest, "vocab_size": self.vocabulary, "tie_word_embeddings": True}
+
+    @property
+    def borders(self) -> int:
+        """S: a problem has at least 24 tokens, and there are as many pieces of padding as rows."""
+        return self.rows * self.length // 24 + self.rows + 2
+
+
+# ------------------------------------------------------------------------------------- data
+
+
+def prepare(setting: Setting, work: Path) -> dict[str, Any]:
+    """Write tokenizer and rows; how much there is."""
+    train, held = parity_text.texts(parity_text.PYTHON, setting.megabytes * 10**6)
+    tokenizer = parity_text.train_tokenizer(train[: max(1, len(train) // 6)], setting.vocabulary)
+    tokenizer.save(str(work / "tokenizer.json"))
+    random = np.random.default_rng([setting.seed, 1])
+    drills = parity_text.drills(random)
+    per_row = setting.length // 12
+    texts_of_drills = [
+        "\n".join(next(drills) for _ in range(per_row)) for _ in range(setting.drill_steps * setting.rows // 2)
+    ]
+    size = max(2 * 10**6, 4 * setting.lora_steps * setting.rows * setting.length)
+    headers, held_headers = parity_text.texts(parity_text.HEADERS, size)
+    facts: dict[str, Any] = {"files": [len(train), len(held)], "header files": [len(headers), len(held_headers)]}
+    for name, found in (
+        ("train", train),
+        ("held", held),
+        ("drills", texts_of_drills),
+        ("headers", headers),
+        ("held_headers", held_headers),
+    ):
+        made = parity_text.rows(parity_text.tokens(tokenizer, found), setting.length)
+        if not len(made):
+            raise SystemExit(f"{name}: less than one row of {setting.length} tokens")
+        facts[f"{name} tokens"] = made.size
+        np.save(work / f"{name}.npy", made)
+    return facts
+
+
+def batch_of(ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], setting: Setting) -> MicroBatch:
+    """A micro-batch of documents, padded with documents without labels; labels are shifted already."""
+    size = setting.rows * setting.length
+    used = sum(map(len, ids))
+    assert used <= size
+    rest = [min(setting.length, size - at) for at in range(used, size, setting.length)]
+    lengths = [*map(len, ids), *rest]
+    stops = np.cumsum([0, *lengths])
+    padded = [*stops.tolist(), *[size] * (setting.borders - len(stops))]
+    assert len(padded) == setting.borders
+    flat = torch.tensor([label for row in labels for label in row] + [IGNORE_LABEL] * sum(rest))
+    return MicroBatch(
+        input_ids=torch.tensor([id for row in ids for id in row] + [0] * sum(rest)),
+        labels=flat,
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
+        cu_seqlens=torch.tensor(padded, dtype=torch.int32),
+        max_seqlen=setting.length,
+        tokens=used,
+        label_tokens=int((flat != IGNORE_LABEL).sum()),
+    )
+
+
+def text_batch(found: parity_text.Ids, setting: Setting) -> MicroBatch:
+    """[rows, L] → a micro-batch in which each row is a document."""
+    ids = found.astype(np.int64).tolist()
+    return batch_of(ids, [[*row[1:], IGNORE_LABEL] for row in ids], setting)
+
+
+def text_batches(found: parity_text.Ids, setting: Setting, *, seed: int) -> Iterator[MicroBatch]:
+    """Micro-batches of the rows in a random order, epoch after epoch."""
+    order: list[int] = []
+    epoch = 0
+    while True:
+        while len(order) < setting.rows:
+            order += np.random.default_rng([setting.seed, seed, epoch]).permutation(len(found)).tolist()
+            epoch += 1
+        yield text_batch(found[order[: setting.rows]], setting)
+        del order[: setting.rows]
+
+
+def held_batches(found: parity_text.Ids, setting: Setting) -> list[MicroBatch]:
+    """The first held-out rows, in whole micro-batches."""
+    count = max(1, min(len(found), setting.held_rows) // setting.rows)
+    return [text_batch(found[i * setting.rows : (i + 1) * setting.rows], setting) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Problems in one micro-batch."""
+
+    batch: MicroBatch
+    answers: list[tuple[parity_text.Problem, list[int], list[int]]]
+    """(problem, positions that predict the answer's tokens, those tokens)."""
+
+
+def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Setting) -> Iterator[Packed]:
+    """Micro-batches of problems in their order; only answers have labels."""
+    size, end = setting.rows * setting.length, tokenizer.token_to_id(parity_text.END)
+    assert end is not None
+    ids: list[list[int]] = []
+    labels: list[list[int]] = []
+    answers: list[tuple[parity_text.Problem, list[int], list[int]]] = []
+    at = 0
+    for problem in found:
+        prompt = tokenizer.encode(problem.question + PROMPT_END).ids
+        answer = [*tokenizer.encode(f" {problem.answer}").ids, end]
+        row = [*prompt, *answer]
+        if at + len(row) > size or len(ids) + setting.rows + 2 > setting.borders:
+            yield Packed(batch=batch_of(ids, labels, setting), answers=answers)
+            ids, labels, answers, at = [], [], [], 0
+        first = len(prompt) - 1
+        ids.append(row)
+        labels.append([*[IGNORE_LABEL] * first, *answer, IGNORE_LABEL])
+        answers.append((problem, list(range(at + first, at + first + len(answer))), answer))
+        at += len(row)
+    if ids:
+        yield Packed(batch=batch_of(ids, labels, setting), answers=answers)
+
+
+# ----------------------------------------------------------------------------------- engine
+
+
+def packs_of(device: torch.device) -> list[KernelPack]:
+    """torch's kernels, and on a GPU those of the packs."""
+    names = ("triton", "cuda", "hopper") if device.type == "cuda" else ()
+    return [
+        TORCH_PACK,
+        *(importlib.import_module(f"surogate_kernels_{name}").surogate_kernel_pack() for name in names),
+    ]
+
+
+def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> Engine:
+    """The model under a recipe."""
+    device = torch.device(setting.device)
+    cuda = device.type == "cuda"
+    recipe = importlib.import_module(RECIPES[name]).surogate_recipe()
+    adapter = Adapter(rank=setting.rank, scale=2.0, dropout=0.0, dtype=torch.float32)
+    return Engine(
+        build(setting.config),
+        settings=EngineSettings(
+            device=device,
+            dtype=torch.bfloat16,
+            adapter_dtype=torch.float32,
+            compiler="inductor" if cuda else "fx",
+            cuda_graphs=cuda,
+            tokens=setting.rows * setting.length,
+            borders=setting.borders,
+            max_seqlen=setting.length,
+            head_chunks=1,
+            recompute=Recompute(block=False),
+            weight_decay=0.0 if lora else 0.1,
+            max_grad_norm=1.0,
+            seed=setting.seed,
+            plain_last=setting.plain_last if name == "nvfp4" else 0,
+        ),
+        recipe=recipe,
+        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        optimizer_settings=OptimizerSettings(adamw_beta2=0.95),
+        optimizer_options=None,
+        offloader=NO_OFFLOAD,
+        offloader_options=None,
+        kernels=KernelTable.build(device, packs_of(device)),
+        lora=LoRA(adapter=adapter, targets=frozenset(["all"])) if lora else None,
+        source=source,
+    )
+
+
+class Base:
+    """A trained model's weights, with fresh adapters."""
+
+    def __init__(self, path: Path, setting: Setting):
+        self.kept = load_file(path)
+        self.fresh = RandomSource(seed=setting.seed, std=0.02, device=torch.device(setting.device))
+
+    def __call__(self, spec: TensorSpec) -> Tensor:
+        return self.fresh(spec) if spec.role == "adapter" else self.kept[spec.hf_name]
+
+
+@torch.no_grad()
+def restart(engine: Engine, source: Source) -> None:
+    """Adapters, optimizer and the recipe's scales as at their start."""
+    for name, master in engine.parameters.masters().items():
+        master.copy_(source(engine.parameters.specs[name]))
+    states = [engine.optimizer.state(), engine.recipe_state.state() if engine.recipe_state else {}]
+    for tensor in (tensor for state in states for tensor in state.values()):
+        tensor.zero_()
+    engine.parameters.refresh()
+
+
+def train(
+    engine: Engine,
+    batches: Iterator[MicroBatch],
+    steps: int,
+    rate: float,
+    *,
+    held: Sequence[MicroBatch],
+    every: int,
+    told: Callable[[dict[str, Any]], None] = lambda figures: None,
+) -> dict[str, Any]:
+    """Train with a cosine to a tenth after a short warm-up; training losses and the held-out losses by step."""
+    losses: list[float] = []
+    figures: dict[str, Any] = {"losses": losses, "held": [(0, engine.evaluate(held)[0])] if held else []}
+    results = []
+    watch = PrecisionWatch.of(engine)
+    for step in range(steps):
+        lr = learning_rate(
+            step,
+            total_steps=steps,
+            peak=rate,
+            kind="cosine",
+            warmup_steps=max(1, steps // 20),
+            cooldown_steps=0,
+            final_fraction=0.1,
+        )
+        results.append(engine.train_step([next(batches)], step=step, lr=lr))
+        last = step + 1 == steps
+        if last or (step + 1) % every == 0:
+            for result in results:
+                losses.append(result.read()[0])
+                if watch is not None:
+                    watch.observe(result.used_range(watch.columns))
+            results.clear()
+            if held:
+                figures["held"].append((step + 1, engine.evaluate(held)[0]))
+            told(figures)
+    if watch is not None and (scales := watch.take(steps)) is not None:
+        figures |= {"saturated": scales.saturated, "underflowed": scales.underflowed, "worst": scales.worst}
+        figures |= {"worst_excess": scales.worst_excess}
+    return figures
+
+
+def score(engine: Engine, held: Sequence[Packed]) -> dict[str, Any]:
+    """Exact match with its standard error, in all, by kind of problem and by largest number."""
+    right: list[tuple[parity_text.Problem, bool]] = []
+    for packed in held:
+        likeliest = engine.logits(packed.batch).argmax(-1).tolist()
+        right += [(problem, [likeliest[i] for i in at] == answer) for problem, at, answer in packed.answers]
+
+    def share_of(found: list[bool]) -> float:
+        return sum(found) / len(found)
+
+    every = [one for _, one in right]
+    kinds, sizes = sorted({p.kind for p, _ in right}), sorted({p.largest for p, _ in right})
+    share = share_of(every)
+    return {
+        "exact_match": share,
+        "standard_error": math.sqrt(share * (1 - share) / len(every)),
+        "problems": len(every),
+        "by_kind": {kind: share_of([one for p, one in right if p.kind == kind]) for kind in kinds},
+        "by_largest": {str(size): share_of([one for p, one in right if p.largest == size]) for size in sizes},
+        "right": "".join(str(int(one)) for one in every),
+    }
+
+
+# ------------------------------------------------------------------------------------ parts
+
+
+def pretrain(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """From random weights; the bf16 model goes on with drills and is kept for the other part."""
+    started = time.monotonic()
+    engine = make_engine(
+        name, setting, RandomSource(seed=setting.seed, std=0.02, device=torch.device(setting.device)), lora=False
+    )
+    told: dict[str, Any] = {"parameters": engine.parameters.counts()[0], "setup": time.monotonic() - started}
+    train_rows, held = np.load(work / "train.npy"), held_batches(np.load(work / "held.npy"), setting)
+    started = time.monotonic()
+    batches = text_batches(train_rows, setting, seed=2)
+    progress = _announcer(f"pretrain {name}", lambda figures: keep({**told, **figures}))
+    figures = train(engine, batches, setting.steps, setting.rate, held=held, every=setting.evaluate, told=progress)
+    told |= {"seconds": time.monotonic() - started, "kernels": _kernels(engine)}
+    keep({**told, **figures})
+    if name == "bf16":
+        # Half of each step is text, so that the model does not forget it.
+        drills = np.load(work / "drills.npy")
+        mixed = np.concatenate((drills, train_rows[: len(drills)]))
+        drilled = text_batches(mixed, setting, seed=3)
+        figures["drills"] = train(
+            engine, drilled, setting.drill_steps, setting.rate / 2, held=held, every=setting.evaluate
+        )
+        keep({**told, **figures})
+        base = {name: master.float().cpu().contiguous() for name, master in engine.parameters.masters().items()}
+        save_file(base, work / "base.part")
+        (work / "base.part").rename(work / "base.safetensors")
+
+
+def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """LoRA on the kept model: headers, then from the start again word problems."""
+    size = setting.task_steps * setting.rows * setting.length // 24
+    to_learn, to_solve = parity_text.problems(size, setting.problems, seed=setting.seed)
+    while not (work / "base.safetensors").exists():
+        if (work / "pretrain-bf16.failed").exists():
+            raise SystemExit("there is no model to fine-tune: bf16 pre-training failed")
+        time.sleep(0.2)
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    base = Base(work / "base.safetensors", setting)
+    started = time.monotonic()
+    engine = make_engine(name, setting, base, lora=True)
+    told: dict[str, Any] = {"trainable": engine.parameters.counts()[1], "setup": time.monotonic() - started}
+    started = time.monotonic()
+    held_problems = list(pack(to_solve, tokenizer, setting))
+    told["task"] = {"untuned": score(engine, held_problems)}
+    print(f"lora {name}: untuned {told['task']['untuned']['by_largest']}", flush=True)
+    keep(told)
+    held = held_batches(np.load(work / "held_headers.npy"), setting)
+    headers = text_batches(np.load(work / "headers.npy"), setting, seed=4)
+    every = max(1, setting.evaluate // 4)
+    progress = _announcer(f"lora {name}", lambda figures: keep({**told, "headers": figures}))
+    told["headers"] = train(
+        engine, headers, setting.lora_steps, setting.lora_rate, held=held, every=every, told=progress
+    )
+    keep(told)
+    restart(engine, base)
+    batches = (packed.batch for packed in pack(to_learn, tokenizer, setting))
+    figures = train(engine, batches, setting.task_steps, setting.lora_rate, held=[], every=every)
+    told["task"] |= {"losses": figures["losses"], "tuned": score(engine, held_problems)}
+    told |= {"seconds": time.monotonic() - started, "kernels": _kernels(engine)}
+    print(f"lora {name}: tuned {told['task']['tuned']['by_largest']}", flush=True)
+    keep(told)
+
+
+def _kernels(engine: Engine) -> dict[str, str]:
+    return {op: kernel for (op, _), kernel in engine.programs.kernels.chosen.items()}
+
+
+def _announcer(label: str, keep: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Says and keeps how far a training is: what is cut off has left what it found."""
+    started = time.monotonic()
+
+    def tell(figures: dict[str, Any]) -> None:
+        keep(figures)
+        step, held = figures["held"][-1]
+        print(f"{label}: step {step}, held-out loss {held:.4f}, {time.monotonic() - started:.0f} s", flush=True)
+
+    return tell
+
+
+def work_on(part: str, name: str, setting: Setting, work: Path) -> None:
+    """A process's part; what it found is a file even if it fails later."""
+    # Operands of the emulated products have few bits: TF32 holds them exactly, and sums are in fp32.
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(setting.seed)
+    file = setting.out / f"{part}-{name}.json"
+    try:
+        run = {"pretrain": pretrain, "lora": fine_tune}[part]
+        run(name, setting, work, lambda found: _write(file, json.dumps(found)))
+    except BaseException:
+        (work / f"{part}-{name}.failed").write_text(traceback.format_exc())
+        raise
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)
+
+
+# ----------------------------------------------------------------------------------- report
+
+
+def final_losses(found: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Recipe → last held-out loss of pre-training ("pretrain") or of LoRA on headers ("lora")."""
+    answer = {}
+    for name in RECIPES:
+        at = found.get(f"{key}-{name}", {})
+        held = (at.get("headers", {}) if key == "lora" else at).get("held")
+        if held:
+            answer[name] = held[-1][1]
+    return answer
+
+
+def markdown(found: Mapping[str, Any], setting: Setting, title: str) -> str:
+    """The tables."""
+    text = [title, ""]
+    for key, what in (
+        ("pretrain", f"Pre-training, {setting.steps} steps"),
+        ("lora", f"LoRA, {setting.lora_steps} steps"),
+    ):
+        losses = final_losses(found, key)
+        text += [f"{what}:", "", "| recipe | held-out loss | gap to bf16 | bar |", "| --- | --- | --- | --- |"]
+        for name, loss in losses.items():
+            gap = f"{loss / losses['bf16'] - 1:+.2%}" if "bf16" in losses else ""
+            text.append(f"| {name} | {loss:.4f} | {gap} | {f'+{BARS[name]:.1%}' if name in BARS else ''} |")
+        text.append("")
+    sizes = " | ".join(f"to {size}" for size in parity_text.LARGEST)
+    text += [
+        f"| model | exact match ± standard error | problems | {sizes} |",
+        "| --- " * (3 + len(parity_text.LARGEST)) + "|",
+    ]
+    for which, names in (("untuned", ["bf16"]), ("tuned", list(RECIPES))):
+        for name in names:
+            task = found.get(f"lora-{name}", {}).get("task", {}).get(which)
+            if task:
+                label = f"{name}, {which}"
+                share = f"{task['exact_match']:.4f} ± {task['standard_error']:.4f}"
+                sizes = " | ".join(f"{share:.3f}" for share in task["by_largest"].values())
+                text.append(f"| {label} | {share} | {task['problems']} | {sizes} |")
+    return "\n".join(text) + "\n"
+
+
+def picture(found: Mapping[str, Any]) -> str:
+    """SVG: held-out losses by step of pre-training and of LoRA, and their gaps to bf16."""
+    figures: list[tuple[str, list[Curve]]] = []
+    for key, what in (("pretrain", "Pre-training"), ("lora", "LoRA fine-tuning")):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for name in RECIPES:
+            at = found.get(f"{key}-{name}", {})
+            held = (at.get("headers", {}) if key == "lora" else at).get("held", [])
+            # The loss before the first step would leave no height for the rest.
+            curves[name] = [(step, loss) for step, loss in held if step]
+        wide = dict(curves["bf16"])
+        gaps = {n: [(s, 100 * (v / wide[s] - 1)) for s, v in points if s in wide] for n, points in curves.items()}
+        for title, each in ((f"{what}: held-out loss", curves), (f"{what}: gap to bf16, %", gaps)):
+            figures.append((title, [Curve(label=n, points=points) for n, points in each.items()]))
+    return stacked(figures)
+
+
+# ------------------------------------------------------------------------------------- main
+
+
+def compare(setting: Setting) -> int:
+    """All parts as processes; the number that failed."""
+    setting.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place)
+        started = time.monotonic()
+        facts = prepare(setting, work)
+        print(f"data: {facts}, {time.monotonic() - started:.0f} s", flush=True)
+        command = [sys.executable, __file__, *words(setting), "--work", place, "--part"]
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        running = {
+            f"{part}-{name}": subprocess.Popen([*command, part, name], env=environment)
+            for part in PARTS
+            for name in setting.recipes.split(",")
+        }
+        codes = {name: process.wait() for name, process in running.items()}
+    found = {name: json.loads(file.read_text()) for name in running if (file := setting.out / f"{name}.json").exists()}
+    cuda = setting.device == "cuda"
+    parameters = found.get("pretrain-bf16", {}).get("parameters", 0)
+    title = (
+        f"{torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}; {parameters / 1e6:.1f}M "
+        f"parameters, {setting.rows} × {setting.length} tokens a step, seed {setting.seed}; {facts}; "
+        f"{time.monotonic() - started:.0f} s."
+    )
+    _write(setting.out / "loss_parity.md", markdown(found, setting, title))
+    _write(setting.out / "loss_parity.svg", picture(found))
+    print(markdown(found, setting, title))
+    print({name: (round(at.get("setup", 0)), round(at.get("seconds", 0))) for name, at in found.items()}, codes)
+    return sum(code != 0 for code in codes.values())
+
+
+def words(setting: Setting) -> list[str]:
+    """The options that give this setting."""
+    pairs = [(f"--{field.name.replace('_', '-')}", getattr(setting, field.name)) for field in fields(Setting)]
+    return [word for flag, value in pairs for word in ([flag] * value if value is bool(value) else [flag, str(value)])]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """An option for each field of the setting."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for field in fields(Setting):
+        flag, default = f"--{field.name.replace('_', '-')}", field.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(default) if field.name != "out" else Path, default=default)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    """Exit status 1 if a part failed."""
+    options = vars(make_parser().parse_args())
+    part, work = options.pop("part"), options.pop("work")
+    setting = Setting(**options)
+    if part:
+        work_on(part[0], part[1], setting, work)
+    else:
+        sys.exit(1 if compare(setting) else 0)
+
+
+if __name__ == "__main__":
+    main()

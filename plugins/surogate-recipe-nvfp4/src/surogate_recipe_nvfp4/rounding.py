@@ -1,0 +1,21 @@
+"""What NVFP4 makes of a tensor's values, for reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from surogate_core.kernels.nvfp4 import BLOCK, E2M1_MAX, quantise
+
+if TYPE_CHECKING:
+    from surogate_recipe_nvfp4.gemm import Prepared
+
+
+def rounded(x: Tensor, role: str, options: Prepared) -> tuple[Tensor, Tensor]:
+    """(values that x rounds to in fp32, where it is beyond the largest of its block). Gradients round to nearest."""
+    found = quantise(x, square=role == "weight", four_over_six=options.four_over_six)
+    height = found.codes.shape[0] // found.scales.shape[0]
+    tops = found.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1) * E2M1_MAX * found.decode
+    rows, columns = x.shape
+    return found.blocks(rows, columns) * found.decode, x.float().abs() > tops[:rows, :columns]

@@ -1,0 +1,92 @@
+"""The comparison of `surogate numerics` as Markdown and as curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from surogate_core.report.curves import Curve
+from surogate_core.report.picture import stacked
+
+if TYPE_CHECKING:
+    from surogate_core.train.numerics import Numerics, Training
+
+
+def markdown(found: Numerics) -> str:
+    """The facts, the losses, and how operands are rounded by layer and role."""
+    reference = found.trainings[0]
+    seen = "held-out loss" if reference.held else "training loss of the last steps"
+    lines = [
+        "# Numerics",
+        "",
+        f"{found.model}, {found.parameters:,} parameters, {found.steps} steps of {found.tokens_per_step:,} tokens, "
+        f"seed {found.seed}; {found.device}, torch {found.torch}. Gaps are to {reference.name}, and those of one seed: "
+        "another gives others.",
+        "",
+        f"| run | {seen} | gap | tensors saturated | tensors underflowed |",
+        "| --- | --- | --- | --- | --- |",
+        *(
+            f"| {t.name} | {t.loss:.4f} | {t.loss / reference.loss - 1:+.2%} | {_shares(t.saturated)} | "
+            f"{_shares(t.underflowed)} |"
+            for t in found.trainings
+        ),
+        "",
+        "Tensors are counted under delayed scales: one of each projection, role and step whose largest value was "
+        "beyond the format, or below its normal numbers. A dash: no delayed scales.",
+    ]
+    lines += [f"\n{t.name}: {t.note}" for t in found.trainings if t.note]
+    if found.rounding:
+        lines += [
+            "",
+            f"How the operands of the projections of {reference.name}'s model are rounded, after training, each tensor "
+            "scaled by its own largest value and gradients to nearest:",
+            "",
+            "| layer | role | recipe | relative error | rounded to zero | saturated |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *(
+                f"| {r.layer} | {r.role} | {r.recipe} | {r.error:.2%} | {r.to_zero:.2%} | {r.saturated:.2%} |"
+                for r in found.rounding
+            ),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _shares(shares: Mapping[str, float] | None) -> str:
+    if shares is None:
+        return "–"
+    return ", ".join(f"{role} {share:.2%}" for role, share in shares.items())
+
+
+def _curve(training: Training) -> list[tuple[float, float]]:
+    points = training.held or list(enumerate(training.losses, start=1))
+    return [(float(step), loss) for step, loss in points]
+
+
+def picture(found: Numerics) -> str:
+    """SVG: losses and gaps by step, relative errors by layer for each role; a colour for each run."""
+    reference = found.trainings[0]
+    seen = "Held-out loss" if reference.held else "Training loss"
+    wide = dict(_curve(reference))
+    losses = [Curve(label=t.name, points=_curve(t)) for t in found.trainings]
+    gaps = [
+        Curve(label=t.name, points=[(step, 100 * (loss / wide[step] - 1)) for step, loss in _curve(t) if step in wide])
+        for t in found.trainings
+    ]
+    figures = [(f"{seen} by step", losses), (f"{seen}: gap to {reference.name} by step, %", gaps)]
+    # A recipe that several runs have is drawn in the colour of its first.
+    firsts = {t.recipe: t.name for t in reversed(found.trainings)}
+    for role in dict.fromkeys(r.role for r in found.rounding):
+        errors = [
+            Curve(
+                label=t.name,
+                points=[
+                    (float(r.layer), 100 * r.error)
+                    for r in found.rounding
+                    if r.role == role and r.recipe == t.recipe and firsts[t.recipe] == t.name
+                ],
+                dots=True,
+            )
+            for t in found.trainings
+        ]
+        figures.append((f"Relative rounding error by layer, {role}s, %", errors))
+    return stacked(figures)
