@@ -213,7 +213,8 @@ class ProgramBuilder:
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
         count = len(piece.specs) + len(panels) + reads_rows
-        names_of_packed = {s.name for s in piece.specs if s.hf_name in self.parameters.packed}
+        kept = self.parameters.packed
+        names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
         packed = frozenset(s.name for s in piece.slots if f"{s.name}.weight" in names_of_packed)
         plain = piece.key in self.plain
         assert block is not None

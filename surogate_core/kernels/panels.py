@@ -72,11 +72,20 @@ class PanelShape:
         """The view of a projection's frozen weight, [outputs, I]; of several panels at once too."""
         return panel_QP[..., self.spans[number], : self.inputs]
 
+    def edges(self, panel_QP: Tensor) -> tuple[Tensor, Tensor]:
+        """The views of all A's, [ranks, I], and of all B's, [width, ranks]; of several panels at once too."""
+        return panel_QP[..., self.width :, : self.inputs], panel_QP[
+            ..., : self.width, self.inputs : self.inputs + self.ranks
+        ]
+
+    def of_edges(self, below: Tensor, beside: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """The views of a projection's A, [R, I], and scale · B, [outputs, R], in edges of panels."""
+        ranks = slice(self.rank * number, self.rank * (number + 1))
+        return below[..., ranks, :], beside[..., self.spans[number], ranks]
+
     def adapter(self, panel_QP: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The views of a projection's A, [R, I], and scale · B, [outputs, R]; of several panels at once too."""
-        ranks = slice(self.rank * number, self.rank * (number + 1))
-        a_RI = panel_QP[..., self.width :, : self.inputs][..., ranks, :]
-        return a_RI, panel_QP[..., self.spans[number], self.inputs :][..., ranks]
+        return self.of_edges(*self.edges(panel_QP), number)
 
     def load(self, panel_QP: Tensor, adapters: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy A's [R, I] and B's [outputs, R] in, rounded to the panel's dtype."""
