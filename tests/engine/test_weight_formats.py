@@ -65,6 +65,19 @@ def test_training_is_that_on_rounded_weights_bit_for_bit(packs: list[KernelPack]
 
 
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
+def test_weights_that_are_left_out_stay_as_they_are(packs: list[KernelPack]) -> None:
+    def skips(name: str) -> bool:
+        return name.startswith("model.layers.1.mlp.")
+
+    made = engine(packs, weight_format=HALF, skips=skips)
+    plain = engine(packs, source=lambda spec: (noisy_source() if skips(spec.hf_name) else rounded)(spec))
+    assert train(made) == train(plain)
+    exported = dict(made.parameters.base_tensors())
+    for name, value in plain.parameters.base_tensors():
+        assert torch.equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_one_layer_is_unpacked_at_a_time(packs: list[KernelPack]) -> None:
     made = engine(packs, weight_format=HALF)
     weights = [spec for spec in made.layers["layer 0"].specs if spec.role == "weight"]

@@ -115,6 +115,7 @@ def make_engine(
     recipe_options: Any = None,
     build: Callable[[Mapping[str, Any]], Model] = build,
     weight_format: WeightFormat | None = None,
+    skips: Callable[[str], bool] = lambda name: False,
     **settings: Any,
 ) -> Engine:
     """An engine of `tiny_config()` in fp32 with FX graphs; `settings` are fields of `EngineSettings`."""
@@ -151,6 +152,7 @@ def make_engine(
         lora=lora,
         source=source or noisy_source(device=device),
         weight_format=weight_format,
+        skips=skips,
     )
 
 
