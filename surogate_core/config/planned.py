@@ -10,8 +10,6 @@ KEYS = frozenset(
     model_type gpus
     train_router
     qlora_selective_expert_dequant qlora_offload_experts
-    offload_residual offload_optimizer offload_master offload_grads offload_quants persistent_quants cpu_training
-    fp4_backend
     zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
     debug_time_breakdown debug_memory_breakdown
