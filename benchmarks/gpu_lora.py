@@ -5,8 +5,8 @@ Published Qwen3 shapes with random weights; LoRA r=16 on all seven projections o
 whole optimizer steps, the median is reported. The ceiling is a bf16 product of 8192³ in the same
 process. Run one process a configuration: peak memory is the process's.
 
-    python benchmarks/gpu_lora.py 0.6b [--recipe fp8-hybrid] [--documents lognormal] [--dropout 0.05] [--full]
-                                  [--recompute] [--packs triton] [--any-order] [--profile] [--json FILE]
+    python benchmarks/gpu_lora.py 0.6b [--recipe fp8-hybrid] [--base nf4] [--documents lognormal] [--dropout 0.05]
+                                  [--full] [--recompute] [--packs triton] [--any-order] [--profile] [--json FILE]
 
 Shape suffixes: N tokens of a micro-batch, S document borders.
 """
@@ -31,7 +31,15 @@ from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 from surogate_optimizer_adamw.adamw import AdamW
 
-from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec, Recipe, RecipeSettings
+from surogate_core.bundles import (
+    KernelPack,
+    Objective,
+    OptimizerSettings,
+    OptimizerSpec,
+    Recipe,
+    RecipeSettings,
+    WeightFormat,
+)
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
@@ -67,6 +75,10 @@ class Result:
     speed_of_light: float
     """Share of the time that the counted FLOPs would need at the GEMM's rate."""
     peak_gib: float
+    frozen_gib: float
+    """Frozen weights as they rest: projections, embedding, head and norms."""
+    projections_gib: float
+    """The projections among them."""
     setup_seconds: float
     losses: list[float]
     kernels: dict[str, str]
@@ -155,7 +167,22 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
         kernels=KernelTable.build(device, packs(options.packs), deterministic=not options.any_order),
         lora=None if options.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
         source=RandomSource(seed=0, std=0.02, device=device),
+        weight_format=weight_format(options.base),
     )
+
+
+def weight_format(name: str) -> WeightFormat | None:
+    """What the frozen projections are kept in; None is bf16."""
+    if name == "bf16":
+        return None
+    found: WeightFormat = importlib.import_module(f"surogate_quant_{name}").surogate_weight_format()
+    return found
+
+
+def frozen_gib(engine: Engine, *roles: str) -> float:
+    """Frozen weights of these roles as they rest, of any without."""
+    kept = [s for s in engine.parameters.specs.values() if not s.trainable and (s.role in roles or not roles)]
+    return sum(map(engine.parameters.kept_bytes, kept)) / 2**30
 
 
 def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool) -> float:
@@ -187,6 +214,7 @@ KINDS = (
     ("quantising", ("quantise", "begin")),
     ("products", ("gemm", "nvjet", "cutlass", "splitk", "scaled_product")),
     ("copies", ("memcpy", "memset")),
+    ("unpacking", ("unpack",)),
 )
 """Kind of kernel → parts of names; the first that matches counts."""
 
@@ -263,6 +291,8 @@ def measure(options: argparse.Namespace) -> Result:
         gflop_per_token=work,
         speed_of_light=work * tokens / gemm / milliseconds,
         peak_gib=peak,
+        frozen_gib=frozen_gib(engine),
+        projections_gib=frozen_gib(engine, "weight"),
         setup_seconds=setup,
         losses=[r.read()[0] for r in losses],
         kernels={op: name for (op, _), name in engine.programs.kernels.chosen.items()},
@@ -279,6 +309,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
     parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--base", choices=["bf16", "nf4", "fp8", "nvfp4"], default="bf16", help="of frozen weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
     parser.add_argument("--packs", nargs="*", choices=PACKS, default=PACKS)
@@ -299,7 +330,9 @@ def main() -> None:
     print(f"{result.preset} {setting}: {result.device}, GEMM {result.gemm_tflops:.0f} TFLOP/s")
     print(
         f"  {result.tokens_per_second:,.0f} tok/s  {result.milliseconds:.1f} ms a step  "
-        f"SOL {result.speed_of_light:.1%}  peak {result.peak_gib:.1f} GiB  set-up {result.setup_seconds:.1f} s  "
+        f"SOL {result.speed_of_light:.1%}  peak {result.peak_gib:.2f} GiB  "
+        f"frozen {result.frozen_gib:.2f} GiB, projections {result.projections_gib:.2f}  "
+        f"set-up {result.setup_seconds:.1f} s  "
         f"loss {result.losses[0]:.4f} … {result.losses[-1]:.4f}  {result.kernels}"
     )
     if result.profile:

@@ -1,8 +1,8 @@
 """Host memory while weights are loaded, against the bytes of the weights and of the largest tensor.
 
-Writes a random Qwen3 of about 1.3 GB in bf16, in shards, once; then, for each dtype of a run, a fresh process
-loads it through the loader of a run (CPU engine, LoRA on a frozen base) and tells its peak resident set over
-what it held before. The bound: the weights in the run's dtype, plus one tensor.
+Writes a random Qwen3 of about 1.3 GB in bf16, in shards, once; then, for each dtype of a run and each weight format,
+a fresh process loads it through the loader of a run (CPU engine, LoRA on a frozen base) and tells its peak resident set
+over what it held before. The bound: the weights as they rest, plus one tensor.
 
     python benchmarks/load_memory.py [--dir DIRECTORY] [--layers 12] [--json FILE]
 """
@@ -34,7 +34,8 @@ SHAPE = {
     "max_position_embeddings": 1024,
 }
 SHARD_BYTES = 300e6
-DTYPES = ("bfloat16", "float32")
+BASES = ("bfloat16", "float32", "qlora_bnb", "qlora_fp8", "qlora_fp4")
+"""Dtypes of a run, and weight formats of one in bfloat16."""
 
 
 def write_model(directory: Path, layers: int) -> None:
@@ -64,7 +65,7 @@ def status(field: str) -> int:
     raise SystemExit(f"/proc/self/status has no {field}")
 
 
-def load(directory: Path, dtype: str) -> dict[str, Any]:
+def load(directory: Path, base: str) -> dict[str, Any]:
     """Load the model as a run does; the figures."""
     import gc
 
@@ -77,9 +78,10 @@ def load(directory: Path, dtype: str) -> dict[str, Any]:
 
     registry = load_plugins()
     tokens = 8
+    keys = [f"{base}=true", "torch_dtype=bfloat16"] if base.startswith("qlora") else [f"torch_dtype={base}"]
     config = load_run_config(
         [
-            f"model={directory}", f"torch_dtype={dtype}", "device=cpu", f"sequence_len={tokens}",
+            f"model={directory}", *keys, "device=cpu", f"sequence_len={tokens}",
             "per_device_train_batch_size=1", "lora_rank=1", "lora_target_modules=[q_proj]",
             "datasets=[{path: absent.jsonl, type: text}]",
         ],
@@ -111,7 +113,7 @@ def load(directory: Path, dtype: str) -> dict[str, Any]:
     weights = engine.weights.nbytes()["device"]
     infos = [resolved.weights.info(name) for name in resolved.weights.names()]
     return {
-        "dtype": dtype,
+        "base": base,
         "files": sum(info.end - info.begin for info in infos),
         "weights": weights,
         "largest": max(info.end - info.begin for info in infos),
@@ -126,7 +128,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--load", choices=DTYPES, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--load", choices=BASES, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load is not None:
         print(json.dumps(load(options.dir, options.load)))
@@ -136,8 +138,8 @@ def main() -> int:
         if not (directory / "config.json").exists():
             write_model(directory, options.layers)
         results = []
-        for dtype in DTYPES:
-            command = [sys.executable, __file__, "--dir", str(directory), "--load", dtype]
+        for base in BASES:
+            command = [sys.executable, __file__, "--dir", str(directory), "--load", base]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
     held = True
@@ -145,7 +147,7 @@ def main() -> int:
         bound = figures["weights"] + figures["largest"]
         held &= figures["peak"] <= bound
         print(
-            f"{figures['dtype']}: files {figures['files'] / 1e6:,.0f} MB, weights {figures['weights'] / 1e6:,.0f} MB, "
+            f"{figures['base']}: files {figures['files'] / 1e6:,.0f} MB, weights {figures['weights'] / 1e6:,.0f} MB, "
             f"largest tensor in the files {figures['largest'] / 1e6:,.0f} MB; "
             f"peak over what the process held before {figures['peak'] / 1e6:,.0f} MB "
             f"(weights + {(figures['peak'] - figures['weights']) / 1e6:,.0f} MB), "

@@ -76,6 +76,9 @@ optimizer-adamw conforms: 12 checks hold, 0 do not
 - `recipe`: product and gradients: shape, dtype, relative error at most 0.25, the same bits twice; `plain` is true
   only where it is; a packed frozen weight gives the same product; its state takes in what is observed, in place, and
   not in a step that is skipped; training and a bit-equal resume. Where the device is not native, emulated.
+- `quant`: a weight comes back with a relative error of at most 0.25, into rooms of any pitch, from as many bytes as
+  stated, with the same bits twice; zeros stay zeros, and what is not finite does not come back finite; training has the
+  bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
 - `optimizer`: a step moves every master, none with a learning rate of 0; gradients that are not finite change
   nothing; state goes into another optimizer bit for bit and has the stated size; bf16 masters, where it takes them, are
   rounded stochastically and can be replayed; training and a bit-equal resume.

@@ -182,6 +182,38 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSettings:
+    """The flat QLoRA keys of the configuration that every weight format may read."""
+
+    qlora_block_size: int = 128
+    qlora_bnb_block_size: int = 64
+    qlora_bnb_double_quant: bool = True
+    qlora_four_over_six: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """A form that frozen weights rest in; each is made wide again before it is multiplied with, whatever the recipe."""
+
+    name: str
+    nbytes: Callable[[int, int, WeightSettings], int]
+    """(outputs, inputs, keys) → bytes of such a weight."""
+    pack: Callable[[Tensor, WeightSettings], Tensor]
+    """(weight_OI in the model's dtype, keys) → [nbytes] uint8. Called once a weight, on its device; temporaries are
+    smaller than the weight."""
+    unpack: Callable[[Tensor, Tensor, WeightSettings], None]
+    """(what `pack` made, room_OI, keys): write the weight into the room, whose dtype is the model's and whose rows lie
+    apart. Called before each use, in CUDA graphs too: nothing may wait for the device. Equal inputs give equal bits."""
+    adopt: Callable[[Mapping[str, Tensor], WeightSettings], Tensor] | None = None
+    """(the tensors of a weight of a quantised checkpoint by part, keys) → what `pack` would make, with its own codes.
+    ``fp8`` is given codes and scales, ``nvfp4`` codes, scales and decode, as `train.prequantised` names them."""
+    keys: tuple[str, ...] = ()
+    """The fields of `WeightSettings` that it reads; a checkpoint is resumed only with equal ones."""
+    note: Callable[[torch.device, WeightSettings], str | None] = lambda device, settings: None
+    """What the run says of it once, such as that a device has no kernel for it, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
     """Trainable parameters that share hyper-parameters, as flat tensors.
 
@@ -364,7 +396,16 @@ class MonitorSpec:
 
 
 Bundle = (
-    ModelFamily | Objective | DatasetFormat | Recipe | OptimizerSpec | Offloader | KernelPack | Launcher | MonitorSpec
+    ModelFamily
+    | Objective
+    | DatasetFormat
+    | Recipe
+    | WeightFormat
+    | OptimizerSpec
+    | Offloader
+    | KernelPack
+    | Launcher
+    | MonitorSpec
 )
 
 KINDS: Mapping[str, tuple[str, type]] = {
@@ -372,6 +413,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "objective": ("surogate_objective", Objective),
     "dataset": ("surogate_dataset", DatasetFormat),
     "recipe": ("surogate_recipe", Recipe),
+    "quant": ("surogate_weight_format", WeightFormat),
     "optimizer": ("surogate_optimizer", OptimizerSpec),
     "offload": ("surogate_offloader", Offloader),
     "kernels": ("surogate_kernel_pack", KernelPack),

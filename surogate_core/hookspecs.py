@@ -57,6 +57,11 @@ def surogate_recipe() -> Offer[b.Recipe]:
 
 
 @hookspec
+def surogate_weight_format() -> Offer[b.WeightFormat]:
+    """Weight formats: what frozen base weights rest in under QLoRA."""
+
+
+@hookspec
 def surogate_optimizer() -> Offer[b.OptimizerSpec]:
     """Optimizers over flat parameter groups."""
 

@@ -21,7 +21,7 @@ usage: surogate merge --base-model DIR_OR_HUB_ID --checkpoint-dir DIR --output D
 
 A hub id may name a revision: OWNER/NAME@BRANCH_TAG_OR_COMMIT. Without one it is read at the commit that the
 adapter was trained on, where that is known, else at the head of the default branch.
-Weights keep the base's dtypes. An adapter from stacked LoRA brings the adapters below it along.
+Weights keep the base's dtypes; quantised ones become bf16. An adapter from stacked LoRA brings those below it along.
 """
 
 FLAGS = ("--base-model", "--checkpoint-dir", "--output")

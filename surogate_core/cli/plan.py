@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
         resolve_lora,
         resolve_model,
         resolve_offloader,
+        resolve_weight_format,
+        weights_as_they_are,
     )
 
     budget = None if fit is None else plan_fit.parse_size(fit)
@@ -79,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
     def count(config: RunConfig) -> Counts:
         recipe, recipe_options = prepare_recipe(config, registry, device)
+        weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
         return Counts.of(
             resolved.model,
             settings=settings_of(config),
@@ -88,6 +91,9 @@ def main(argv: Sequence[str]) -> int:
             offloader=resolve_offloader(config, registry),
             kernels=kernel_table(config, registry, device),
             lora=resolve_lora(config, resolved.model),
+            weight_format=weight_format,
+            weight_settings=weight_settings,
+            skips=weights_as_they_are(config, resolved.model),
         )
 
     def place(config: RunConfig, counts: Counts) -> Prediction:

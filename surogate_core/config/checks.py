@@ -52,6 +52,27 @@ def _in_host_memory_already(key: str) -> Check:
     )
 
 
+QLORA = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
+"""Flat key → the weight format that it chooses; `qlora_format` names any other."""
+
+
+def weight_formats(v: Values) -> dict[str, str]:
+    """The weight formats that are asked for: key → name."""
+    chosen = {key: name for key, name in QLORA.items() if v[key]}
+    return chosen | ({"qlora_format": v["qlora_format"]} if v["qlora_format"] is not None else {})
+
+
+def _qlora_alone(key: str) -> Check:
+    """Of two weight formats the one that is named later is told of all."""
+    return Check(
+        name=f"{key}_beside_another",
+        key=key,
+        wrong=lambda v: key in list(weight_formats(v))[1:],
+        message="asks for a second weight format; the base is kept in one.",
+        fix=f"keep one of {', '.join([*QLORA, 'qlora_format'])}",
+    )
+
+
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 """Value of `torch_dtype` → that of `model_dtype`."""
 
@@ -165,6 +186,14 @@ CHECKS: tuple[Check, ...] = (
         wrong=lambda v: v["merge_adapter"] and not v["lora"],
         message="is set while `lora` is false: all weights are trained and exported anyway.",
         fix="merge_adapter: false, or lora: true",
+    ),
+    *(_qlora_alone(key) for key in ("qlora_fp8", "qlora_fp4", "qlora_format")),
+    Check(
+        name="qlora_without_lora",
+        key="lora",
+        wrong=lambda v: bool(weight_formats(v)) and not v["lora"],
+        message="is false together with a qlora key: weights that are trained are not kept quantised.",
+        fix="lora: true, or no qlora key",
     ),
     Check(
         name="two_model_dtypes",

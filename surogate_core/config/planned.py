@@ -9,10 +9,7 @@ KEYS = frozenset(
     """
     model_type gpus
     train_router
-    qlora_bnb qlora_fp8 qlora_fp4 qlora_block_size qlora_bnb_block_size qlora_bnb_double_quant
-    qlora_four_over_six qlora_selective_expert_dequant qlora_offload_experts
-    offload_residual offload_optimizer offload_master offload_grads offload_quants persistent_quants cpu_training
-    fp4_backend
+    qlora_selective_expert_dequant qlora_offload_experts
     zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
     debug_time_breakdown debug_memory_breakdown

@@ -185,6 +185,24 @@ class RunConfig:
     merge_adapter: bool = False
     """At the end, also export the whole model with the adapter folded in, to `output_dir/model`."""
 
+    # ---------------------------------------------------------------------------- QLoRA
+    qlora_bnb: bool = False
+    """Keep the frozen projections in NF4, with the codes of bitsandbytes."""
+    qlora_fp8: bool = False
+    """Keep the frozen projections in FP8 (E4M3) with a scale for each square block."""
+    qlora_fp4: bool = False
+    """Keep the frozen projections in NVFP4."""
+    qlora_format: str | None = None
+    """Keep the frozen projections in a weight format of a plugin, by its name."""
+    qlora_bnb_block_size: Literal[64, 128, 256, 512] = 64
+    """Values that share an absmax in NF4."""
+    qlora_bnb_double_quant: bool = True
+    """Keep the absmax of NF4 in 8 bits, in groups of 256."""
+    qlora_block_size: Literal[32, 64, 128, 256] = 128
+    """Side of a block that shares a scale in FP8."""
+    qlora_four_over_six: bool = True
+    """Scale a block of NVFP4 to 4 instead of 6 where that makes the squared error smaller."""
+
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))
     """The precision recipe and its own options."""

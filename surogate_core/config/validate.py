@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from surogate_core.config import offload
-from surogate_core.config.checks import CHECKS
+from surogate_core.config.checks import CHECKS, weight_formats
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.config.settings import INSTANTIATE_KEYS, LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.typed import Builder, field_types
@@ -50,6 +50,7 @@ def validate(
     check.offload(built)
     check.contradictions(built)
     check.optimizer(built)
+    check.weight_format(built)
     if check.problems:
         return None, check.problems
     return RunConfig(**built), []
@@ -249,6 +250,13 @@ class _Validator:
             able = " or ".join(name for name, other in specs.items() if other.adapters)
             message = f"{chosen.name} trains whole matrices, and with `lora` there are adapters alone."
             self._problem("optimizer", message, f"optimizer: {able}, or lora: false" if able else "lora: false")
+
+    def weight_format(self, built: Mapping[str, Any]) -> None:
+        """Hold the weight formats that are asked for against what is installed."""
+        for key, name in weight_formats(built).items():
+            if isinstance(name, str) and name not in self.registry.bundles("quant"):
+                names = self.registry.names("quant")
+                self.problems.append(unknown_name("quant", name, self.where(key), self.registry, names, key))
 
     def contradictions(self, built: Mapping[str, Any]) -> None:
         """Run the table of checks, where the keys that they read are sound."""

@@ -24,6 +24,8 @@ from surogate_core.bundles import (
     Recipe,
     RecipeState,
     Store,
+    WeightFormat,
+    WeightSettings,
 )
 from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.declare import LoRA, Model
@@ -34,6 +36,7 @@ from surogate_core.engine.parameters import Parameters, Source, pieces
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
+from surogate_core.engine.weight_formats import plan_format
 from surogate_core.kernels.registry import KernelTable, using
 
 
@@ -187,6 +190,9 @@ class Engine:
         kernels: KernelTable,
         lora: LoRA | None,
         source: Source,
+        weight_format: WeightFormat | None = None,
+        weight_settings: WeightSettings | None = None,
+        skips: Callable[[str], bool] = lambda name: False,
         progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     ):
         if settings.device.type == "cpu":
@@ -210,6 +216,7 @@ class Engine:
             recipe=recipe,
             recipe_options=recipe_options,
             plain=plain,
+            formatted=weight_format is not None,
             offloader=offloader,
             kernels=kernels,
             dtype=settings.dtype,
@@ -220,7 +227,8 @@ class Engine:
         self.parameters = Parameters(
             found,
             panels=panels,
-            packed=plan_packing(
+            packed=plan_format(found, weight_format, weight_settings, skips)
+            or plan_packing(
                 found,
                 recipe=recipe,
                 recipe_options=recipe_options,

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 
 import torch
@@ -21,18 +22,34 @@ from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 
-Source = Callable[[TensorSpec], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A frozen weight as its weight format keeps it."""
+
+    tensor: Tensor
+
+
+Source = Callable[[TensorSpec], Tensor | Kept]
 """Gives the initial value of a tensor, of its shape, in any float dtype, on any device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """How a recipe keeps a frozen weight."""
+    """How a recipe or a weight format keeps a frozen weight."""
 
     pack: Callable[[Tensor], Tensor]
-    """The weight in the model's dtype → the tensor that programs receive in its place."""
+    """The weight in the model's dtype → the tensor that is kept."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    unpack: Callable[[Tensor, Tensor], None] | None = None
+    """(what is kept, room [O, I] in the model's dtype): writes the weight there. Programs receive the room, or what is
+    kept where this is None."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +145,7 @@ class Parameters:
         self.joins: Mapping[str, Sequence[Join]] = joins or {}
         """Key of a piece → the slots whose weights its programs read as one."""
         self.packed: Mapping[str, Packed] = packed or {}
-        """HF name of a frozen weight → how the recipe keeps it."""
+        """HF name of a frozen weight → how the recipe or the weight format keeps it."""
         self._source: Source | None = None
         self.weights = weights
         self.master_dtype = master_dtype
@@ -157,7 +174,12 @@ class Parameters:
             if members:
                 self._add_group(name, members, decay)
         self._frozen: dict[str, Tensor] = {}
+        self.shared: list[Tensor] = []
+        """What weights in a weight format are unpacked into, panels or matrices; one layer's at a time."""
+        self._edges: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Key of a piece → (edge of a shared panel, what stands there while this piece runs) of its panels."""
         self._panels, self._loads = self._allocate_panels()
+        self._rooms = self._allocate_rooms()
 
     def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
         # Adapters and base weights may be computed in different dtypes, and a compute copy is
@@ -205,13 +227,20 @@ class Parameters:
 
     def compute_dtype(self, spec: TensorSpec) -> torch.dtype:
         """Dtype in which a piece receives the tensor."""
-        if spec.hf_name in self.packed:
-            return self.packed[spec.hf_name].dtype
+        packed = self.packed.get(spec.hf_name)
+        if packed is not None and packed.unpack is None:
+            return packed.dtype
         return self.adapter_dtype if spec.role == "adapter" else self.dtype
 
     def compute_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """Shape in which a piece receives the tensor."""
-        return self.packed[spec.hf_name].shape if spec.hf_name in self.packed else spec.shape
+        packed = self.packed.get(spec.hf_name)
+        return packed.shape if packed is not None and packed.unpack is None else spec.shape
+
+    def kept_bytes(self, spec: TensorSpec) -> int:
+        """Bytes in which a frozen tensor rests."""
+        packed = self.packed.get(spec.hf_name)
+        return packed.nbytes if packed is not None else math.prod(spec.shape) * self.compute_dtype(spec).itemsize
 
     def fill(self, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Set every tensor from the source and hand the frozen ones to the weights store."""
@@ -223,14 +252,20 @@ class Parameters:
             for panel, tensor in self.panel_tensors(piece)
             if panel.shape.frozen
             for number, slot in enumerate(panel.slots)
+            if self._spec(piece, f"{slot.name}.weight").hf_name not in self.packed
         }
         last = {spec.hf_name: piece.key for piece in self.pieces for spec in piece.specs}
         missing, waiting = set(self.specs), list(self.pieces)
         for done, spec in enumerate(self.specs.values(), start=1):
             value = source(spec)
-            if tuple(value.shape) != spec.shape:
+            if isinstance(value, Kept):
+                packed = self.packed[spec.hf_name]
+                assert packed.unpack is not None
+                assert tuple(value.tensor.shape) == packed.shape, f"{spec.hf_name}: {value.tensor.shape}"
+                self._frozen[spec.hf_name] = value.tensor.to(self.device)
+            elif tuple(value.shape) != spec.shape:
                 raise AssertionError(f"{spec.hf_name}: source gave {tuple(value.shape)}, not {spec.shape}")
-            if spec.trainable:
+            elif spec.trainable:
                 self._master[spec.hf_name].copy_(value)
             else:
                 place = in_panel.get(spec.hf_name)
@@ -271,17 +306,89 @@ class Parameters:
         """
         tensors: dict[str, tuple[Tensor, ...]] = {}
         loads: list[tuple[Tensor, Tensor, float]] = []
-        for panels, run in groupby(self.pieces, key=lambda piece: tuple(self.panels.get(piece.key, ()))):
+        shared: dict[Panel, Tensor] = {}
+        for (panels, _), run in groupby(self.pieces, key=self._panel_kinds):
             members = list(run)
-            stacks = [panel.shape.allocate(self.device, self.dtype, len(members)) for panel in panels]
-            tensors |= {piece.key: tuple(stack[i] for stack in stacks) for i, piece in enumerate(members)}
-            for panel, stack in zip(panels, stacks, strict=True):
+            found: list[Sequence[Tensor]] = []
+            for panel in panels:
+                layers, places = self._allocate_panel(panel, members, shared)
+                found.append(layers)
                 for number, slot in enumerate(panel.slots):
-                    for which, view, scale in panel.shape.places(stack, number):
+                    for which, view, scale in places(number):
                         specs = [self._spec(piece, f"{slot.name}.lora_{which}") for piece in members]
                         masters = [self._master[spec.hf_name] for spec in specs]
                         loads += [(*load, scale) for load in _stacked(view, masters)]
+            tensors |= {piece.key: tuple(stack[i] for stack in found) for i, piece in enumerate(members)}
+        self.shared += shared.values()
         return tensors, loads
+
+    def _is_packed(self, panel: Panel, piece: Piece) -> bool:
+        """Whether a panel has frozen weights, all of them in a weight format."""
+        return panel.shape.frozen and all(
+            self._spec(piece, f"{slot.name}.weight").hf_name in self.packed for slot in panel.slots
+        )
+
+    def _panel_kinds(self, piece: Piece) -> tuple[tuple[Panel, ...], tuple[bool, ...]]:
+        """Equal for layers whose panels are allocated together."""
+        panels = tuple(self.panels.get(piece.key, ()))
+        return panels, tuple(self._is_packed(panel, piece) for panel in panels)
+
+    def _allocate_panel(
+        self, panel: Panel, members: list[Piece], shared: dict[Panel, Tensor]
+    ) -> tuple[Sequence[Tensor], Callable[[int], list[tuple[str, Tensor, float]]]]:
+        """(a panel's tensor in each layer; where each projection's adapter is loaded, as `PanelShape.places`, in all).
+
+        With weights in a weight format the layers share the tensor, and their A's and B's rest outside of it.
+        """
+        shape = panel.shape
+        if not self._is_packed(panel, members[0]):
+            stack = shape.allocate(self.device, self.dtype, len(members))
+            return stack.unbind(0), partial(shape.places, stack)
+        if panel not in shared:
+            shared[panel] = shape.allocate(self.device, self.dtype)
+        edges = shape.edges(shared[panel])
+        below, beside = (edge.new_zeros(len(members), *edge.shape) for edge in edges)
+        for number, piece in enumerate(members):
+            self._edges.setdefault(piece.key, []).extend(zip(edges, (below[number], beside[number]), strict=True))
+
+        def places(number: int) -> list[tuple[str, Tensor, float]]:
+            a, b = shape.of_edges(below, beside, number)
+            return [("A", a, 1.0), ("B", b, shape.scale)]
+
+        return [shared[panel]] * len(members), places
+
+    def _allocate_rooms(self) -> dict[str, Tensor]:
+        """HF name of a weight in a weight format → where it is unpacked."""
+        rooms: dict[str, Tensor] = {}
+        matrices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        for piece in self.pieces:
+            in_panel = {
+                f"{slot.name}.weight": panel.shape.weight(tensor, number)
+                for panel, tensor in self.panel_tensors(piece)
+                for number, slot in enumerate(panel.slots)
+            }
+            for spec in piece.specs:
+                packed = self.packed.get(spec.hf_name)
+                if packed is None or packed.unpack is None:
+                    continue
+                room, key = in_panel.get(spec.name), (spec.name, spec.shape)
+                if room is None:
+                    if key not in matrices:
+                        matrices[key] = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+                    room = matrices[key]
+                rooms[spec.hf_name] = room
+        self.shared += matrices.values()
+        return rooms
+
+    def _wide(self, spec: TensorSpec, kept: Tensor) -> Tensor:
+        """What programs receive of a frozen tensor; a weight in a weight format is unpacked."""
+        room = self._rooms.get(spec.hf_name)
+        if room is None:
+            return kept
+        unpack = self.packed[spec.hf_name].unpack
+        assert unpack is not None
+        unpack(kept, room)
+        return room
 
     @staticmethod
     def _spec(piece: Piece, name: str) -> TensorSpec:
@@ -303,9 +410,20 @@ class Parameters:
         return found
 
     def inputs(self, piece: Piece) -> list[Tensor]:
-        """The tensors of a piece in the order of its specs; those that the store has are fetched."""
+        """The tensors of a piece in the order of its specs; those that the store has are fetched.
+
+        Where weights are in a weight format they and the piece's panels hold until another piece's are asked for.
+        """
         stored = iter(self.weights.fetch(piece.key))
-        return [self._compute[s.hf_name] if s.hf_name in self._compute else next(stored) for s in piece.specs]
+        for edge, value in self._edges.get(piece.key, ()):
+            edge.copy_(value)
+        return [
+            self._compute[s.hf_name] if s.hf_name in self._compute else self._wide(s, next(stored)) for s in piece.specs
+        ]
+
+    def edge_bytes(self) -> int:
+        """Bytes of the A's and B's that rest outside of shared panels."""
+        return sum(value.nbytes for edges in self._edges.values() for _, value in edges)
 
     def gradients(self, piece: Piece) -> list[Tensor]:
         """Views of the gradient accumulators of a piece's trainable tensors, in order."""
@@ -320,15 +438,22 @@ class Parameters:
         return self._grad
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor but adapters as (HF name, value in the model's dtype), one at a time."""
+        """Every tensor but adapters as (HF name, value in the model's dtype), one at a time.
+
+        A weight in a weight format is what it was rounded to, which is what adapters were trained on.
+        """
         seen: set[str] = set()
         for piece in self.pieces:
             for spec, computed in zip(piece.specs, self.inputs(piece), strict=True):
                 value = self._master[spec.hf_name] if spec.trainable else computed
-                if spec.hf_name in self.packed:
+                if spec.hf_name in self._rooms:
+                    value = value.clone()
+                elif spec.hf_name in self.packed:
                     # What a recipe keeps is rounded; the weight itself is read or drawn again.
                     assert self._source is not None
-                    value = self._source(spec)
+                    again = self._source(spec)
+                    assert isinstance(again, Tensor)
+                    value = again
                 if spec.role != "adapter" and spec.hf_name not in seen:
                     seen.add(spec.hf_name)
                     yield spec.hf_name, value.to(self.dtype).contiguous()

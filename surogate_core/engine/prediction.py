@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from surogate_core.bundles import Objective, Offloader, OptimizerSpec, Recipe, TensorKind
+from surogate_core.bundles import (
+    Objective,
+    Offloader,
+    OptimizerSpec,
+    Recipe,
+    TensorKind,
+    WeightFormat,
+    WeightSettings,
+)
 from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import EngineSettings
@@ -19,6 +27,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
 from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
+from surogate_core.engine.weight_formats import plan_format
 from surogate_core.kernels.registry import KernelTable
 
 CUBLAS_WORKSPACE = 32 * 2**20
@@ -65,8 +74,11 @@ class Counts:
     flat: int
     """Elements of the flat groups."""
     frozen: int
-    """Bytes of frozen weights as the programs receive them."""
-    packed: bool
+    """Bytes of frozen weights as they rest."""
+    kept_in: str | None
+    """The recipe or weight format that projections rest in; None where they rest as they are."""
+    unpacked: int
+    """Bytes of the room that a layer's weights in a weight format are unpacked into."""
     copies: int
     """Bytes of the copies of trained weights that blocks compute with."""
     panel_copies: int
@@ -100,6 +112,9 @@ class Counts:
         offloader: Offloader,
         kernels: KernelTable,
         lora: LoRA | None,
+        weight_format: WeightFormat | None = None,
+        weight_settings: WeightSettings | None = None,
+        skips: Callable[[str], bool] = lambda name: False,
     ) -> Counts:
         """Trace the layers; of the offloader matters only whether it moves weights."""
         found = pieces(model, lora=lora, max_seqlen=settings.max_seqlen)
@@ -117,6 +132,7 @@ class Counts:
             recipe=recipe,
             recipe_options=recipe_options,
             plain=plain,
+            formatted=weight_format is not None,
             offloader=offloader,
             kernels=kernels,
             dtype=settings.dtype,
@@ -138,7 +154,8 @@ class Counts:
                 width=model.width,
                 tables=signatures,
             ),
-            packed=plan_packing(
+            packed=plan_format(found, weight_format, weight_settings, skips)
+            or plan_packing(
                 found,
                 recipe=recipe,
                 recipe_options=recipe_options,
@@ -179,11 +196,12 @@ class Counts:
 
         frozen = sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable)
         total, trainable = parameters.counts()
-        panel_copies = 0
+        panel_copies = parameters.edge_bytes()
         for piece in layers:
             for panel, tensor in parameters.panel_tensors(piece):
-                held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
-                panel_copies += tensor.nbytes - held_weights * settings.dtype.itemsize
+                if not any(tensor is room for room in parameters.shared):
+                    held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
+                    panel_copies += tensor.nbytes - held_weights * settings.dtype.itemsize
         train_embedding = embed.specs[0].trainable
         return cls(
             settings=settings,
@@ -192,7 +210,8 @@ class Counts:
             trainable_parameters=trainable,
             flat=sum(g.master.numel() for g in parameters.groups),
             frozen=frozen,
-            packed=bool(parameters.packed),
+            kept_in=(recipe.name if weight_format is None else weight_format.name) if parameters.packed else None,
+            unpacked=sum(room.nbytes for room in parameters.shared),
             copies=sum(copy.nbytes for copy, _ in parameters.copies),
             panel_copies=panel_copies,
             pieces=tuple(_split(parameters, piece) for piece in found),
@@ -237,8 +256,9 @@ class Counts:
                 "weights",
                 place("weights"),
                 self.frozen,
-                f"frozen, {width}" + (f", {self.recipe} in the layers" if self.packed else ""),
+                f"frozen, {width}" + (f", {self.kept_in} in the layers" if self.kept_in else ""),
             ),
+            ("unpacked weights", "device", self.unpacked, f"one layer's at a time, {width}"),
             (
                 "compute copies",
                 place("weights") if on.streams_trained(masters=False) else "device",
@@ -295,7 +315,9 @@ class Counts:
 
 
 def nbytes(parameters: Parameters, spec: TensorSpec) -> int:
-    """Bytes of a tensor as a piece receives it."""
+    """Bytes of a tensor: of a trained one as a piece receives it, of a frozen one as it rests."""
+    if not spec.trainable:
+        return parameters.kept_bytes(spec)
     return math.prod(parameters.compute_shape(spec)) * parameters.compute_dtype(spec).itemsize
 
 
@@ -328,6 +350,9 @@ def predict(
     offloader: Offloader,
     kernels: KernelTable,
     lora: LoRA | None,
+    weight_format: WeightFormat | None = None,
+    weight_settings: WeightSettings | None = None,
+    skips: Callable[[str], bool] = lambda name: False,
 ) -> Prediction:
     """Count the tensors of a run with these settings. The layers are traced, not compiled."""
     counts = Counts.of(
@@ -339,6 +364,9 @@ def predict(
         offloader=offloader,
         kernels=kernels,
         lora=lora,
+        weight_format=weight_format,
+        weight_settings=weight_settings,
+        skips=skips,
     )
     return counts.placed(
         offloader=offloader,

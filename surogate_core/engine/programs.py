@@ -41,6 +41,7 @@ def plan_panels(
     recipe: Recipe,
     recipe_options: Any,
     plain: frozenset[str],
+    formatted: bool,
     offloader: Offloader,
     kernels: registry.KernelTable,
     dtype: torch.dtype,
@@ -48,10 +49,13 @@ def plan_panels(
     width: int,
     tables: Mapping[str, Signature],
 ) -> dict[str, tuple[Panel, ...]]:
-    """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device."""
+    """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device.
+
+    `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
+    """
     if _moves_weights(offloader):
         return {}
-    margin = recipe.scaled_margin(recipe_options)
+    margin = None if formatted else recipe.scaled_margin(recipe_options)
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
     for piece in found:
@@ -235,7 +239,8 @@ class ProgramBuilder:
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
         count = len(piece.specs) + len(panels) + reads_rows
-        names_of_packed = {s.name for s in piece.specs if s.hf_name in self.parameters.packed}
+        kept = self.parameters.packed
+        names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
         packed = frozenset(s.name for s in piece.slots if f"{s.name}.weight" in names_of_packed)
         plain = piece.key in self.plain
         assert block is not None

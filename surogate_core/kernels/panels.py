@@ -78,6 +78,17 @@ class PanelShape:
         """The view of a projection's frozen weight, [outputs, I]; of several panels at once too."""
         return panel_QP[..., self.spans[number], : self.inputs]
 
+    def edges(self, panel_QP: Tensor) -> tuple[Tensor, Tensor]:
+        """The views of all A's, [ranks, I], and of all B's, [width, ranks]; of several panels at once too."""
+        return panel_QP[..., self.width :, : self.inputs], panel_QP[
+            ..., : self.width, self.inputs : self.inputs + self.ranks
+        ]
+
+    def of_edges(self, below: Tensor, beside: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """The views of a projection's A, [R, I], and scale · B, [outputs, R], in edges of panels."""
+        ranks = slice(self.rank * number, self.rank * (number + 1))
+        return below[..., ranks, :], beside[..., self.spans[number], ranks]
+
     def parts(self, panel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of adapters alone: the views A [ranks, I], Aᵀ [I, ranks] and B [outputs, ranks]; of several panels too."""
         sizes = [self.ranks * self.inputs, self.ranks * self.inputs, self.width * self.ranks]
@@ -89,11 +100,10 @@ class PanelShape:
     def adapter(self, panel: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The views of a projection's A, [R, I], and scale · B, [outputs, R]; of several panels at once too."""
         ranks = slice(self.rank * number, self.rank * (number + 1))
-        if not self.frozen:
-            a, _, b = self.parts(panel)
-            return a[..., ranks, :], b[..., self.spans[number], ranks]
-        a_RI = panel[..., self.width :, : self.inputs][..., ranks, :]
-        return a_RI, panel[..., self.spans[number], self.inputs :][..., ranks]
+        if self.frozen:
+            return self.of_edges(*self.edges(panel), number)
+        a, _, b = self.parts(panel)
+        return a[..., ranks, :], b[..., self.spans[number], ranks]
 
     def places(self, panel: Tensor, number: int) -> list[tuple[str, Tensor, float]]:
         """Where a projection's adapter is loaded: (``A`` or ``B``, view, factor); of several panels at once too."""

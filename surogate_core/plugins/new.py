@@ -32,6 +32,9 @@ KINDS: Mapping[str, Kind] = {
     "model": Kind(what="the model family", file="model", use="surogate model=@NAME@ lora=false"),
     "objective": Kind(what="the objective", file="objective", use="surogate objective=@NAME@", has_option=False),
     "recipe": Kind(what="the precision recipe", file="linear", use="surogate recipe=@NAME@"),
+    "quant": Kind(
+        what="the weight format", file="rows", use="surogate lora=true qlora_format=@NAME@", has_option=False
+    ),
     "optimizer": Kind(what="the optimizer", file="optimizer", use="surogate optimizer=@NAME@"),
     "offload": Kind(what="the offloader", file="store", use="surogate offload=@NAME@"),
     "dataset": Kind(

@@ -183,7 +183,7 @@ class Registry:
         known = sorted(known)
         near = get_close_matches(name, known, n=1, cutoff=0.5)
         listed = ", ".join(known) or "none is installed"
-        what = "type" if group == "dataset" else group
+        what = {"dataset": "type", "quant": "weight format"}.get(group, group)
         message = f"there is no such {what}; known: {listed}."
         if not near and self.broken:
             message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."

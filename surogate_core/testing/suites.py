@@ -53,12 +53,14 @@ def _suites(registry: Registry) -> dict[str, Sequence[Callable[[Any], None]]]:
         offloaders,
         optimizers,
         recipes,
+        weight_formats,
     )
 
     return {
         "model": (*models.CHECKS, models.trains_with(registry.all("recipe"))),
         "objective": objectives.CHECKS,
         "recipe": recipes.CHECKS,
+        "quant": weight_formats.CHECKS,
         "optimizer": optimizers.CHECKS,
         "dataset": datasets.CHECKS,
         "monitor": monitors.CHECKS,

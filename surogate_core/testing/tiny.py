@@ -21,6 +21,7 @@ from surogate_core.bundles import (
     ParamGroup,
     Recipe,
     RecipeSettings,
+    WeightFormat,
 )
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
@@ -135,6 +136,7 @@ def engine(
     packs: Sequence[KernelPack] = (TORCH_PACK,),
     objective: Objective = CROSS_ENTROPY,
     head_chunks: int = 1,
+    weight_format: WeightFormat | None = None,
 ) -> Engine:
     """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot."""
     if recipe_options is None:
@@ -167,6 +169,7 @@ def engine(
         kernels=KernelTable.build(CPU, list(packs)),
         lora=lora,
         source=source or random_source(),
+        weight_format=weight_format,
     )
 
 

@@ -132,10 +132,10 @@ def merge(
         if path.resolve().is_relative_to(output.resolve()):
             raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
     _check_config(model)
-    shapes = {name: model.info(name).shape for name in model.names()}
+    shapes = {name: model.shape(name) for name in model.names()}
     tied = bool(model.config.get("tie_word_embeddings"))
     adapters.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
-    total = sum(info.end - info.begin for info in map(model.info, model.names()))
+    total = sum(map(model.read_bytes, model.names()))
     if total > (free := atomic.free_bytes(output.absolute().parent)):
         need, has = atomic.human_bytes(total), atomic.human_bytes(free)
         raise MachineError(f"--output {output}: {need} needed, {has} free. Fix: choose a place on another disk.")
@@ -159,8 +159,19 @@ def merge(
         # A run leaves one in its adapter that knows the token which ends a turn of its chats.
         generation_config=generation_config_in(used) or model.generation_config(),
     )
+    warnings = list(_warnings(base, model, top, used))
+    if model.scheme is not None:
+        warnings.append(
+            f"the weights of {base} are quantised ({model.scheme.name}); "
+            f"those of the merged model are dequantised to bf16."
+        )
+    elif (quantised := facts.get("settings", {}).get("weight_format")) is not None:
+        warnings.append(
+            f"{used} was trained on weights in {quantised}, and is folded into those of {base} as they are. "
+            f"merge_adapter=true in the run folds it into the weights that it was trained on."
+        )
     modules = {module for adapter in stack for module in adapter.modules}
-    return Merged(used=used, weights=len(modules), warnings=_warnings(base, model, top, used))
+    return Merged(used=used, weights=len(modules), warnings=tuple(warnings))
 
 
 def _warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple[str, ...]:
@@ -183,7 +194,11 @@ def _trained_config(model: ModelDir, top: LoraAdapter, used: Path) -> tuple[dict
         keys = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
         trained = {key: essential[f"model.config.{key}"] for key in keys if f"model.config.{key}" in essential}
         changed = config_overrides(model.config, trained)
-    return {**model.config, **changed}, changed
+    config = {**model.config, **changed}
+    if model.scheme is not None:
+        # What is written is dequantised.
+        del config["quantization_config"]
+    return config, changed
 
 
 def _read(
@@ -193,8 +208,7 @@ def _read(
     for name in model.names():
         progress(done, total)
         yield name, adapters.fold(name, model.get(name), stack)
-        info = model.info(name)
-        done += info.end - info.begin
+        done += model.read_bytes(name)
     progress(total, total)
 
 
@@ -202,8 +216,8 @@ def _check_config(model: ModelDir) -> None:
     values: dict[str, Any] = dict(model.config)
     if missing := [key for key in ("model_type", "architectures") if not values.get(key)]:
         raise UserError(f"{model.path / 'config.json'}: {' and '.join(missing)} missing. Fix: use the model's own.")
-    if values.get("quantization_config"):
+    if values.get("quantization_config") and model.scheme is None:
         raise UserError(
-            f"--base-model {model.path}: its weights are quantised; an adapter is folded into unquantised weights. "
+            f"--base-model {model.path}: its weights are quantised by a method that is not read here. "
             f"Fix: name the unquantised model."
         )

@@ -48,7 +48,9 @@ from surogate_core.train.setup import (
     resolve_dtype,
     resolve_lora,
     resolve_model,
+    resolve_weight_format,
     unused_note,
+    weight_format_notes,
 )
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.tokenizer_of_run import EMBEDDED, tokenizer_of_run
@@ -133,6 +135,7 @@ class _Run:
         recipe, recipe_options = prepare_recipe(config, registry, device)
         left_out = unused_note(unused, tied=resolved.model.tied)
         notes = recipe_notes(config, recipe, recipe_options)
+        notes += weight_format_notes(config, registry, resolved, device)
         notes += [n for n in (left_out, *resolved.notes) if n]
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
@@ -207,6 +210,10 @@ class _Run:
             essential["master_dtype"] = config.master_dtype
         if self.registry.get("recipe", config.recipe.name).state is not None:
             essential["fp8_amax_history"] = config.fp8_amax_history
+        weight_format, weight_settings = resolve_weight_format(config, self.registry, resolved.model)
+        if weight_format is not None:
+            essential["weight_format"] = weight_format.name
+            essential |= {key: getattr(weight_settings, key) for key in weight_format.keys}
         if config.lora:
             essential["lora_rank"] = config.lora_rank
             essential["lora_alpha"] = config.lora_alpha
@@ -224,6 +231,7 @@ class _Run:
                 ("optimizer", config.optimizer.name),
                 ("offload", config.offload.name),
                 ("objective", config.objective),
+                *([("quant", weight_format.name)] if weight_format is not None else []),
             ]
         )
         versions = {p["name"]: p["version"] for p in used}
@@ -390,6 +398,9 @@ class _Run:
         settings = to_dict(config)
         keys = ["learning_rate", "lr_scheduler_type", "sequence_len", "lora", *(["lora_rank"] if config.lora else [])]
         chosen = {"recipe": config.recipe.name, "optimizer": config.optimizer.name}
+        weight_format, _ = resolve_weight_format(config, self.registry, resolved.model)
+        if weight_format is not None:
+            chosen["weight_format"] = weight_format.name
         card = Card(
             title=config.run_name or self.output.resolve().name,
             base_model=base if resolved.weights else None,
@@ -429,12 +440,14 @@ class _Run:
             )
         if not config.lora or config.merge_adapter:
             values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
+            values.pop("quantization_config", None)  # what is written is not quantised
             if resolved.weights is None:
                 # A preset's token ids are those of the published model's tokenizer, not of this one.
                 names = ("bos_token_id", "eos_token_id", "pad_token_id")
                 values.update({name: getattr(tokenizer, name) for name in names})
-            # Folding begins from the files, whose dtypes are kept, and rounds once.
-            files = resolved.weights if config.lora else None
+            # Folding begins from the files, whose dtypes are kept, and rounds once; of a quantised base from what
+            # the adapter was trained on.
+            files = resolved.weights if config.lora and weight_format is None else None
             tensors = ((n, files.get(n)) for n in files.names()) if files else parameters.base_tensors()
             export_full(
                 self._export_places()[0],

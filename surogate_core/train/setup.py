@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, Offloader, OptimizerSettings, Recipe, RecipeSettings
+from surogate_core.bundles import (
+    ModelFamily,
+    Offloader,
+    OptimizerSettings,
+    Recipe,
+    RecipeSettings,
+    WeightFormat,
+    WeightSettings,
+)
 from surogate_core.config import offload
+from surogate_core.config.checks import QLORA, weight_formats
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.hub import commit_of, split_revision
 from surogate_core.dsl import Model
@@ -21,11 +30,12 @@ from surogate_core.dsl.rope import scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
-from surogate_core.engine.parameters import RandomSource, distinct, pieces
+from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.adapters import InitialAdapter, check_merging, fold
 from surogate_core.train.card import config_overrides
+from surogate_core.train.prequantised import Scheme
 from surogate_core.train.weights import ModelDir, locate
 
 if TYPE_CHECKING:
@@ -293,6 +303,68 @@ def recipe_notes(config: RunConfig, recipe: Recipe, prepared: Any) -> list[str]:
     return notes
 
 
+def resolve_weight_format(
+    config: RunConfig, registry: Registry, model: Model
+) -> tuple[WeightFormat | None, WeightSettings]:
+    """What frozen projections are kept in, None where as they are, and the keys that formats read.
+
+    Without a key that says it, projections of a quantised checkpoint stay in its format, where there is one for it.
+    """
+    settings = WeightSettings(
+        qlora_block_size=config.qlora_block_size,
+        qlora_bnb_block_size=config.qlora_bnb_block_size,
+        qlora_bnb_double_quant=config.qlora_bnb_double_quant,
+        qlora_four_over_six=config.qlora_four_over_six,
+    )
+    chosen = weight_formats({key: getattr(config, key) for key in (*QLORA, "qlora_format")})
+    scheme = _scheme(config, model)
+    if not chosen and scheme is not None and scheme.weight_format is not None:
+        chosen = {"the checkpoint": scheme.weight_format}
+    return (registry.get("quant", *chosen.values()) if chosen else None), settings
+
+
+def weights_as_they_are(config: RunConfig, model: Model) -> Callable[[str], bool]:
+    """Whether a weight (by its HF name) of a quantised checkpoint is one that was left as it is."""
+    scheme = _scheme(config, model)
+    return lambda name: scheme is not None and scheme.skips(name.removesuffix(".weight"))
+
+
+def _scheme(config: RunConfig, model: Model) -> Scheme | None:
+    """How the projections of the model's files are quantised."""
+    return None if config.from_scratch or config.model.path is None else Scheme.of(model.config)
+
+
+def weight_format_notes(
+    config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device
+) -> list[str]:
+    """What the run says of the form that frozen projections are kept in."""
+    weight_format, settings = resolve_weight_format(config, registry, resolved.model)
+    dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
+    scheme = resolved.weights.scheme if resolved.weights is not None else None
+    notes: list[str | None] = []
+    if scheme is not None:
+        kept = f"dequantised to {dtype}"
+        if weight_format is not None:
+            kept = (
+                "kept as they are"
+                if _adopts(weight_format, settings, scheme)
+                else f"quantised again to {weight_format.name}"
+            )
+        notes.append(f"The projections of {resolved.title} are quantised ({scheme.name}); they are {kept}.")
+    if weight_format is None:
+        return [note for note in notes if note]
+    notes += [
+        f"QLoRA: frozen projections are kept in {weight_format.name} and unpacked to {dtype} before each use, one "
+        f"layer's at a time.",
+        weight_format.note(device, settings),
+    ]
+    if config.merge_adapter:
+        notes.append(
+            f"merge_adapter: the base of the merged model is what {weight_format.name} made of it, unpacked to {dtype}."
+        )
+    return [note for note in notes if note]
+
+
 def build_engine(
     config: RunConfig,
     registry: Registry,
@@ -308,6 +380,7 @@ def build_engine(
         config, device=device, borders=sample.cu_seqlens.numel(), weighted=sample.weights is not None
     )
     recipe, recipe_options = prepare_recipe(config, registry, device)
+    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
     return Engine(
         resolved.model,
         settings=settings,
@@ -328,7 +401,10 @@ def build_engine(
         offloader_options=config.offload.options,
         kernels=kernel_table(config, registry, device),
         lora=lora,
-        source=_source(config, resolved, device),
+        source=_source(config, resolved, device, weight_format, weight_settings),
+        weight_format=weight_format,
+        weight_settings=weight_settings,
+        skips=weights_as_they_are(config, resolved.model),
         progress=progress,
     )
 
@@ -365,6 +441,13 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
     """
     if resolved.weights is None:
         return ()
+    if resolved.weights.scheme is not None and lora is None:
+        problem = Problem(
+            key="lora",
+            message=f"is false, and the weights of {resolved.title} are quantised ({resolved.weights.scheme.name}).",
+            fix="lora: true, or name the model that these weights were quantised from",
+        )
+        raise ConfigError([problem])
     specs = tuple(distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len)))
     shapes = {s.hf_name: s.shape for s in specs if s.role != "adapter"}
     unused = resolved.weights.check(shapes)
@@ -391,7 +474,19 @@ def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
     return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
 
 
-def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) -> Callable[[TensorSpec], Tensor]:
+def _adopts(weight_format: WeightFormat, settings: WeightSettings, scheme: Scheme) -> bool:
+    """Whether the format keeps the tensors of such a checkpoint as they are."""
+    fits = scheme.block in (None, (settings.qlora_block_size, settings.qlora_block_size))
+    return weight_format.adopt is not None and weight_format.name == scheme.weight_format and fits
+
+
+def _source(
+    config: RunConfig,
+    resolved: ResolvedModel,
+    device: torch.device,
+    weight_format: WeightFormat | None,
+    settings: WeightSettings,
+) -> Source:
     std = float(resolved.model.config.get("initializer_range") or 0.02)
     random = RandomSource(seed=config.train_seed, std=std, device=device)
     weights = resolved.weights
@@ -400,15 +495,24 @@ def _source(config: RunConfig, resolved: ResolvedModel, device: torch.device) ->
     given, dtype = resolved.adapter, resolve_dtype(config, device)
     stack = given.folded if given else ()
 
-    def source(spec: TensorSpec) -> Tensor:
+    adopt = None
+    if weight_format is not None and weights.scheme is not None and _adopts(weight_format, settings, weights.scheme):
+        adopt = weight_format.adopt
+
+    def source(spec: TensorSpec) -> Tensor | Kept:
         if spec.role == "adapter":
             return given.start.get(spec.hf_name) if given and given.start else random(spec)
         if spec.trainable:
             # Masters are wider than the run's dtype.
             return fold(spec.hf_name, weights.get(spec.hf_name), stack)
+        folds = any(adapter.adapts(spec.hf_name) for adapter in stack)
+        if adopt is not None and spec.role == "weight" and not folds:
+            parts = weights.parts(spec.hf_name)
+            if parts is not None:
+                return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}, settings))
         # Where it stays is allocated before what it is made from, which would else leave holes in the host's memory.
         weight = torch.empty(spec.shape, dtype=dtype, device=device)
-        if any(adapter.adapts(spec.hf_name) for adapter in stack):
+        if folds:
             return weight.copy_(fold(spec.hf_name, weights.get(spec.hf_name), stack))
         weights.copy_into(spec.hf_name, weight)
         return weight

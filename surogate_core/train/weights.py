@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from surogate_core.data.hub import absent, commit_of, fetch, one_revision
 from surogate_core.data.tokenizer import TOKENIZER_FILES
 from surogate_core.errors import UserError
+from surogate_core.train.prequantised import Scheme
 from surogate_core.train.tensorfile import FLOATS, TensorFile, TensorInfo
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ INDEX = "model.safetensors.index.json"
 _SMALL_FILES = ("config.json", "generation_config.json", INDEX)
 
 _COPY_AGAIN = "Fix: download or copy the model again, whole."
+
+_OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+"""Ends of names of scales that quantised checkpoints have for inference."""
 
 _SHOWN = 12
 """Most problems listed in one message."""
@@ -41,6 +46,8 @@ class ModelDir:
         """The mapping of ``config.json``."""
         self._files = files
         self._where = where
+        self.scheme = Scheme.of(config)
+        """How its projections are quantised; None where they are not, or by a method that is not read."""
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None) -> ModelDir:
@@ -72,8 +79,33 @@ class ModelDir:
         return commit_of(self.path)
 
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, in the order of the index or file."""
-        return tuple(self._where)
+        """The names of all tensors, in the order of the index or file; of a quantised weight that of the weight."""
+        scheme = self.scheme
+        if scheme is None:
+            return tuple(self._where)
+        named = (scheme.weight_of(name, self._where) for name in self._where if not name.endswith(_OF_ACTIVATIONS))
+        return tuple(dict.fromkeys(named))
+
+    def parts(self, name: str) -> dict[str, Tensor] | None:
+        """The tensors of a quantised weight, read as they are; None where it is not quantised."""
+        names = self._parts(name)
+        return None if names is None else {part: self._files[self._where[n]][n] for part, n in names.items()}
+
+    def _parts(self, name: str) -> dict[str, str] | None:
+        return self.scheme.tensors(name, self._where) if self.scheme is not None else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape; of a quantised weight that of the weight."""
+        parts = self._parts(name)
+        if parts is None or self.scheme is None:
+            return self.info(name).shape
+        return self.scheme.whole(self.info(parts["codes"]).shape)
+
+    def read_bytes(self, name: str) -> int:
+        """Bytes of a tensor as `get` gives it."""
+        if self._parts(name) is None:
+            return self.info(name).end - self.info(name).begin
+        return 2 * math.prod(self.shape(name))
 
     def info(self, name: str) -> TensorInfo:
         """What the header says about a tensor."""
@@ -85,11 +117,24 @@ class ModelDir:
         return info.shape, info.torch_dtype
 
     def get(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU, in the dtype of the file."""
+        """Read one tensor, on the CPU, in the dtype of the file; a quantised weight in bf16."""
+        if self._parts(name) is not None:
+            import torch
+
+            weight = torch.empty(self.shape(name), dtype=torch.bfloat16)
+            self.copy_into(name, weight)
+            return weight
         return self._files[self._where[name]][name]
 
     def copy_into(self, name: str, target: Tensor) -> None:
-        """Read one tensor into `target` (contiguous, same shape, any float dtype and device), a piece at a time."""
+        """Read one tensor into `target` (contiguous, same shape, any float dtype and device), a piece at a time.
+
+        A quantised weight is dequantised in fp32 and rounded to the dtype of `target`.
+        """
+        if (parts := self.parts(name)) is not None:
+            assert self.scheme is not None
+            self.scheme.into(parts, target)
+            return
         self._files[self._where[name]].copy_into(name, target)
 
     def check(self, expected: Mapping[str, Iterable[int]]) -> tuple[str, ...]:
@@ -100,8 +145,11 @@ class ModelDir:
         """
         problems = []
         quantised = False
-        spare = [name for name in self._where if name not in expected]
+        spare = [name for name in self.names() if name not in expected]
         for name, shape in expected.items():
+            if (parts := self._parts(name)) is not None:
+                problems += self._wrong_parts(parts, *shape)
+                continue
             if name not in self._where:
                 near = difflib.get_close_matches(name, spare, n=1, cutoff=0.8)
                 problems.append(f"{name} is missing" + (f"; the nearest name is {near[0]}" if near else ""))
@@ -123,6 +171,22 @@ class ModelDir:
                 f"Fix: {fix}"
             )
         return tuple(spare)
+
+    def _wrong_parts(self, parts: Mapping[str, str], outputs: int, inputs: int) -> list[str]:
+        """What is wrong with the tensors of a quantised weight."""
+        assert self.scheme is not None
+        problems = []
+        for part, name in parts.items():
+            known = self.scheme.parts[part]
+            if name not in self._where:
+                problems.append(f"{name} is missing, which belongs to a weight in {self.scheme.name}")
+                continue
+            info, file, wanted = self.info(name), self._where[name], known.shape(outputs, inputs)
+            if info.dtype not in known.dtypes:
+                problems.append(f"{name} is {info.dtype} in {file}, {self.scheme.name} has {' or '.join(known.dtypes)}")
+            elif info.shape not in (wanted, wanted or (1,)):
+                problems.append(f"{name} has shape {list(info.shape)} in {file}, the model needs {list(wanted)}")
+        return problems
 
     def generation_config(self) -> dict[str, Any] | None:
         """The mapping of ``generation_config.json``, if there is one."""

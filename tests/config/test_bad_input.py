@@ -160,6 +160,10 @@ def test_the_report_is_one_message() -> None:
 
 QUANTS = ["lora=true", "recipe=fp8-hybrid", "persistent_quants=true"]
 CONTRADICTIONS = {
+    "qlora_fp8_beside_another": ["lora=true", "qlora_bnb=true", "qlora_fp8=true"],
+    "qlora_fp4_beside_another": ["lora=true", "qlora_fp8=true", "qlora_fp4=true"],
+    "qlora_format_beside_another": ["lora=true", "qlora_bnb=true", "qlora_format=nf4"],
+    "qlora_without_lora": ["lora=false", "qlora_bnb=true"],
     "two_warmups": ["warmup_ratio=0.1", "warmup_steps=3"],
     "lora_in_pretraining": ["task=pt", "lora=true"],
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},

@@ -201,9 +201,10 @@ def test_hook_examples_train_together(shell):
         "surogate model.name=pairs model.preset=tiny objective=z_loss recipe=rounded recipe.activations=false "
         "optimizer=sign_sgd offload=simple_host launcher=polite monitor=[console,target] monitor.target.loss=100 "
         "'datasets=[{path: pairs.jsonl, type: pair}]' max_steps=3 warmup_steps=0 sequence_len=32 eval_steps=0 "
-        "lora=true tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer output_dir=out"
+        "lora=true qlora_format=int8_rows tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer output_dir=out"
     )
     assert "held-out loss" in printed
     assert "is below 100" in printed
+    assert "kept in int8_rows" in printed
     log = (shell.work / "out/surogate.log").read_text(encoding="utf-8")
     assert '"swiglu float32": "plain"' in log

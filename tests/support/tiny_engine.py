@@ -24,6 +24,7 @@ from surogate_core.bundles import (
     OptimizerSpec,
     Recipe,
     TensorKind,
+    WeightFormat,
 )
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, Model, TensorSpec
@@ -113,6 +114,8 @@ def make_engine(
     recipe: Recipe = BF16,
     recipe_options: Any = None,
     build: Callable[[Mapping[str, Any]], Model] = build,
+    weight_format: WeightFormat | None = None,
+    skips: Callable[[str], bool] = lambda name: False,
     **settings: Any,
 ) -> Engine:
     """An engine of `tiny_config()` in fp32 with FX graphs; `settings` are fields of `EngineSettings`."""
@@ -148,6 +151,8 @@ def make_engine(
         kernels=KernelTable.build(place, list(packs)),
         lora=lora,
         source=source or noisy_source(device=device),
+        weight_format=weight_format,
+        skips=skips,
     )
 
 

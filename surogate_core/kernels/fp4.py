@@ -1,0 +1,38 @@
+"""E2M1, the 4-bit float (OCP microscaling formats, version 1.0): ±{0, ½, 1, 1½, 2, 3, 4, 6}, two codes a byte.
+
+Bits 0–2 of a code are the number of its size, bit 3 is the sign. Constants are computed rather than stored, so that a
+traced graph holds none. Shape suffixes: R rows, Q values of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST = 6.0
+
+
+def values(codes: Tensor) -> Tensor:
+    """The fp32 value of each code."""
+    index = (codes & 7).float()
+    size = torch.where(index < 4, index * 0.5, torch.where(index < 6, index - 2, index * 2 - 8))
+    return torch.where(codes >= 8, -size, size)
+
+
+def nearest(x: Tensor) -> Tensor:
+    """uint8 codes of fp32 values, clamped to ±6: to nearest, ties to the even code."""
+    size = x.abs().clamp(max=LARGEST)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    rounded = (size / step).round() * step
+    index = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, rounded / 2 + 4))
+    return torch.where(torch.signbit(x), index + 8, index).nan_to_num(0).to(torch.uint8)
+
+
+def pairs(codes_RQ: Tensor) -> Tensor:
+    """[R, Q/2] uint8: two codes a byte, the first in the lower half."""
+    return codes_RQ[:, ::2] | (codes_RQ[:, 1::2] << 4)
+
+
+def unpaired(packed: Tensor) -> Tensor:
+    """[R, Q] codes of what `pairs` made."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)

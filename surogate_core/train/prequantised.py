@@ -1,0 +1,186 @@
+"""Checkpoints whose projections are quantised: which tensors make up a weight, and what it is.
+
+Read are fine-grained FP8 (arXiv 2412.19437), NVFP4 as ModelOpt writes it, and MXFP4 (OCP microscaling formats, version
+1.0), by the ``quantization_config`` of a ``config.json``. Shape suffixes: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STRIP = 1 << 22
+"""Values that are dequantised at a time, about."""
+SKIP_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
+"""What the methods call the modules that are as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of a quantised weight."""
+
+    suffixes: tuple[str, ...]
+    """What its name has in place of ``.weight``, the first that is there."""
+    dtypes: tuple[str, ...]
+    """Names in a safetensors file."""
+    shape: Callable[[int, int], tuple[int, ...]]
+    """(outputs, inputs) → its shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a checkpoint keeps the weights of its projections."""
+
+    name: str
+    """For people."""
+    parts: Mapping[str, Part]
+    dequantise: Callable[[Mapping[str, Tensor], int, int], Tensor]
+    """(parts, first row, one past the last) → [rows, I] fp32."""
+    whole: Callable[[tuple[int, ...]], tuple[int, ...]]
+    """Shape of the codes → shape of the weight."""
+    skip: tuple[str, ...]
+    """Modules that are not quantised: names, ends or beginnings of names, or patterns with ``*``."""
+    rows: int = 1
+    """What the first row that is asked for is a multiple of."""
+    weight_format: str | None = None
+    """The weight format that takes such tensors as they are."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, where checkpoints differ in them."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of a ``config.json``; None where nothing is quantised, or by a method that is not read."""
+        values = config.get("quantization_config")
+        if not isinstance(values, Mapping):
+            return None
+        method = str(values.get("quant_method", "")).lower()
+        skip = tuple(str(m) for key in SKIP_KEYS for m in values.get(key) or ())
+        if method == "fp8":
+            return _fp8(values.get("weight_block_size"), skip)
+        if method.startswith("modelopt") and "NVFP4" in str(values.get("quant_algo", "")).upper():
+            return _nvfp4(skip)
+        return _mxfp4(skip) if method == "mxfp4" else None
+
+    def skips(self, module: str) -> bool:
+        """Whether a module is not quantised."""
+        return any(
+            module == m or module.endswith(f".{m}") or module.startswith(f"{m}.") or fnmatchcase(module, m)
+            for m in self.skip
+        )
+
+    def tensors(self, name: str, known: Iterable[str]) -> dict[str, str] | None:
+        """Part → tensor of the weight of this name; None where it is not quantised.
+
+        A part that is missing has the name that it should have.
+        """
+        module, dot, last = name.rpartition(".")
+        if last != "weight" or not dot or self.skips(module):
+            return None
+        names = {
+            part: next((f"{module}{s}" for s in p.suffixes if f"{module}{s}" in known), f"{module}{p.suffixes[0]}")
+            for part, p in self.parts.items()
+        }
+        own = [n for n in names.values() if n != name and n in known]
+        return names if own else None
+
+    def weight_of(self, name: str, known: Iterable[str]) -> str:
+        """The weight that a tensor of the file is a part of; its own name where it is none."""
+        for part in self.parts.values():
+            for suffix in part.suffixes:
+                weight = name.removesuffix(suffix) + ".weight"
+                if name.endswith(suffix) and name in (self.tensors(weight, known) or {}).values():
+                    return weight
+        return name
+
+    def into(self, parts: Mapping[str, Tensor], target_OI: Tensor) -> None:
+        """Dequantise a weight into `target_OI`, of any float dtype and device, a strip at a time."""
+        outputs, inputs = target_OI.shape
+        step = max(self.rows, STRIP // max(1, inputs) // self.rows * self.rows)
+        for first in range(0, outputs, step):
+            last = min(first + step, outputs)
+            target_OI[first:last].copy_(self.dequantise(parts, first, last))
+
+
+def _up(value: int, block: int) -> int:
+    return -(-value // block)
+
+
+def _fp8(block_size: Any, skip: tuple[str, ...]) -> Scheme | None:
+    if not isinstance(block_size, list | tuple) or [type(b) for b in block_size] != [int, int]:
+        return None
+    height, width = block_size
+
+    def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        codes = parts["codes"][first:last].float()
+        scales = parts["scales"][first // height : _up(last, height)].float()
+        wide = scales.repeat_interleave(height, 0)[: len(codes)].repeat_interleave(width, 1)
+        return codes * wide[:, : codes.shape[1]]
+
+    return Scheme(
+        name="fine-grained FP8",
+        parts={
+            "codes": Part(suffixes=(".weight",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i)),
+            "scales": Part(
+                suffixes=(".weight_scale_inv",),
+                dtypes=("F32", "BF16"),
+                shape=lambda o, i: (_up(o, height), _up(i, width)),
+            ),
+        },
+        dequantise=dequantise,
+        whole=lambda codes: codes,
+        skip=skip,
+        rows=height,
+        weight_format="fp8",
+        block=(height, width),
+    )
+
+
+def _nvfp4(skip: tuple[str, ...]) -> Scheme:
+    def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        from surogate_core.kernels import fp4
+
+        values = fp4.values(fp4.unpaired(parts["codes"][first:last]))
+        return values * parts["scales"][first:last].float().repeat_interleave(16, 1) * parts["decode"].float()
+
+    return Scheme(
+        name="ModelOpt NVFP4",
+        parts={
+            "codes": Part(suffixes=(".weight",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)),
+            "scales": Part(suffixes=(".weight_scale",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i // 16)),
+            "decode": Part(suffixes=(".weight_scale_2",), dtypes=("F32",), shape=lambda o, i: ()),
+        },
+        dequantise=dequantise,
+        whole=lambda codes: (codes[0], 2 * codes[1]),
+        skip=skip,
+        weight_format="nvfp4",
+    )
+
+
+def _mxfp4(skip: tuple[str, ...]) -> Scheme:
+    def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        import torch
+
+        from surogate_core.kernels import fp4
+
+        values = fp4.values(fp4.unpaired(parts["codes"][first:last].flatten(1)))
+        exponents = parts["scales"][first:last]
+        # E8M0: 255 is NaN, which `ldexp` does not know.
+        powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
+        powers = torch.where(exponents == 255, torch.nan, powers)
+        return values * powers.repeat_interleave(32, 1)
+
+    return Scheme(
+        name="MXFP4",
+        parts={
+            "codes": Part(suffixes=(".weight_blocks", "_blocks"), dtypes=("U8",), shape=lambda o, i: (o, i // 32, 16)),
+            "scales": Part(suffixes=(".weight_scales", "_scales"), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
+        },
+        dequantise=dequantise,
+        whole=lambda codes: (codes[0], 32 * codes[1]),
+        skip=skip,
+    )

@@ -1,0 +1,158 @@
+"""Weights in a weight format: unpacked into room that the layers share, with panels and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from panel_pack import PACK
+from tiny_engine import lora, make_batch, make_engine, noisy_source, random_documents, strict_offloader, tiny_config
+from torch import Tensor
+
+from surogate_core.bundles import KernelPack, Objective, OptimizerSpec, WeightFormat
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.prediction import predict
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
+
+CONFIG = tiny_config(vocab_size=64, num_hidden_layers=3)
+BATCHES = [make_batch(random_documents([9, 14], seed=s)) for s in range(2)]
+PACKS = {"plain": [TORCH_PACK], "panels": [TORCH_PACK, PACK]}
+
+
+def pack(weight_OI: Tensor, settings: Any) -> Tensor:
+    return weight_OI.bfloat16().view(torch.uint8).flatten()
+
+
+def unpack(kept: Tensor, room_OI: Tensor, settings: Any) -> None:
+    room_OI.copy_(kept.view(torch.bfloat16).view(room_OI.shape))
+
+
+HALF = WeightFormat(name="half", nbytes=lambda o, i, settings: 2 * o * i, pack=pack, unpack=unpack)
+
+
+def rounded(spec: TensorSpec) -> Tensor:
+    value = noisy_source()(spec)
+    return value.bfloat16().float() if spec.role == "weight" else value
+
+
+def engine(packs: list[KernelPack], *, rank: int = 16, **settings: Any) -> Engine:
+    return make_engine(CONFIG, packs=packs, lora=lora(rank, dropout=0.1), **settings)
+
+
+def train(made: Engine) -> list[tuple[float, float]]:
+    return [made.train_step(BATCHES, step=step, lr=1e-2).read() for step in range(3)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
+def test_training_is_that_on_rounded_weights_bit_for_bit(packs: list[KernelPack], recompute: bool) -> None:
+    policy = Recompute(block=recompute)
+    made = engine(packs, weight_format=HALF, recompute=policy)
+    plain = engine(packs, source=rounded, recompute=policy)
+    assert train(made) == train(plain)
+    for name, master in plain.parameters.masters().items():
+        assert torch.equal(made.parameters.masters()[name], master), name
+    assert made.evaluate(BATCHES) == plain.evaluate(BATCHES)
+    exported = dict(made.parameters.base_tensors())
+    for name, value in plain.parameters.base_tensors():
+        assert torch.equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
+def test_weights_that_are_left_out_stay_as_they_are(packs: list[KernelPack]) -> None:
+    def skips(name: str) -> bool:
+        return name.startswith("model.layers.1.mlp.")
+
+    made = engine(packs, weight_format=HALF, skips=skips)
+    plain = engine(packs, source=lambda spec: (noisy_source() if skips(spec.hf_name) else rounded)(spec))
+    assert train(made) == train(plain)
+    exported = dict(made.parameters.base_tensors())
+    for name, value in plain.parameters.base_tensors():
+        assert torch.equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
+def test_one_layer_is_unpacked_at_a_time(packs: list[KernelPack]) -> None:
+    made = engine(packs, weight_format=HALF)
+    weights = [spec for spec in made.layers["layer 0"].specs if spec.role == "weight"]
+    rooms = {id(room) for room in made.parameters.shared}
+    count = {"plain": len(weights), "panels": 4}["panels" if made.parameters.panels else "plain"]
+    assert len(rooms) == len(made.parameters.shared) == count
+    kept = [t for key in made.layers for t in made.weights.fetch(key) if t.dim() == 1 and t.dtype == torch.uint8]
+    assert len(kept) == 3 * len(weights)
+    layers = [[t.data_ptr() for t in made.parameters.inputs(piece)] for piece in made.layers.values()]
+    for spec, *addresses in zip(made.layers["layer 0"].specs, *layers, strict=True):
+        assert (len(set(addresses)) == 1) == (spec.role == "weight"), spec.name
+
+
+def test_packed_weights_may_be_offloaded() -> None:
+    offloader, _ = strict_offloader()
+    made = engine(PACKS["plain"], weight_format=HALF, offloader=offloader)
+    assert train(made) == train(engine(PACKS["plain"], source=rounded))
+
+
+@pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
+def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> None:
+    made = engine(packs, weight_format=HALF)
+    prediction = predict(
+        made.model,
+        settings=made.settings,
+        recipe=made.programs.recipe,
+        recipe_options=None,
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=OptimizerSpec(name="adamw", build=lambda *a: None),  # type: ignore[arg-type, return-value]
+        offloader=NO_OFFLOAD,
+        kernels=KernelTable.build(torch.device("cpu"), packs),
+        lora=lora(16, dropout=0.1),
+        weight_format=HALF,
+    )
+    held = {h.kind: h.nbytes for h in prediction.held}
+    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.weights.fetch(piece.key)}
+    assert held["weights"] == sum(t.nbytes for t in tensors.values())
+    assert held["unpacked weights"] == sum(t.nbytes for t in made.parameters.shared)
+    assert held.get("panels", 0) == made.parameters.edge_bytes()
+    assert bool(made.parameters.edge_bytes()) == bool(made.parameters.panels)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
+def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None:
+    from importlib import import_module
+
+    from surogate_core.testing.weight_formats import rounded as rounded_by
+
+    found: WeightFormat = import_module(f"surogate_quant_{name}").surogate_weight_format()
+    triton: KernelPack = import_module("surogate_kernels_triton").surogate_kernel_pack()
+    config = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)
+
+    def source(spec: TensorSpec) -> Tensor:
+        return noisy_source(std=0.05, device="cuda")(spec).bfloat16()
+
+    def make(**more: Any) -> Engine:
+        return make_engine(
+            config,
+            device="cuda",
+            tokens=256,
+            lora=lora(16),
+            packs=[TORCH_PACK, triton],
+            compiler="inductor",
+            dtype=torch.bfloat16,
+            cuda_graphs=True,
+            recompute=Recompute(block=recompute),
+            **more,
+        )
+
+    batches = [make_batch(random_documents([100, 90, 40], seed=s), tokens=256) for s in range(2)]
+    runs = make(weight_format=found, source=source), make(source=rounded_by(found, source))
+    assert runs[0].parameters.panels
+    losses = [[run.train_step(batches, step=step, lr=1e-2).read() for step in range(4)] for run in runs]
+    assert losses[0] == losses[1]
+    assert losses[0][-1][0] < losses[0][0][0]
