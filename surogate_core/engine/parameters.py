@@ -365,6 +365,7 @@ class Parameters:
             in_panel = {
                 f"{slot.name}.weight": panel.shape.weight(tensor, number)
                 for panel, tensor in self.panel_tensors(piece)
+                if panel.shape.frozen
                 for number, slot in enumerate(panel.slots)
             }
             for spec in piece.specs:
