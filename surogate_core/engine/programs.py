@@ -41,7 +41,7 @@ def plan_panels(
     recipe: Recipe,
     recipe_options: Any,
     plain: frozenset[str],
-    formatted: bool,
+    formatted: bool = False,
     offloader: Offloader,
     kernels: registry.KernelTable,
     dtype: torch.dtype,
