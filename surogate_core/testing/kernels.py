@@ -114,6 +114,9 @@ CASES: Mapping[str, Callable[[], Inputs]] = {
 }
 """Op → inputs for it."""
 
+WITHOUT_CASES = frozenset({"adamw_update", "nvfp4_quantised", "nvfp4_rounded", "scaled_linears"})
+"""Ops that work in place or give codes: no bound on an error says whether they are right, so packs test their bits."""
+
 
 def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> list[Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
@@ -162,7 +165,7 @@ def equals_references(pack: KernelPack) -> None:
     tried = 0
     for device, kernel, dtype in _offered(pack):
         if kernel.op not in CASES:
-            raise NotApplicable(f"the kit has no inputs for op {kernel.op}")
+            continue
         inputs = CASES[kernel.op]()
         leaves = [t.to(device, dtype) for t in inputs.leaves]
         if not _takes(kernel, inputs, leaves):

@@ -362,7 +362,8 @@ def test_a_kernel_that_is_not_its_reference_is_caught() -> None:
 def test_the_kit_knows_every_op() -> None:
     from surogate_core.kernels.registry import references
 
-    assert kernels.CASES.keys() == references.keys()
+    assert references.keys() - kernels.CASES.keys() <= kernels.WITHOUT_CASES
+    assert not kernels.CASES.keys() & kernels.WITHOUT_CASES
     for op in kernels.CASES:
         kernel = bundles.Kernel(op=op, name="k", function=references[op].function, supports=lambda d, t: True)
         kernels.equals_references(bundles.KernelPack(name="x", kernels=lambda kernel=kernel: [kernel]))
