@@ -34,9 +34,9 @@ from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Source, pieces
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
+from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
-from surogate_core.engine.weight_formats import plan_format
+from surogate_core.engine.weight_plan import WeightPlan, plain_layers
 from surogate_core.kernels.registry import KernelTable, using
 
 
@@ -211,42 +211,27 @@ class Engine:
         self._allocate_recipe_state(recipe, recipe_options)
         updating = torch.device("cpu") if settings.update_on_cpu else settings.device
         self._rounding_seed = torch.zeros((), dtype=torch.int32, device=updating)
-        panels = plan_panels(
+        plan = WeightPlan.of(
             found,
             recipe=recipe,
             recipe_options=recipe_options,
             plain=plain,
-            formatted=weight_format is not None,
             offloader=offloader,
             kernels=kernels,
+            compiler=settings.compiler,
             dtype=settings.dtype,
             tokens=settings.tokens,
             width=model.width,
             tables=tables,
+            weight_format=weight_format,
+            weight_settings=weight_settings,
+            skips=skips,
         )
         self.parameters = Parameters(
             found,
-            panels=panels,
-            packed=plan_format(found, weight_format, weight_settings, skips)
-            or plan_packing(
-                found,
-                recipe=recipe,
-                recipe_options=recipe_options,
-                plain=plain,
-                panels=panels,
-                dtype=settings.dtype,
-            ),
-            joins=plan_joins(
-                found,
-                recipe=recipe,
-                recipe_options=recipe_options,
-                offloader=offloader,
-                compiler=settings.compiler,
-                dtype=settings.dtype,
-                tokens=settings.tokens,
-                width=model.width,
-                tables=tables,
-            ),
+            panels=plan.panels,
+            joins=plan.joins,
+            packed=plan.packed,
             weights=self.weights,
             device=settings.device,
             dtype=settings.dtype,

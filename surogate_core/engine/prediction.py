@@ -24,10 +24,10 @@ from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.parameters import Parameters, Piece, pieces
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.programs import ProgramBuilder, plain_layers, plan_joins, plan_packing, plan_panels
+from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import Action, training_schedule
 from surogate_core.engine.stores import DeviceStore
-from surogate_core.engine.weight_formats import plan_format
+from surogate_core.engine.weight_plan import WeightPlan, plain_layers
 from surogate_core.kernels.registry import KernelTable
 
 CUBLAS_WORKSPACE = 32 * 2**20
@@ -127,42 +127,27 @@ class Counts:
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         slots = sum(len(piece.slots) for piece in found)
         state = recipe.state(slots, torch.device("meta"), recipe_options) if recipe.state is not None else None
-        panels = plan_panels(
+        plan = WeightPlan.of(
             found,
             recipe=recipe,
             recipe_options=recipe_options,
             plain=plain,
-            formatted=weight_format is not None,
             offloader=offloader,
             kernels=kernels,
+            compiler=settings.compiler,
             dtype=settings.dtype,
             tokens=settings.tokens,
             width=model.width,
             tables=signatures,
+            weight_format=weight_format,
+            weight_settings=weight_settings,
+            skips=skips,
         )
         parameters = Parameters(
             found,
-            panels=panels,
-            joins=plan_joins(
-                found,
-                recipe=recipe,
-                recipe_options=recipe_options,
-                offloader=offloader,
-                compiler=settings.compiler,
-                dtype=settings.dtype,
-                tokens=settings.tokens,
-                width=model.width,
-                tables=signatures,
-            ),
-            packed=plan_format(found, weight_format, weight_settings, skips)
-            or plan_packing(
-                found,
-                recipe=recipe,
-                recipe_options=recipe_options,
-                plain=plain,
-                panels=panels,
-                dtype=settings.dtype,
-            ),
+            panels=plan.panels,
+            joins=plan.joins,
+            packed=plan.packed,
             weights=DeviceStore("weights"),
             device=torch.device("meta"),
             dtype=settings.dtype,

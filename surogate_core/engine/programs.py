@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.bundles import FLAT_ALIGNMENT, Objective, Offloader, Recipe
-from surogate_core.dsl.declare import Model, TensorSpec
+from surogate_core.bundles import Objective, Recipe
+from surogate_core.dsl.declare import Model
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
-from surogate_core.dsl.slots import Join, LinearSlot, Panel, plain_gemm
+from surogate_core.dsl.slots import Join, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Compiler,
     Program,
@@ -27,152 +24,8 @@ from surogate_core.dsl.trace import (
     with_gradients,
     without_gradients,
 )
-from surogate_core.engine.parameters import Packed, Parameters, Piece
-from surogate_core.kernels import ops, registry, scaled
-
-
-def _moves_weights(offloader: Offloader) -> bool:
-    return offloader.place != "device" and "weights" in offloader.kinds
-
-
-def plan_panels(
-    found: Sequence[Piece],
-    *,
-    recipe: Recipe,
-    recipe_options: Any,
-    plain: frozenset[str],
-    formatted: bool = False,
-    offloader: Offloader,
-    kernels: registry.KernelTable,
-    dtype: torch.dtype,
-    tokens: int,
-    width: int,
-    tables: Mapping[str, Signature],
-) -> dict[str, tuple[Panel, ...]]:
-    """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device.
-
-    `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
-    """
-    if _moves_weights(offloader):
-        return {}
-    margin = None if formatted else recipe.scaled_margin(recipe_options)
-    planned: dict[Any, tuple[Panel, ...]] = {}
-    panels: dict[str, tuple[Panel, ...]] = {}
-    for piece in found:
-        if piece.block is None or not any(slot.adapter for slot in piece.slots):
-            continue
-        wide = recipe.plain or piece.key in plain
-        if (not wide and margin is None) or not kernels.offers("adapted_linears" if wide else "scaled_linears", dtype):
-            continue
-        kind = type(piece.block), piece.slots, wide
-        if kind not in planned:
-            groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
-            made = [Panel.of(group, margin=None if wide else margin) for group in groups]
-            planned[kind] = tuple(p for p in made if p and (wide or scaled.fits(p.shape, tokens)))
-        panels[piece.key] = planned[kind]
-    return panels
-
-
-def _shared_inputs(
-    piece: Piece, *, dtype: torch.dtype, tokens: int, width: int, tables: Mapping[str, Signature]
-) -> list[list[LinearSlot]]:
-    """A piece's slots in groups that read one input."""
-    assert piece.block is not None
-    with FakeTensorMode(), torch.no_grad():
-        tensors = {s.name: torch.empty(s.shape, dtype=dtype) for s in piece.specs}
-        values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in tables.items()}
-        x = torch.empty(tokens, width, dtype=dtype)
-        return piece.block.shared_inputs(piece.slots, tensors, x, values)
-
-
-def plan_joins(
-    found: Sequence[Piece],
-    *,
-    recipe: Recipe,
-    recipe_options: Any,
-    offloader: Offloader,
-    compiler: Compiler,
-    dtype: torch.dtype,
-    tokens: int,
-    width: int,
-    tables: Mapping[str, Signature],
-) -> dict[str, tuple[Join, ...]]:
-    """The joins of each piece, by key: trained weights that stand in a row in their flat group and read one input.
-
-    None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
-    """
-    if not recipe.plain or not recipe.plain_with(recipe_options) or _moves_weights(offloader):
-        return {}
-    planned: dict[Any, tuple[Join, ...]] = {}
-    for piece in found if compiler == "inductor" else ():
-        if piece.block is None or any(slot.adapter for slot in piece.slots):
-            continue
-        kind = type(piece.block), piece.slots
-        if kind not in planned:
-            groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
-            row = [s for s in piece.specs if s.trainable and s.decayed]
-            planned[kind] = tuple(Join(slots=tuple(g)) for g in groups if len(g) > 1 and _in_a_row(g, row))
-    return {p.key: planned[type(p.block), p.slots] for p in found if (type(p.block), p.slots) in planned}
-
-
-def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:
-    """Whether the weights of the slots follow each other without a gap in the order of `row`."""
-    names = [f"{slot.name}.weight" for slot in group]
-    at = next((i for i, spec in enumerate(row) if spec.name == names[0]), None)
-    if at is None or [spec.name for spec in row[at : at + len(names)]] != names:
-        return False
-    return all(math.prod(spec.shape) % FLAT_ALIGNMENT == 0 for spec in row[at : at + len(names) - 1])
-
-
-def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[str]:
-    """The keys of the layers that the recipe leaves alone: so many from the first and from the last."""
-    keys = [piece.key for piece in found if piece.block is not None]
-    return frozenset(keys[:first] + keys[max(len(keys) - last, 0) :])
-
-
-def _scaled(margin: int, weight_OI: Tensor) -> Tensor:
-    return scaled.pack(weight_OI, margin)
-
-
-def _packed(
-    pack: Callable[[Tensor, LinearSlot, Any], Tensor], slot: LinearSlot, options: Any, weight_OI: Tensor
-) -> Tensor:
-    return pack(weight_OI, slot, options)
-
-
-def plan_packing(
-    found: Sequence[Piece],
-    *,
-    recipe: Recipe,
-    recipe_options: Any,
-    plain: frozenset[str],
-    panels: Mapping[str, Sequence[Panel]],
-    dtype: torch.dtype,
-) -> dict[str, Packed]:
-    """How each frozen weight of a slot is kept, by HF name: as the recipe packs it, or as its panel wants it."""
-    pack = recipe.pack
-    if pack is None:
-        return {}
-    planned: dict[LinearSlot, tuple[tuple[int, ...], torch.dtype]] = {}
-    packed: dict[str, Packed] = {}
-    for piece in found:
-        frozen = {s.name: s.hf_name for s in piece.specs if not s.trainable}
-        scaled_by = {s: p.margin for p in panels.get(piece.key, ()) if not p.shape.frozen for s in p.slots}
-        for slot in piece.slots:
-            name = frozen.get(f"{slot.name}.weight")
-            if name is None or piece.key in plain:
-                continue
-            if slot in scaled_by:
-                size = scaled.HEADER + 2 * slot.outputs * slot.inputs
-                packed[name] = Packed(pack=partial(_scaled, scaled_by[slot]), shape=(size,), dtype=torch.uint8)
-                continue
-            if slot not in planned:
-                with FakeTensorMode(), torch.no_grad():
-                    value = pack(torch.empty(slot.outputs, slot.inputs, dtype=dtype), slot, recipe_options)
-                planned[slot] = tuple(value.shape), value.dtype
-            shape, kept = planned[slot]
-            packed[name] = Packed(pack=partial(_packed, pack, slot, recipe_options), shape=shape, dtype=kept)
-    return packed
+from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.kernels import ops, registry
 
 
 @dataclass(slots=True, kw_only=True)
