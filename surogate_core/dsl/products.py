@@ -84,8 +84,8 @@ def _follows(a: Tensor, b: Tensor) -> bool:
 def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
     """Make the graph return both factors of those of its first `count` outputs that are products.
 
-    The others of these, where they would be rounded to a narrower dtype at the end, it returns as they are: sums are
-    wide. For each output, whether it is two now: left and right of a `Product`.
+    Others of these that are sums in fp32, rounded at the end, it returns as they are: what they are added to is wide.
+    For each output, whether it is two now: left and right of a `Product`.
     """
     (output,) = (n for n in backward.graph.nodes if n.op == "output")
     returned: list[fx.Node] = []
@@ -120,11 +120,13 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def _unrounded(node: fx.Node, output: fx.Node) -> fx.Node:
-    """What the node rounds from fp32, if that is all it does."""
+    """The fp32 sum that the node rounds, if that is all it does. A product in fp32 keeps its rounding: a recipe that
+    emulates a narrower one means it."""
     if node.target is not aten._to_copy.default or list(node.users) != [output]:
         return node
     (source,) = node.all_input_nodes
-    return source if source.meta["val"].dtype == torch.float32 else node
+    summed = source.target is aten.sum.dim_IntList and source.meta["val"].dtype == torch.float32
+    return source if summed else node
 
 
 def _factors(node: fx.Node, output: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[fx.Node, bool]] | None:

@@ -68,7 +68,6 @@ class WeightPlan:
         joins = plan_joins(
             found,
             recipe=recipe,
-            recipe_options=recipe_options,
             offloader=offloader,
             compiler=compiler,
             dtype=dtype,
@@ -140,7 +139,6 @@ def plan_joins(
     found: Sequence[Piece],
     *,
     recipe: Recipe,
-    recipe_options: Any,
     offloader: Offloader,
     compiler: Compiler,
     dtype: torch.dtype,
@@ -152,7 +150,7 @@ def plan_joins(
 
     None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
     """
-    if not recipe.plain or not recipe.plain_with(recipe_options) or _moves_weights(offloader):
+    if not recipe.plain or _moves_weights(offloader):
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
     for piece in found if compiler == "inductor" else ():

@@ -9,6 +9,7 @@ from torch import Tensor
 from surogate_core.dsl import products
 from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Recompute, Signature, differentiate, with_gradients
+from surogate_core.kernels.ops import rms_norm
 
 N, I, O = 5, 4, 6  # noqa: E741
 
@@ -91,6 +92,19 @@ def test_a_product_that_is_read_elsewhere_stays() -> None:
     assert not any(isinstance(g, Product) for g in found)
     for gradient, expected in zip(found, by_autograd(function, values, dy), strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+def test_a_sum_keeps_its_digits_and_an_emulated_product_its_rounding() -> None:
+    values = [random(I).bfloat16(), random(O, I, seed=1).bfloat16(), random(N, I, seed=2).bfloat16()]
+    inputs = [Signature.of(v, requires_grad=True) for v in values]
+
+    def function(scale_I: Tensor, weight_OI: Tensor, x_NI: Tensor) -> Tensor:
+        return rms_norm(x_NI, scale_I, 1e-6).float() @ weight_OI.float().t()
+
+    program = differentiate(function, inputs, recompute=Recompute(block=False), compiler="fx", summed=2)
+    _, *kept = program.forward(values)
+    dscale, dweight, dx = program.backward([*values, *kept, random(N, O, seed=4)])
+    assert [t.dtype for t in (dscale, dweight, dx)] == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
