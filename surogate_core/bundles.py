@@ -322,6 +322,10 @@ class Offloader:
         if flat and self.place != "device" and self.allocate is None:
             raise ValueError(f"offloader {self.name!r} places {', '.join(sorted(flat))} without an `allocate`")
 
+    def moves(self, kind: TensorKind) -> bool:
+        """Whether tensors of the kind live elsewhere than on the device."""
+        return self.place != "device" and kind in self.kinds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:

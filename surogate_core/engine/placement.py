@@ -32,7 +32,7 @@ class Placement:
 
     def moves(self, kind: TensorKind) -> bool:
         """Whether tensors of the kind live elsewhere than on the device."""
-        return self.offloader.place != "device" and kind in self.offloader.kinds
+        return self.offloader.moves(kind)
 
     def streams_trained(self, *, masters: bool) -> bool:
         """Whether trained weights come to the device block by block, as frozen ones do.

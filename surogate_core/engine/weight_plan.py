@@ -81,10 +81,6 @@ class WeightPlan:
         return cls(panels=panels, joins=joins, packed=packed)
 
 
-def _moves_weights(offloader: Offloader) -> bool:
-    return offloader.place != "device" and "weights" in offloader.kinds
-
-
 def plan_panels(
     found: Sequence[Piece],
     *,
@@ -103,7 +99,7 @@ def plan_panels(
 
     `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
     """
-    if _moves_weights(offloader):
+    if offloader.moves("weights"):
         return {}
     margin = None if formatted else recipe.scaled_margin(recipe_options)
     planned: dict[Any, tuple[Panel, ...]] = {}
@@ -150,7 +146,7 @@ def plan_joins(
 
     None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
     """
-    if not recipe.plain or _moves_weights(offloader):
+    if not recipe.plain or offloader.moves("weights"):
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
     for piece in found if compiler == "inductor" else ():
