@@ -19,11 +19,22 @@ def values(codes: Tensor) -> Tensor:
     return torch.where(codes >= 8, -size, size)
 
 
-def nearest(x: Tensor) -> Tensor:
-    """uint8 codes of fp32 values, clamped to ±6: to nearest, ties to the even code."""
+def encode(x: Tensor, bits: Tensor | None = None) -> Tensor:
+    """E2M1 codes of fp32 values clamped to ±6: to nearest with ties to the even code, or stochastically.
+
+    With `bits` (int32, of x's shape) a value between two neighbours becomes the upper with the probability
+    of its distance from the lower, in steps of 2⁻²⁴, so that the mean is the value.
+    """
     size = x.abs().clamp(max=LARGEST)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    rounded = (size / step).round() * step
+    number = size / step
+    if bits is None:
+        number = number.round()
+    else:
+        lower = number.floor()
+        uniform = ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
+        number = lower + (uniform < number - lower)
+    rounded = number * step
     index = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, rounded / 2 + 4))
     return torch.where(torch.signbit(x), index + 8, index).nan_to_num(0).to(torch.uint8)
 

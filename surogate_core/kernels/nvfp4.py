@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from surogate_core.kernels import fp4
 from surogate_core.kernels.ops import random_bits
 from surogate_core.kernels.registry import op
 
 BLOCK = 16
-E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 E4M3 = torch.float8_e4m3fn
@@ -42,38 +42,11 @@ class Quantised:
         """[rows, inner] fp32: codes times block scales, exact, in bf16 too; times `decode` it is the matrix."""
         height = self.codes.shape[0] // self.scales.shape[0]
         scales = self.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
-        return (values(self.codes) * scales)[:rows, :inner]
+        return (fp4.values(self.codes) * scales)[:rows, :inner]
 
     def t(self) -> Quantised:
         """The transpose, where blocks are square."""
         return Quantised(self.codes.t(), self.scales.t(), self.decode)
-
-
-def values(codes: Tensor) -> Tensor:
-    """The fp32 value of each E2M1 code."""
-    index = (codes & 7).float()
-    size = torch.where(index < 4, index * 0.5, torch.where(index < 6, index - 2, index * 2 - 8))
-    return torch.where(codes >= 8, -size, size)
-
-
-def encode(x: Tensor, bits: Tensor | None = None) -> Tensor:
-    """E2M1 codes of fp32 values clamped to ±6: to nearest with ties to the even code, or stochastically.
-
-    With `bits` (int32, of x's shape) a value between two neighbours becomes the upper with the probability
-    of its distance from the lower, in steps of 2⁻²⁴, so that the mean is the value.
-    """
-    size = x.abs().clamp(max=E2M1_MAX)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    number = size / step
-    if bits is None:
-        number = number.round()
-    else:
-        lower = number.floor()
-        uniform = ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
-        number = lower + (uniform < number - lower)
-    rounded = number * step
-    index = torch.where(rounded < 2, rounded * 2, torch.where(rounded < 4, rounded + 2, rounded / 2 + 4))
-    return torch.where(torch.signbit(x), index + 8, index).nan_to_num(0).to(torch.uint8)
 
 
 def _tensor_scale(amax: Tensor, top: float) -> Tensor:
@@ -111,7 +84,7 @@ def _folded(x: Tensor) -> Tensor:
 def _block_errors(tiles: Tensor, codes: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
     """The squared error of each block in fp64; of square ones the same bits for the transpose."""
     # By way of fp32, which is exact: Triton has no conversion of E4M3 to fp64.
-    found = values(codes).double() * (scales.float().double() * decode.double())[..., None, None]
+    found = fp4.values(codes).double() * (scales.float().double() * decode.double())[..., None, None]
     errors = (found - tiles.double()).square()
     if errors.shape[-2] == BLOCK:
         errors = errors + errors.transpose(-1, -2)
@@ -122,7 +95,7 @@ def _encode_blocks(tiles: Tensor, scales: Tensor, decode: Tensor, bits: Tensor |
     """Codes of tiles at their block scales; 0 in a block whose scale is 0."""
     divisor = (scales.float() * decode)[..., None, None]
     ratio = torch.where(divisor == 0, 0.0, tiles / torch.where(divisor == 0, 1.0, divisor))
-    return encode(ratio, bits)
+    return fp4.encode(ratio, bits)
 
 
 def quantise(x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | None = None) -> Quantised:
@@ -138,10 +111,10 @@ def quantise(x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | 
     tiles = _tiles(pad(x_RK.float(), padding), height)
     tiled_bits = None if bits is None else _tiles(pad(bits, padding), height)
     amax_blocks = tiles.abs().amax((-1, -2))
-    s_enc = _tensor_scale(amax_blocks.amax(), 1536.0 if four_over_six else E4M3_MAX * E2M1_MAX)
+    s_enc = _tensor_scale(amax_blocks.amax(), 1536.0 if four_over_six else E4M3_MAX * fp4.LARGEST)
     decode = 1 / s_enc
     # By a tensor: on a GPU a division by a number is a product with its reciprocal.
-    six = torch.full_like(amax_blocks, E2M1_MAX)
+    six = torch.full_like(amax_blocks, fp4.LARGEST)
     if not four_over_six:
         scales = _block_scales(amax_blocks * s_enc / six)
         return Quantised(_untiled(_encode_blocks(tiles, scales, decode, tiled_bits)), scales, decode)
@@ -170,16 +143,6 @@ def hadamard(x_RK: Tensor) -> Tensor:
         upper, lower = pairs[:, :, 0], pairs[:, :, 1]
         x = torch.stack((upper + lower, upper - lower), dim=2).view(-1, BLOCK)
     return (x * 0.25).view(rows, -1)
-
-
-def pack_codes(codes_RQ: Tensor) -> Tensor:
-    """[R, Q/2] uint8: two codes a byte, the first in the low half."""
-    return codes_RQ[:, ::2] | (codes_RQ[:, 1::2] << 4)
-
-
-def unpack_codes(packed: Tensor) -> Tensor:
-    """[R, Q] uint8 of what `pack_codes` made."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).view(packed.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +186,7 @@ def nvfp4_quantised(x: Tensor, seed: Tensor | None, how: Operand) -> tuple[Tenso
     number in the operand [R, Q] (`random_bits`). Codes are [R, Q/2] uint8, [P, Q/2] of square blocks.
     """
     found, _ = _operand(x, seed, how)
-    return pack_codes(found.codes), found.scales.contiguous(), found.decode
+    return fp4.pairs(found.codes), found.scales.contiguous(), found.decode
 
 
 @op

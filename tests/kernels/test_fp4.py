@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from surogate_core.kernels.fp4 import nearest, pairs, unpaired, values
+from surogate_core.kernels.fp4 import encode, pairs, unpaired, values
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -18,7 +18,7 @@ def test_each_value_gets_the_nearest_code_and_in_the_middle_the_even_one() -> No
     table = torch.tensor(SIZES)
     distances = (x.abs().clamp(max=6)[:, None] - table).abs()
     best = distances.min(dim=1, keepdim=True).values == distances
-    for number, code in enumerate(nearest(x).tolist()):
+    for number, code in enumerate(encode(x).tolist()):
         choices = [i for i, equal in enumerate(best[number].tolist()) if equal]
         assert code & 7 == (choices[0] if len(choices) == 1 else next(i for i in choices if i % 2 == 0))
         assert (code >= 8) == bool(x[number] < 0)

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from surogate_core.kernels.fp4 import encode, pairs, unpaired, values
 from surogate_core.kernels.nvfp4 import (
     MINUS,
     Quantised,
-    encode,
     hadamard,
-    pack_codes,
     quantise,
-    unpack_codes,
-    values,
 )
 from surogate_core.kernels.ops import random_bits
 
@@ -311,7 +308,7 @@ def test_sides_that_are_no_multiples_of_sixteen() -> None:
 
 def test_packed_codes() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(2).view(2, 16)
-    packed = pack_codes(codes)
+    packed = pairs(codes)
     assert packed[0].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-    assert torch.equal(unpack_codes(packed), codes)
+    assert torch.equal(unpaired(packed), codes)
     assert Quantised(codes, torch.ones(2, 1).to(torch.float8_e4m3fn), torch.tensor(1.0)).blocks(2, 16)[0, 1] == 0.5

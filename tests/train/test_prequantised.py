@@ -39,7 +39,7 @@ def nvfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
     decode = weight.abs().amax() / (448 * 6)
     tiles = weight.view(weight.shape[0], -1, 16)
     scales = (tiles.abs().amax(-1) / 6 / decode).to(torch.float8_e4m3fn)
-    codes = fp4.nearest(tiles / (scales.float() * decode)[..., None]).flatten(1)
+    codes = fp4.encode(tiles / (scales.float() * decode)[..., None]).flatten(1)
     extra = {f"{name}.input_scale": torch.ones(())}
     return {
         f"{name}.weight": fp4.pairs(codes),
@@ -51,7 +51,7 @@ def nvfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
 def mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
     tiles = weight.view(weight.shape[0], -1, 32)
     exponents = torch.frexp(tiles.abs().amax(-1))[1] - 3
-    codes = fp4.nearest(tiles / 2.0 ** exponents[..., None]).flatten(1)
+    codes = fp4.encode(tiles / 2.0 ** exponents[..., None]).flatten(1)
     blocks = fp4.pairs(codes).view(weight.shape[0], -1, 16)
     return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}
 

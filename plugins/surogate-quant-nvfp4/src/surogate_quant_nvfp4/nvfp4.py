@@ -74,7 +74,7 @@ def _encode_scale(amax: Tensor, top: float) -> Tensor:
 def _codes(x_OBK: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
     """Codes at these scales; 0 where a scale is 0."""
     divisor = (scales.float() * decode)[..., None]
-    return fp4.nearest(torch.where(divisor == 0, 0.0, x_OBK / torch.where(divisor == 0, 1.0, divisor)))
+    return fp4.encode(torch.where(divisor == 0, 0.0, x_OBK / torch.where(divisor == 0, 1.0, divisor)))
 
 
 def _error(x_OBK: Tensor, codes: Tensor, scales: Tensor, decode: Tensor) -> Tensor:

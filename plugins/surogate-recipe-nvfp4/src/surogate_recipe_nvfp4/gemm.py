@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError, UserError
+from surogate_core.kernels import fp4
 from surogate_core.kernels.nvfp4 import (
     BLOCK,
     E4M3,
@@ -24,9 +25,7 @@ from surogate_core.kernels.nvfp4 import (
     Quantised,
     nvfp4_quantised,
     nvfp4_rounded,
-    pack_codes,
     quantise,
-    unpack_codes,
 )
 from surogate_recipe_nvfp4 import native
 
@@ -128,7 +127,7 @@ class Coded:
 
     def rounded(self, rows: int, inner: int) -> Rounded:
         """The same for an emulated product, without what pads it."""
-        found = Quantised(unpack_codes(self.codes), self.scales, self.decode)
+        found = Quantised(fp4.unpaired(self.codes), self.scales, self.decode)
         return Rounded(found.blocks(rows, inner).bfloat16(), self.decode)
 
 
@@ -153,7 +152,7 @@ def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
     header[0] = quantised.decode
     parts = [header.view(torch.uint8)]
     for layout in (quantised, quantised.t()):
-        parts += [pack_codes(layout.codes).reshape(-1), layout.scales.contiguous().view(torch.uint8).view(-1)]
+        parts += [fp4.pairs(layout.codes).reshape(-1), layout.scales.contiguous().view(torch.uint8).view(-1)]
     return torch.cat(parts)
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from surogate_core.kernels.nvfp4 import BLOCK, E2M1_MAX, quantise
+from surogate_core.kernels import fp4
+from surogate_core.kernels.nvfp4 import BLOCK, quantise
 
 if TYPE_CHECKING:
     from surogate_recipe_nvfp4.gemm import Prepared
@@ -16,6 +17,6 @@ def rounded(x: Tensor, role: str, options: Prepared) -> tuple[Tensor, Tensor]:
     """(values that x rounds to in fp32, where it is beyond the largest of its block). Gradients round to nearest."""
     found = quantise(x, square=role == "weight", four_over_six=options.four_over_six)
     height = found.codes.shape[0] // found.scales.shape[0]
-    tops = found.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1) * E2M1_MAX * found.decode
+    tops = found.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1) * fp4.LARGEST * found.decode
     rows, columns = x.shape
     return found.blocks(rows, columns) * found.decode, x.float().abs() > tops[:rows, :columns]
