@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -100,6 +101,18 @@ def test_plugin_is_a_distribution_of_its_own(plugin):
     assert (package / "__init__.py").is_file()
     assert len((plugin / "README.md").read_text(encoding="utf-8").split()) > 20, "the README says nothing"
     assert list((plugin / "tests").glob("test_*.py")), "no tests"
+
+
+def test_readme_has_one_row_for_each_plugin():
+    rows = re.findall(r"^\| \[`([\w-]+)`\]", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(plugin.name for plugin in PLUGINS)
+
+
+def test_readme_says_nothing_twice():
+    """Merges that keep both sides' lines leave such pairs: beginnings are compared, as ends are edited."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    beginnings = [line[:40] for line in lines if len(line) > 60 and not line.startswith("|")]
+    assert not {b for b in beginnings if beginnings.count(b) > 1}
 
 
 @pytest.mark.parametrize("kind", KINDS_WITH_EQUAL_FILES)
