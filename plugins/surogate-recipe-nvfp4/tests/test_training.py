@@ -108,9 +108,9 @@ def engine(mode: str, *, fp4: bool = True, block: bool = False, stochastic: bool
     return made
 
 
-def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
+def train(engine: Engine, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
     batches = [make_batch(random_documents([20, 12], seed=i)) for i in range(2)]
-    return [engine.train_step(batches, step=step, lr=1e-2).read() for step in steps]
+    return [engine.train_step(batches, step=step, lr=lr).read() for step in steps]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -149,8 +149,9 @@ def test_rounding_to_nearest_is_another_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_qwen3(mode: str) -> None:
+    """At a rate at which eight steps do not learn two rows by heart, where every digit counts."""
     made = [make_engine(lora=MODES[mode], recipe=RECIPE, recipe_options=OPTIONS), make_engine(lora=MODES[mode])]
-    fp4, plain = (train(one, range(8)) for one in made)
+    fp4, plain = (train(one, range(8), lr=1e-3) for one in made)
     assert [loss for loss, _ in fp4] == pytest.approx([loss for loss, _ in plain], rel=0.15)
 
 
