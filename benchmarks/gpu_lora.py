@@ -252,12 +252,9 @@ def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace) -> Result:
-    """Build the engine, warm it up, time it."""
+def measure(options: argparse.Namespace, turn: Callable[[], None] = lambda: None) -> Result:
+    """Build the engine, wait for this process' `turn`, warm the engine up, time it."""
     device = torch.device("cuda", torch.cuda.current_device())
-    gemm = gemm_tflops(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     borders = ROWS + 1 if options.documents == "row" else 64
     batches = make_batches(options.documents, PRESETS[options.preset]["vocab_size"], max(borders, options.borders))
     started = time.perf_counter()
@@ -273,13 +270,20 @@ def measure(options: argparse.Namespace) -> Result:
     step()
     torch.cuda.synchronize()
     setup = time.perf_counter() - started
+    torch.cuda.empty_cache()
+    turn()
+    # The product is none of a step's memory.
+    peak = torch.cuda.max_memory_allocated()
+    gemm = gemm_tflops(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP - 1):
         step()
     times = timed(step, options.steps)
     milliseconds = statistics.median(times)
     tokens = MICRO_STEPS * ROWS * LENGTH
     work = gflop_per_token(options.preset, batches, full=options.full)
-    peak = torch.cuda.max_memory_allocated() / 2**30
+    peak = max(peak, torch.cuda.max_memory_allocated())
     return Result(
         preset=options.preset,
         setting={k: v for k, v in vars(options).items() if k not in ("json", "preset", "steps")},
@@ -290,7 +294,7 @@ def measure(options: argparse.Namespace) -> Result:
         milliseconds_all=times,
         gflop_per_token=work,
         speed_of_light=work * tokens / gemm / milliseconds,
-        peak_gib=peak,
+        peak_gib=peak / 2**30,
         frozen_gib=frozen_gib(engine),
         projections_gib=frozen_gib(engine, "weight"),
         setup_seconds=setup,
