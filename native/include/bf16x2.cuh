@@ -10,4 +10,7 @@ __device__ __forceinline__ unsigned bf16x2(float lower, float upper) {
     return both;
 }
 
+__device__ __forceinline__ float low_of(unsigned both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high_of(unsigned both) { return __uint_as_float(both & 0xffff0000u); }
+
 }  // namespace surogate

@@ -3,6 +3,7 @@
 //
 // Figures of a tensor, 16 bytes: its scale, 1 / scale, the bits of its largest absolute value, 0.
 #pragma once
+#include "bf16x2.cuh"
 
 namespace surogate {
 
@@ -20,9 +21,6 @@ template <bool gradient> __device__ __forceinline__ unsigned codes_of(float low,
 #endif
     return both;
 }
-
-__device__ __forceinline__ float low_of(unsigned both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_of(unsigned both) { return __uint_as_float(both & 0xffff0000u); }
 
 // Eight bf16 values as codes.
 template <bool gradient> __device__ __forceinline__ uint2 codes_of(const unsigned (&x)[4], float scale) {

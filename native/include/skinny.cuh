@@ -10,12 +10,6 @@ using u32 = unsigned int;
 
 constexpr int ranks = 16;
 
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
 __device__ __forceinline__ u32 transposed(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

@@ -12,13 +12,14 @@ namespace surogate {
 
 constexpr int warps = 16, threads = 32 * warps, tokens = 32, group = 32;
 
-// The input as it is; `Raw` is what a thread has asked for of 8 features.
+// The input as it is. `at` are the 8 features of a row that a thread reads next, `Raw` is what it has asked for of them.
 struct Plain {
     using Raw = uint4;
-    const u16 *x;
-    long long x_row;
-    __device__ __forceinline__ Raw load(long long row, int column) const {
-        return __ldg(reinterpret_cast<const uint4 *>(x + row * x_row + column));
+    const u16 *at;
+    long long row;
+    __device__ __forceinline__ void move(long long rows, int columns) { at += rows * row + columns; }
+    __device__ __forceinline__ Raw load(int below) const {
+        return __ldg(reinterpret_cast<const uint4 *>(at + below * row));
     }
     __device__ __forceinline__ static void values(const Raw &raw, u32 (&x)[4]) {
         x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
@@ -35,21 +36,25 @@ struct Gated {
     long long gate_row;
     const u16 *up;
     long long up_row;
-    __device__ __forceinline__ Raw load(long long row, int column) const {
-        return {__ldg(reinterpret_cast<const uint4 *>(gate + row * gate_row + column)),
-                __ldg(reinterpret_cast<const uint4 *>(up + row * up_row + column))};
+    __device__ __forceinline__ void move(long long rows, int columns) {
+        gate += rows * gate_row + columns;
+        up += rows * up_row + columns;
+    }
+    __device__ __forceinline__ Raw load(int below) const {
+        return {__ldg(reinterpret_cast<const uint4 *>(gate + below * gate_row)),
+                __ldg(reinterpret_cast<const uint4 *>(up + below * up_row))};
     }
     __device__ __forceinline__ static void values(const Raw &raw, u32 (&x)[4]) {
         const u32 gates[4] = {raw.gate.x, raw.gate.y, raw.gate.z, raw.gate.w};
         const u32 ups[4] = {raw.up.x, raw.up.y, raw.up.z, raw.up.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            x[i] = pair(gated(low_of(gates[i]), low_of(ups[i])), gated(high_of(gates[i]), high_of(ups[i])));
+            x[i] = bf16x2(gated(low_of(gates[i]), low_of(ups[i])), gated(high_of(gates[i]), high_of(ups[i])));
     }
 };
 
 template <int slots, typename Source>
-__device__ __forceinline__ void encode(const Source &source, const u16 *a, float *figures, unsigned char *codes,
+__device__ __forceinline__ void encode(Source source, const u16 *a, float *figures, unsigned char *codes,
                                        u16 *u, int features) {
     extern __shared__ float sums[];  // [warps, tokens, ranks + 1]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -57,33 +62,39 @@ __device__ __forceinline__ void encode(const Source &source, const u16 *a, float
     const float scale = __ldg(figures);
     float d[slots][2][2][4] = {};
     u32 most = 0;
-    const auto load = [&](int column, typename Source::Raw(&raw)[4]) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) raw[r] = source.load(first + lane / 4 + 8 * r, column);
-    };
+    constexpr int stride = warps * group;
+    static_assert(stride % tile_columns == 0, "so that codes lie whole tiles apart");
     typename Source::Raw raw[4];
-    int column = warp * group + lane % 4 * 8;
-    if (column < features) load(column, raw);
-    for (; column < features; column += warps * group) {
-        u32 x[4][4];
+    const auto load = [&] {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) Source::values(raw[r], x[r]);
-        if (column + warps * group < features) load(column + warps * group, raw);
+        for (int r = 0; r < 4; ++r) raw[r] = source.load(8 * r);
+    };
+    int column = warp * group + lane % 4 * 8;
+    source.move(first + lane / 4, column);
+    const u16 *a_at = a + static_cast<long long>(lane / 4) * features + column;
+    codes += place_of(first + lane / 4, column, features);
+    if (column < features) load();
+    for (; column < features; column += stride) {
         uint4 right[slots][2];
 #pragma unroll
         for (int s = 0; s < slots; ++s) {
 #pragma unroll
             for (int n = 0; n < 2; ++n)
-                right[s][n] = __ldg(reinterpret_cast<const uint4 *>(
-                    a + static_cast<long long>(s * ranks + n * 8 + lane / 4) * features + column));
+                right[s][n] = __ldg(reinterpret_cast<const uint4 *>(a_at + static_cast<long long>(s * ranks + n * 8) * features));
         }
+        u32 x[4][4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) Source::values(raw[r], x[r]);
+        source.move(0, stride);
+        if (column + stride < features) load();
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) most = larger(most, x[r][i]);
-            *reinterpret_cast<uint2 *>(codes + place_of(first + lane / 4 + 8 * r, column, features)) =
-                codes_of<false>(x[r], scale);
+            *reinterpret_cast<uint2 *>(codes + r * 8 * tile_columns) = codes_of<false>(x[r], scale);
         }
+        a_at += stride;
+        codes += stride * tile_rows;
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             const u32 left[4] = {x[2 * m][0], x[2 * m + 1][0], x[2 * m][1], x[2 * m + 1][1]};
@@ -119,7 +130,7 @@ __device__ __forceinline__ void encode(const Source &source, const u16 *a, float
         float total = 0.0f;
 #pragma unroll
         for (int w = 0; w < warps; ++w) total += sums[(w * tokens + row) * pitch + rank];
-        u[(first + row) * (slots * ranks) + s * ranks + rank] = static_cast<u16>(pair(total, 0.0f));
+        u[(first + row) * (slots * ranks) + s * ranks + rank] = static_cast<u16>(bf16x2(total, 0.0f));
     }
 }
 
@@ -154,12 +165,13 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     if (threadIdx.x == 0) most = 0;
     __syncthreads();
-    const Gated source{gate, gate_row, up, up_row};
     const int chunks = features / 8;
     u32 pairs = 0;
     for (long long i = threadIdx.x; i < static_cast<long long>(rows) * chunks; i += 1024) {
+        Gated source{gate, gate_row, up, up_row};
+        source.move(i / chunks, i % chunks * 8);
         u32 x[4];
-        Gated::values(source.load(i / chunks, i % chunks * 8), x);
+        Gated::values(source.load(0), x);
         pairs = larger(larger(larger(larger(pairs, x[0]), x[1]), x[2]), x[3]);
     }
     const u32 above = pairs & 0xffff0000u, below = pairs << 16;

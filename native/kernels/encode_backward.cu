@@ -57,17 +57,22 @@ extern "C" __global__ void __launch_bounds__(surogate::threads, 2)
     u32 most = 0;
     uint4 raw[2 * halves];
     u32 by_tokens[halves][4];
+    const u16 *dy_at = dy + (begin + lane / 4) * dy_row + column;
+    const u16 *u_at = u + static_cast<long long>(begin) * all_ranks;
     const auto load = [&](int first) {
 #pragma unroll
-        for (int r = 0; r < 2 * halves; ++r) {
-            const long long row = first + lane / 4 + 8 * r;
-            raw[r] = loaded(dy + row * dy_row + column, row < end);
-        }
+        for (int r = 0; r < 2 * halves; ++r) raw[r] = loaded(dy_at + 8 * r * dy_row, first + lane / 4 + 8 * r < end);
+        dy_at += step * dy_row;
     };
     const auto load_u = [&](int first) {
 #pragma unroll
-        for (int m = 0; m < halves; ++m) load_ranks(by_tokens[m], u, all_ranks, first + 16 * m, end);
+        for (int m = 0; m < halves; ++m) load_ranks(by_tokens[m], u_at, all_ranks, 16 * m, end - first);
+        u_at += step * all_ranks;
     };
+    // Tiles begin at multiples of 16 KiB of codes; a step is within one.
+    static_assert(tile_rows % step == 0);
+    unsigned char *codes_at = codes + place_of(begin + lane / 4, column, outputs);
+    const long long over = static_cast<long long>(outputs - tile_columns) * tile_rows;
     load(begin);
     load_u(begin);
     int buffer = 0;
@@ -82,12 +87,13 @@ extern "C" __global__ void __launch_bounds__(surogate::threads, 2)
 #pragma unroll
         for (int r = 0; r < 2 * halves; ++r) {
             const u32(&own)[4] = x[r / 2][r % 2];
-            const int row = first + lane / 4 + 8 * r;
 #pragma unroll
             for (int i = 0; i < 4; ++i) most = larger(most, own[i]);
-            if (row < end)
-                *reinterpret_cast<uint2 *>(codes + place_of(row, column, outputs)) = codes_of<true>(own, scale);
+            if (first + lane / 4 + 8 * r < end)
+                *reinterpret_cast<uint2 *>(codes_at + 8 * r * tile_columns) = codes_of<true>(own, scale);
         }
+        codes_at += step * tile_columns;
+        if ((first + step) % tile_rows == 0) codes_at += over;
 #pragma unroll
         for (int m = 0; m < halves; ++m) {
             over_tokens(db, by_tokens[m], x[m]);

@@ -12,7 +12,7 @@ stays as it is. Suffixes as in `surogate_core.kernels.panels`; F features, R ran
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ FEATURES = 256
 STEP = 16
 THREADS = 256
 SHARED = {"gated_backward": 111_872, "gated_backward_small": 85_504}
-"""Bytes of shared memory of the kernel whose copies run two steps ahead, and one."""
+"""Bytes of shared memory of kernels whose copies run two steps ahead, and one."""
 LARGE = (9, 10)
 """Major compute capabilities whose blocks can have so much, two of them at a time."""
 BLOCKS = 264
@@ -41,7 +41,7 @@ BLOCKS = 264
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.slice.Tensor, aten._unsafe_view.default, aten.reshape.default)
 
-_MODULE = Module(Path(__file__).parent / "native", "gated_backward", specific=True)
+ROWS = Module(Path(__file__).parent / "native", "gated_backward", specific=True)
 
 
 @torch.library.custom_op("surogate_triton::down_backward", mutates_args=())
@@ -62,6 +62,50 @@ def _(
     return dy.new_empty(n, inputs), torch.empty_like(u_NR), dy.new_empty((outputs, rank), dtype=torch.float32)
 
 
+def launch(
+    module: Module,
+    name: str,
+    out: Sequence[Tensor | int],
+    dh_NF: Tensor,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    u_NR: Tensor,
+    b_OR: Tensor,
+    du_NR: Tensor,
+    shared: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a kernel of native/include/gated.cuh that writes to `out`; the parts of du, of dB and of the other dA."""
+    n, features = dh_NF.shape
+    rank = du_NR.shape[1]
+    dh, gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF))
+    chunks = features // FEATURES
+    parts = max(1, BLOCKS // chunks)
+    rows = -(-n // (parts * STEP)) * STEP
+    parts = -(-n // rows)
+    du_parts = dh.new_empty((2 * chunks, n, rank), dtype=torch.float32)
+    db_parts = dh.new_empty((parts, 2 * features, rank), dtype=torch.float32)
+    da_parts = dh.new_empty((parts, rank, features), dtype=torch.float32)
+    # The kernel counts the elements of du's parts in 32 bits, and the bytes of the codes.
+    assert max(du_parts.numel(), n * 2 * features) < 2**32
+    module.launch(
+        name,
+        (chunks, parts),
+        THREADS,
+        *out,
+        *(value for t in (dh, gate, up) for value in (t, t.stride(0))),
+        u_NR,
+        b_OR,
+        b_OR.stride(0),
+        du_NR,
+        du_parts,
+        db_parts,
+        da_parts,
+        *(np.int32(size) for size in (n, features, rows)),
+        shared=shared,
+    )
+    return du_parts, db_parts, da_parts
+
+
 @torch.library.custom_op("surogate_triton::gated_backward", mutates_args=())
 def gated_backward(
     dh_NF: Tensor,
@@ -69,7 +113,7 @@ def gated_backward(
     up_NF: Tensor,
     du_NR: Tensor,
     x: Tensor,
-    u: Tensor,
+    u_NR: Tensor,
     panel_QP: Tensor,
     inputs: int,
     rank: int,
@@ -77,34 +121,12 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """SwiGLU and the projections before it: (dx, dA and dB of both, dA of the projection behind, whose du is given)."""
     n, features = dh_NF.shape
-    dh, gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF))
     width, ranks = 2 * features, 2 * rank
     x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
-    dy = dh.new_empty(n, width + adapters.ROOM)
-    chunks = features // FEATURES
-    parts = max(1, BLOCKS // chunks)
-    rows = -(-n // (parts * STEP)) * STEP
-    parts = -(-n // rows)
-    du_parts = dh.new_empty((2 * chunks, n, rank), dtype=torch.float32)
-    db_parts = dh.new_empty((parts, width, rank), dtype=torch.float32)
-    da_parts = dh.new_empty((parts, rank, features), dtype=torch.float32)
-    # The kernel counts the elements of du's parts in 32 bits.
-    assert du_parts.numel() < 2**32
-    name = "gated_backward" if torch.cuda.get_device_capability(dh.device)[0] in LARGE else "gated_backward_small"
-    _MODULE.launch(
-        name,
-        (chunks, parts),
-        THREADS,
-        *(value for t in (dh, gate, up, dy) for value in (t, t.stride(0))),
-        u,
-        panel_QP[:, inputs:],
-        panel_QP.stride(0),
-        du_NR,
-        du_parts,
-        db_parts,
-        da_parts,
-        *(np.int32(size) for size in (n, features, rows)),
-        shared=SHARED[name],
+    dy = dh_NF.new_empty(n, width + adapters.ROOM)
+    name = "gated_backward" if torch.cuda.get_device_capability(dy.device)[0] in LARGE else "gated_backward_small"
+    du_parts, db_parts, da_parts = launch(
+        ROWS, name, (dy, dy.stride(0)), dh_NF, gate_NF, up_NF, u_NR, panel_QP[:, inputs:], du_NR, SHARED[name]
     )
     outputs = [features, features]
     du, db, counters, da_down = adapters.summed(
@@ -122,7 +144,7 @@ def _(
     up_NF: Tensor,
     du_NR: Tensor,
     x: Tensor,
-    u: Tensor,
+    u_NR: Tensor,
     panel_QP: Tensor,
     inputs: int,
     rank: int,
@@ -141,11 +163,27 @@ def _(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """What is looked for in a graph and what takes its place; arguments of the same names are the same."""
+
+    backward: Any
+    """Of adapted projections: (dx, dA, dB, …)."""
+    down: Any
+    """Of the projection behind SwiGLU: (gradient of its input, du, dB, …)."""
+    gated: Any
+    """Of SwiGLU and the projections before it: (dx, dA, dB, dA of the projection behind, …)."""
+    widened: bool
+    """Whether the projections' input has columns for u beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gated:
     """The nodes of one feed-forward part."""
 
     gate: fx.Node
     up: fx.Node
+    h: fx.Node
+    """silu(gate) · up."""
     down_backward: fx.Node
     """Of the projection behind SwiGLU."""
     backward: fx.Node
@@ -168,45 +206,50 @@ def users(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _matched(backward: fx.Node) -> Gated | None:
-    ops = torch.ops.surogate_triton
-    dy, _, _, _, _, _, outputs, rank, _, p, _ = edits.args(backward)
-    inner = viewed(dy)
-    if p != 0 or rank != RANK or len(outputs) != 2 or outputs[0] != outputs[1] or outputs[0] % FEATURES:
+def matched(backward: fx.Node, ops: Ops) -> Gated | None:
+    """The feed-forward part whose projections to gate and up this is the backward of, if it can be taken together."""
+    own = edits.named(backward)
+    outputs = own["outputs"]
+    inner = viewed(own["dy"])
+    if own["p"] != 0 or own["rank"] != RANK or len(outputs) != 2 or outputs[0] != outputs[1] or outputs[0] % FEATURES:
         return None
-    if dy.meta["val"].dtype != torch.bfloat16 or inner.target != ops.swiglu_backward.default:
+    if own["dy"].meta["val"].dtype != torch.bfloat16:
+        return None
+    if inner.target != torch.ops.surogate_triton.swiglu_backward.default:
         return None
     dh, gate, up = edits.args(inner)
     if set(users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
         return None
     down_backward, number = edits.args(dh)
-    if number != 0 or down_backward.target != ops.adapted_linears_backward.default:
+    if number != 0 or down_backward.target != ops.backward:
         return None
-    _, x, _, _, _, _, down_outputs, down_rank, _, down_p, _ = edits.args(down_backward)
-    if down_p != 0 or len(down_outputs) != 1 or down_rank != rank or x.target != aten.cat.default:
+    down = edits.named(down_backward)
+    if down["p"] != 0 or len(down["outputs"]) != 1 or down["rank"] != RANK:
         return None
-    h = edits.args(x)[0][0]
+    h = edits.args(down_backward)[1]
+    if ops.widened:
+        if h.target != aten.cat.default:
+            return None
+        h = edits.args(h)[0][0]
     if h.target != aten.mul.Tensor or edits.args(h)[1] is not up:
         return None
     silu = edits.args(h)[0]
     if silu.target != aten.silu.default or edits.args(silu)[0] is not gate:
         return None
-    return Gated(gate=gate, up=up, down_backward=down_backward, backward=backward)
+    return Gated(gate=gate, up=up, h=h, down_backward=down_backward, backward=backward)
 
 
-def _apply(graph: fx.Graph, found: Gated) -> None:
-    ops = torch.ops.surogate_triton
+def _apply(graph: fx.Graph, found: Gated, ops: Ops) -> None:
     node = found.down_backward
-    dy, _, u, panel, _, inputs, outputs, rank, scale, _, _ = edits.args(node)
-    arguments: tuple[Any, ...] = (dy, u, panel, inputs, outputs[0], rank, scale)
-    dh, du, db = edits.call(graph, node, ops.down_backward.default, arguments, 3)
+    sides = {"inputs": found.h.meta["val"].shape[1], "outputs": edits.named(node)["outputs"][0]}
+    dh, du, db, *more = edits.call(graph, node, ops.down, {**edits.named(node), **sides})
     da_item = edits.items(node).get(1)
-    edits.replace(node, {0: dh, 1: da_item, 2: db} if da_item is not None else {0: dh, 2: db})
+    kept = {1: da_item} if da_item is not None else {}
+    edits.replace(node, {0: dh, 2: db, **kept, **dict(enumerate(more, start=3))})
     node = found.backward
-    _, x, u_up, panel_up, _, inputs_up, _, rank_up, scale_up, _, _ = edits.args(node)
-    arguments = (dh, found.gate, found.up, du, x, u_up, panel_up, inputs_up, rank_up, scale_up)
-    dx, da, db, da_down = edits.call(graph, node, ops.gated_backward.default, arguments, 4)
-    edits.replace(node, {0: dx, 1: da, 2: db})
+    own = {"dh_NF": dh, "gate_NF": found.gate, "up_NF": found.up, "du_NR": du}
+    dx, da, db, da_down, *more = edits.call(graph, node, ops.gated, {**edits.named(node), **own})
+    edits.replace(node, {0: dx, 1: da, 2: db, **dict(enumerate(more, start=3))})
     if da_item is not None:
         move_users(graph, da_item, da_down)
         da_item.replace_all_uses_with(da_down)
@@ -226,11 +269,24 @@ def move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
         after.append(node)
 
 
-def rewrite(joint: fx.Graph) -> None:
-    """Take SwiGLU into the projections around it, wherever a joint graph has them."""
-    target = torch.ops.surogate_triton.adapted_linears_backward.default
+def rewritten(joint: fx.Graph, ops: Ops) -> Iterator[Gated]:
+    """Take SwiGLU into the backward of the projections around it, wherever a joint graph has them; what was found."""
     for node in list(joint.nodes):
-        if node.target == target and (found := _matched(node)) is not None:
-            _apply(joint, found)
+        if node.target == ops.backward and (found := matched(node, ops)) is not None:
+            _apply(joint, found, ops)
             # What was replaced is dead; the ops write nothing that others see.
             joint.eliminate_dead_code()
+            yield found
+
+
+def rewrite(joint: fx.Graph) -> None:
+    """Take SwiGLU into the backward of the adapted projections around it."""
+    found = torch.ops.surogate_triton
+    ops = Ops(
+        backward=found.adapted_linears_backward.default,
+        down=found.down_backward.default,
+        gated=found.gated_backward.default,
+        widened=True,
+    )
+    for _ in rewritten(joint, ops):
+        pass

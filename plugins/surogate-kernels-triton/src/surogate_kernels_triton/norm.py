@@ -128,7 +128,7 @@ def rewrite(joint: fx.Graph) -> None:
         value, wanted = other.meta["val"], dx.meta["val"]
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             continue
-        results = edits.call(joint, node, target, (*edits.args(node)[:4], other), 2)
+        results = edits.call(joint, node, target, {**edits.named(node), "other_ND": other})
         total.replace_all_uses_with(results[0])
         edits.replace(node, dict(enumerate(results)))
         joint.eliminate_dead_code()

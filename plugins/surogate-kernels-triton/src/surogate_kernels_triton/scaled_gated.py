@@ -6,7 +6,6 @@ them as FP8 codes: nobody reads them in bf16. Suffixes as there.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,13 +16,8 @@ from surogate_core.kernels import scaled as formats
 from surogate_core.kernels.native import Module
 from surogate_kernels_triton import adapters, gated, scaled
 from surogate_kernels_triton import graph_edits as edits
-from surogate_kernels_triton.gated import Gated, move_users, users, viewed
 
-CODES = Module(scaled.NATIVE, "gated_codes")
-SHARED = 57_344
-"""Bytes of shared memory of a block of `gated_codes`."""
-
-aten = torch.ops.aten
+CODES = Module(scaled.NATIVE, "gated_codes", specific=True)
 
 
 @torch.library.custom_op("surogate_triton::scaled_gated", mutates_args=())
@@ -129,7 +123,7 @@ def scaled_gated_backward(
     up_NF: Tensor,
     du_NR: Tensor,
     x_NI: Tensor,
-    u: Tensor,
+    u_NR: Tensor,
     panel: Tensor,
     weights: Sequence[Tensor],
     rows: Sequence[Tensor],
@@ -156,29 +150,8 @@ def scaled_gated_backward(
         np.int32(features),
     )
     codes_C = torch.empty(n * 2 * features, dtype=torch.uint8, device=dh.device)
-    chunks = features // gated.FEATURES
-    parts = max(1, scaled.BLOCKS // chunks)
-    share = -(-n // (parts * gated.STEP)) * gated.STEP
-    parts = -(-n // share)
-    du_parts = torch.empty((2 * chunks, n, rank), dtype=torch.float32, device=dh.device)
-    db_parts = torch.empty((parts, 2 * features, rank), dtype=torch.float32, device=dh.device)
-    da_parts = torch.empty((parts, rank, features), dtype=torch.float32, device=dh.device)
-    CODES.launch(
-        "gated_codes",
-        (chunks, parts),
-        gated.THREADS,
-        *(value for t in (dh, gate, up) for value in (t, t.stride(0))),
-        codes_C,
-        figures,
-        u,
-        b_OR,
-        b_OR.stride(0),
-        du_NR,
-        du_parts,
-        db_parts,
-        da_parts,
-        *(np.int32(size) for size in (n, features, share)),
-        shared=SHARED,
+    du_parts, db_parts, da_parts = gated.launch(
+        CODES, "gated_codes", (codes_C, figures), dh, gate, up, u_NR, b_OR, du_NR, gated.SHARED["gated_backward"]
     )
     du, db, counters, da_down = adapters.summed(du_parts, db_parts, None, inputs, outputs, rank, scale, da_parts)
     da = adapters.down_gradient(x_NI, du, counters)
@@ -194,7 +167,7 @@ def _(
     up_NF: Tensor,
     du_NR: Tensor,
     x_NI: Tensor,
-    u: Tensor,
+    u_NR: Tensor,
     panel: Tensor,
     weights: Sequence[Tensor],
     rows: Sequence[Tensor],
@@ -215,63 +188,20 @@ def _(
 # --------------------------------------------------------------------------- the rewrite
 
 
-def _matched(backward: fx.Node) -> Gated | None:
-    ops = torch.ops.surogate_triton
-    dy, _, _, _, _, _, _, outputs, rank, _, _, p, _ = edits.args(backward)
-    inner = viewed(dy)
-    if p != 0 or rank != gated.RANK or len(outputs) != 2 or outputs[0] != outputs[1]:
-        return None
-    if inner.target != ops.swiglu_backward.default:
-        return None
-    dh, gate, up = edits.args(inner)
-    if set(users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
-        return None
-    down_backward, number = edits.args(dh)
-    if number != 0 or down_backward.target != ops.scaled_linears_backward.default:
-        return None
-    _, h, _, _, _, _, _, down_outputs, down_rank, _, _, down_p, _ = edits.args(down_backward)
-    if down_p != 0 or len(down_outputs) != 1 or down_rank != rank:
-        return None
-    if h.target != aten.mul.Tensor or edits.args(h)[1] is not up:
-        return None
-    silu = edits.args(h)[0]
-    if silu.target != aten.silu.default or edits.args(silu)[0] is not gate:
-        return None
-    return Gated(gate=gate, up=up, down_backward=down_backward, backward=backward)
-
-
-def _apply(graph: fx.Graph, found: Gated) -> None:
-    ops = torch.ops.surogate_triton
-    node = found.down_backward
-    dy, h, u, panel, weights, rows, _, _, rank, scale, margin, _, _ = edits.args(node)
-    inputs = h.meta["val"].shape[1]
-    arguments = (dy, u, panel, weights, rows, inputs, rank, scale, margin)
-    dh, du, db, figures = edits.call(graph, node, ops.scaled_down_backward.default, arguments, 4)
-    da_item = edits.items(node).get(1)
-    kept = {1: da_item} if da_item is not None else {}
-    edits.replace(node, {0: dh, 2: db, 3: figures, **kept})
-    node = found.backward
-    _, x, u_up, panel_up, weights_up, rows_up, _, _, rank_up, scale_up, margin_up, _, _ = edits.args(node)
-    operands = (dh, found.gate, found.up, du, x, u_up, panel_up, weights_up, rows_up, rank_up, scale_up, margin_up)
-    dx, da, db, da_down, figures = edits.call(graph, node, ops.scaled_gated_backward.default, operands, 5)
-    edits.replace(node, {0: dx, 1: da, 2: db, 3: figures})
-    if da_item is not None:
-        move_users(graph, da_item, da_down)
-        da_item.replace_all_uses_with(da_down)
-    graph.eliminate_dead_code()
-    if [user.target for user in h.users] == [ops.scaled_linears.default]:
-        (node,) = h.users
-        _, panel, weights, row, _, outputs, rank, margin, _, _ = edits.args(node)
-        before = (found.gate, found.up, panel, weights, row, outputs[0], rank, margin)
-        y, u, figures = edits.call(graph, node, ops.scaled_gated.default, before, 3)
-        edits.replace(node, {0: y, 1: u, 2: figures})
-
-
 def rewrite(joint: fx.Graph) -> None:
     """Take SwiGLU into the FP8 projections around it, wherever a joint graph has them."""
-    target = torch.ops.surogate_triton.scaled_linears_backward.default
-    for node in list(joint.nodes):
-        if node.target == target and (found := _matched(node)) is not None:
-            _apply(joint, found)
-            # What was replaced is dead; the ops write nothing that others see.
+    found = torch.ops.surogate_triton
+    ops = gated.Ops(
+        backward=found.scaled_linears_backward.default,
+        down=found.scaled_down_backward.default,
+        gated=found.scaled_gated_backward.default,
+        widened=False,
+    )
+    for part in gated.rewritten(joint, ops):
+        if [user.target for user in part.h.users] == [found.scaled_linears.default]:
+            (node,) = part.h.users
+            named = edits.named(node)
+            own = {"gate_NF": part.gate, "up_NF": part.up, "outputs": named["outputs"][0]}
+            results = edits.call(joint, node, found.scaled_gated.default, {**named, **own})
+            edits.replace(node, dict(enumerate(results)))
             joint.eliminate_dead_code()
