@@ -62,6 +62,22 @@ def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-LIMIT[kind], LIMIT[kind]).to(kind)
 
 
+KIND = {ACTIVATION: E4M3, WEIGHT: E4M3, GRADIENT: E5M2}
+"""Format of a role."""
+
+
+@op
+def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A matrix and its transpose as codes by the delayed scale of a role: for a tensor that two products read.
+
+    (codes [R, C], codes [C, R] contiguous, largest absolute value 0-d fp32, 1 / scale 0-d fp32).
+    """
+    amax = amax_of(x_RC)
+    scale = scale_in_use(row, role, amax, KIND[role], margin)
+    codes_RC = quantise(x_RC, scale, KIND[role])
+    return codes_RC, codes_RC.t().contiguous(), amax, 1 / scale
+
+
 # --------------------------------------------------------------------------- tiles
 
 

@@ -84,6 +84,36 @@ def test_codes_and_largest_values_are_the_references(linears: Run, kind: str, de
         torch.testing.assert_close(found, scaled.quantise(x, used, format).float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("linears")
+@pytest.mark.parametrize("role", [scaled.ACTIVATION, scaled.WEIGHT, scaled.GRADIENT])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "huge", "tiny", "subnormal", "zero", "infinite", "nan"])
+def test_codes_of_both_layouts_are_the_references(kind: str, delayed: bool, role: int) -> None:
+    from surogate_kernels_triton.quantise_both import quantise_both
+
+    room = torch.nn.functional.pad(values(384, 640, kind, seed=2), (8, 0), value=9e9)
+    if kind == "subnormal":
+        room = (room.double() * 1e-39).bfloat16()
+    row = torch.tensor([3.7, 9e3, 1e30 if kind == "subnormal" else 0.2], device="cuda") * delayed
+    # A view of columns, a transpose, and one that begins off the alignment of a load.
+    for x in (room[:, 8:], room[:, 8:].contiguous().t(), room[:, 7:-1]):
+        found = quantise_both(x, row, role, 1)
+        expected = references["quantise_both"].function(x, row, role, 1)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype
+            assert a.is_contiguous()
+            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("linears")
+def test_what_does_not_fill_tiles_is_left_to_the_reference() -> None:
+    pack = surogate_kernels_triton.surogate_kernel_pack()
+    table = KernelTable.build(torch.device("cuda"), [pack])
+    for shape, name in (((256, 384), "triton"), ((256, 320), "reference"), ((130, 256), "reference")):
+        x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        assert table.choose("quantise_both", x.dtype, x, x[0], scaled.WEIGHT, 0).name == name
+
+
 def run(function: Run, shape: PanelShape, tokens: int, delayed: bool, seed: Tensor | None = None) -> list[Tensor]:
     """Outputs, then gradients of x, the rows and the adapters."""
     x = random(tokens, shape.inputs, seed=0).bfloat16().cuda()
@@ -161,6 +191,33 @@ def feed_forward_arguments(delayed: bool) -> list[Tensor]:
     x = random(768, 256, seed=9).bfloat16().cuda()
     seed = torch.zeros((), dtype=torch.int32, device="cuda")
     return [x, seed, *panels, *weights, rows if delayed else torch.zeros_like(rows), *adapters]
+
+
+@pytest.mark.usefixtures("linears")
+@pytest.mark.parametrize("kind", ["normal", "huge", "tiny", "zero", "infinite", "nan"])
+@pytest.mark.parametrize(("tokens", "features"), [(128, 256), (4096, 2560), (1920, 768)])
+def test_codes_of_a_gated_backward_are_those_of_its_rows(tokens: int, features: int, kind: str) -> None:
+    """Blocks of one step, of many, and of some that begin within a tile; the parts of the sums are the same bits."""
+    from surogate_kernels_triton import adapters, gated, scaled_gated
+
+    joined = values(tokens, 2 * features, kind, seed=1)
+    dh = random(tokens, features, seed=2).bfloat16().cuda()
+    u, b, du = (random(*s, seed=3).bfloat16().cuda() for s in ((tokens, 32), (2 * features, 32), (tokens, 16)))
+    dy = dh.new_zeros(tokens, 2 * features + adapters.ROOM)
+    codes = torch.zeros(tokens * 2 * features, dtype=torch.uint8, device="cuda")
+    figures = torch.tensor([[300.0, 1 / 300.0, 0.0, 0.0], [2e3, 5e-4, 0.0, 0.0]], device="cuda")
+    operands = dh, joined[:, :features], joined[:, features:], u, b, du, gated.SHARED["gated_backward"]
+    rows = gated.launch(gated.ROWS, "gated_backward", (dy, dy.stride(0)), *operands)
+    found = gated.launch(scaled_gated.CODES, "gated_codes", (codes, figures), *operands)
+    for a, c in zip(rows, found, strict=True):
+        torch.testing.assert_close(a, c, rtol=0, atol=0, equal_nan=True)
+    made = scaled.untiled(codes, tokens, 2 * features).view(scaled.E5M2).float()
+    for half, own, (scale, _, largest, _) in zip(
+        dy[:, : 2 * features].split(features, dim=1), made.split(features, dim=1), figures, strict=True
+    ):
+        expected = scaled.quantise(half, scale, scaled.E5M2).float()
+        torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(largest, scaled.amax_of(half), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("linears")

@@ -8,13 +8,13 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from surogate_recipe_fp8.gemm import E4M3, E5M2, Prepared, pack, quantise, unpack
+from surogate_recipe_fp8.gemm import Prepared, pack, unpack
 from surogate_recipe_fp8.rounding import rounded as rounded_by_recipe
 from surogate_recipe_fp8.scaling import DelayedScaling
 from torch import Tensor
 
 from surogate_core.dsl.slots import LinearSlot
-from surogate_core.kernels.scaled import E4M3_MAX, E5M2_MAX, FP32_MAX, scale_of
+from surogate_core.kernels.scaled import E4M3, E4M3_MAX, E5M2, E5M2_MAX, FP32_MAX, quantise, scale_of
 
 MILLION = 1_000_000
 HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]

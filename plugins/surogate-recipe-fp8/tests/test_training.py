@@ -11,7 +11,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
-from surogate_recipe_fp8.gemm import E4M3, E5M2, Prepared, linear, multiply, pack, quantise
+from surogate_recipe_fp8.gemm import Prepared, linear, multiply, pack
 from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error, tiny_config
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from surogate_core.errors import MachineError
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.scaled import E4M3, E5M2, quantise
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()

@@ -34,9 +34,19 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; imports Triton."""
-    from surogate_kernels_triton import adapters, attention, cross_entropy, norm, norm_rope, scaled, swiglu, updates
+    from surogate_kernels_triton import (
+        adapters,
+        attention,
+        cross_entropy,
+        norm,
+        norm_rope,
+        quantise_both,
+        scaled,
+        swiglu,
+        updates,
+    )
 
-    modules = (attention, adapters, cross_entropy, norm, norm_rope, scaled, swiglu, updates)
+    modules = (attention, adapters, cross_entropy, norm, norm_rope, quantise_both, scaled, swiglu, updates)
     return tuple(module.kernel() for module in modules)
 
 

@@ -26,7 +26,7 @@ from surogate_core.kernels.panels import PanelShape
 from surogate_kernels_triton import adapters
 
 NATIVE = Path(__file__).parent / "native"
-QUANTISE = Module(NATIVE, "quantise")
+QUANTISE = Module(NATIVE, "quantise", specific=True)
 ENCODE = Module(NATIVE, "encode")
 ENCODE_BACKWARD = Module(NATIVE, "encode_backward")
 PRODUCT = Module(NATIVE, "scaled_product", specific=True)
@@ -59,8 +59,8 @@ def _ends(outputs: Sequence[int]) -> list[np.int32]:
     return [np.int32(end) for end in _padded(list(accumulate(outputs)), FAR)]
 
 
-def begin(x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int, *, gradient: bool) -> Tensor:
-    """Figures [S, 4] of ranges of columns, before their codes are made."""
+def begin(x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int, role: int) -> Tensor:
+    """Figures [S, 4] of ranges of columns in a role, before their codes are made."""
     figures = torch.empty((len(widths), FIGURES), dtype=torch.float32, device=x.device)
     QUANTISE.launch(
         "begin",
@@ -70,9 +70,9 @@ def begin(x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int,
         x.stride(0),
         np.int32(x.shape[0]),
         *_padded(rows, rows[0]),
-        np.int32(scaled.GRADIENT if gradient else scaled.ACTIVATION),
+        np.int32(role),
         *_ends(widths),
-        scaled.E5M2_MAX if gradient else scaled.E4M3_MAX,
+        scaled.LIMIT[scaled.KIND[role]],
         2.0**-margin,
         figures,
     )
@@ -84,7 +84,7 @@ def quantised(
 ) -> tuple[Tensor, Tensor]:
     """(codes in tiles, figures [S, 4]) of a bf16 matrix whose ranges of columns have a scale each."""
     n, width = x.shape[0], sum(widths)
-    figures = begin(x, rows, widths, margin, gradient=gradient)
+    figures = begin(x, rows, widths, margin, scaled.GRADIENT if gradient else scaled.ACTIVATION)
     codes_C = torch.empty(n * width, dtype=torch.uint8, device=x.device)
     QUANTISE.launch(
         "quantise_e5m2" if gradient else "quantise_e4m3",
@@ -135,7 +135,7 @@ def encode_gradient(
         _, du_NR, db, counters = adapters.gradients(dy, u_NR, b_OR, inputs, outputs, rank, scale, joined=False)
         return *quantised(dy, rows, outputs, margin, gradient=True), du_NR, db, counters
     n, width, columns, step = dy.shape[0], sum(outputs), 256, 32
-    figures = begin(dy, rows, outputs, margin, gradient=True)
+    figures = begin(dy, rows, outputs, margin, scaled.GRADIENT)
     chunks = width // columns
     share = -(-n // (max(1, BLOCKS // chunks) * step)) * step
     parts = -(-n // share)
@@ -228,7 +228,7 @@ def _forward(
     a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
     u_NR = x_NI.new_empty(n, rank * len(outputs))
     if p == 0 and rank == RANK and len(outputs) <= ENCODED:
-        figures = begin(x_NI, [row], [inputs], margin, gradient=False)
+        figures = begin(x_NI, [row], [inputs], margin, scaled.ACTIVATION)
         codes_C = torch.empty(n * inputs, dtype=torch.uint8, device=x_NI.device)
         encode(f"encode_{len(outputs)}", (x_NI, x_NI.stride(0)), a_RI, figures, codes_C, u_NR)
     else:

@@ -15,7 +15,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError
-from surogate_core.kernels.scaled import E4M3, E4M3_MAX, E5M2, amax_of, quantise, scale_in_use, scale_of
+from surogate_core.kernels.scaled import (
+    ACTIVATION,
+    E4M3,
+    E4M3_MAX,
+    GRADIENT,
+    KIND,
+    WEIGHT,
+    amax_of,
+    quantise,
+    quantise_both,
+    scale_in_use,
+    scale_of,
+)
 
 if TYPE_CHECKING:
     from surogate_core.bundles import RecipeSettings
@@ -82,25 +94,30 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, T
     return codes_OI, codes_IO, packed[:4].view(torch.float32)[0]
 
 
+def _codes(
+    x_RC: Tensor, row: Tensor, role: int, margin: int, *, both: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(codes [R, C], those of the transpose if asked for, largest value 0-d, 1 / scale 0-d)."""
+    if both:
+        return quantise_both(x_RC, row, role, margin)
+    amax = amax_of(x_RC)
+    scale = scale_in_use(row, role, amax, KIND[role], margin)
+    return quantise(x_RC, scale, KIND[role]), None, amax, 1 / scale
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
         margin = options.margin
-        amax_x = amax_of(x_NI)
-        scale_x = scale_in_use(row, 0, amax_x, E4M3, margin)
-        x_codes = quantise(x_NI, scale_x, E4M3)
+        # A transpose is for the backward: of the activation for dW, of the weight for dx.
+        x_codes, codes_IN, amax_x, inverse_x = _codes(x_NI, row, ACTIVATION, margin, both=ctx.needs_input_grad[1])
+        kept_w: Tensor | None = weight
         if slot.packed:
             w_codes, _, inverse_w = unpack(weight, slot.outputs, slot.inputs)
             amax_w = torch.zeros_like(amax_x)
         else:
-            amax_w = amax_of(weight)
-            scale_w = scale_in_use(row, 1, amax_w, E4M3, margin)
-            w_codes, inverse_w = quantise(weight, scale_w, E4M3), 1 / scale_w
-        inverse_x = 1 / scale_x
-        # Of a frozen weight no gradient is asked, so of the activation only the largest value is kept.
-        kept_x = None if slot.packed else x_codes
-        kept_w = None if slot.packed else w_codes
-        ctx.save_for_backward(kept_x, weight if slot.packed else kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
+            w_codes, kept_w, amax_w, inverse_w = _codes(weight, row, WEIGHT, margin, both=any(ctx.needs_input_grad))
+        ctx.save_for_backward(codes_IN, kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
         ctx.slot, ctx.options = slot, options
         ctx.dtypes = x_NI.dtype, weight.dtype
         return multiply(x_codes, w_codes, inverse_x, inverse_w, x_NI.dtype, options.native)
@@ -108,18 +125,16 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_codes, weight, inverse_x, inverse_w, amax_x, amax_w, row = ctx.saved_tensors
+        codes_IN, weight, inverse_x, inverse_w, amax_x, amax_w, row = ctx.saved_tensors
         slot, options = ctx.slot, ctx.options
-        amax_dy = amax_of(dy_NO)
-        scale_dy = scale_in_use(row, 2, amax_dy, E5M2, options.margin)
-        dy_codes, inverse_dy = quantise(dy_NO, scale_dy, E5M2), 1 / scale_dy
-        codes_IO = unpack(weight, slot.outputs, slot.inputs)[1] if slot.packed else weight.t().contiguous()
+        margin, trained = options.margin, ctx.needs_input_grad[1]
+        dy_codes, codes_ON, amax_dy, inverse_dy = _codes(dy_NO, row, GRADIENT, margin, both=trained)
+        codes_IO = unpack(weight, slot.outputs, slot.inputs)[1] if slot.packed else weight
         dtype_x, dtype_w = ctx.dtypes
         dx_NI = multiply(dy_codes, codes_IO, inverse_dy, inverse_w, dtype_x, options.native)
         dweight = None
-        if ctx.needs_input_grad[1]:
-            transposed = dy_codes.t().contiguous(), x_codes.t().contiguous()
-            dweight = multiply(*transposed, inverse_dy, inverse_x, dtype_w, options.native)
+        if codes_ON is not None:
+            dweight = multiply(codes_ON, codes_IN, inverse_dy, inverse_x, dtype_w, options.native)
         return dx_NI, dweight, torch.stack((amax_x, amax_w, amax_dy)), None, None
 
 

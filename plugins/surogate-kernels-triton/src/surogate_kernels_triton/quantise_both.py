@@ -1,0 +1,70 @@
+"""The op `quantise_both`: FP8 codes of a matrix and of its transpose from one reading, in CUDA C++."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Kernel
+from surogate_core.kernels import scaled as formats
+from surogate_core.kernels.native import Module, missing_cupy
+from surogate_kernels_triton import scaled
+
+QUANTISE_BOTH = Module(scaled.NATIVE, "quantise_both", specific=True)
+ALIGNED = 16
+"""Bytes of a load."""
+
+
+@torch.library.custom_op("surogate_triton::quantise_both", mutates_args=())
+def _quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, codes of the transpose, figures)."""
+    rows, columns = x_RC.shape
+    if x_RC.stride(1) != 1 or x_RC.stride(0) * x_RC.itemsize % ALIGNED or x_RC.data_ptr() % ALIGNED:
+        x_RC = x_RC.clone(memory_format=torch.contiguous_format)
+    figures = scaled.begin(x_RC, [row], [columns], margin, role)
+    codes = torch.empty((rows, columns), dtype=formats.KIND[role], device=x_RC.device)
+    transposed = codes.new_empty((columns, rows))
+    QUANTISE_BOTH.launch(
+        "quantise_both_e5m2" if role == formats.GRADIENT else "quantise_both_e4m3",
+        (columns // formats.TILE, rows // formats.TILE),
+        256,
+        x_RC,
+        x_RC.stride(0),
+        figures,
+        codes,
+        transposed,
+        *(np.int32(size) for size in (rows, columns)),
+    )
+    return codes, transposed, figures
+
+
+@_quantise_both.register_fake
+def _(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(tuple(x_RC.shape), dtype=formats.KIND[role], device=x_RC.device)
+    figures = torch.empty((1, scaled.FIGURES), dtype=torch.float32, device=x_RC.device)
+    return codes, codes.new_empty(tuple(reversed(x_RC.shape))), figures
+
+
+def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`scaled.quantise_both`."""
+    codes, transposed, figures = _quantise_both(x_RC, row, role, margin)
+    _, inverse, amax, _ = figures[0].unbind(0)
+    return codes, transposed, amax, inverse
+
+
+def _supports(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype != torch.bfloat16 or missing_cupy() is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _takes(x_RC: Tensor, row: Tensor, role: int, margin: int) -> bool:
+    return all(size % formats.TILE == 0 for size in x_RC.shape)
+
+
+def kernel() -> Kernel:
+    """The kernel."""
+    return Kernel(
+        op="quantise_both", name="triton", function=quantise_both, supports=_supports, takes=_takes, priority=10
+    )
