@@ -1,175 +1,385 @@
-"""The plan's device memory against torch's measured peak, and the time of a step, for combinations of placements.
+"""What `surogate plan` predicts of device memory against what a run takes, for many combinations.
 
-A Qwen3 of 6 layers of the 0.6B's width and 32,768 tokens of vocabulary, random weights, 2 rows of 2048
-tokens a micro-step, 2 micro-steps a step, no CUDA graphs. One process for all. Measured is the peak of
-torch's allocator over two steps of a new engine; what CUDA itself takes is said at the end.
+Published Qwen3 shapes with random weights, all kernel packs, two optimizer steps of two micro-steps; LoRA is r=16 on
+all seven projections. Every combination is a process of its own; several run side by side on the one GPU, since only
+memory counts. Predicted is what a machine without a GPU would say, for kernels of an H200. Measured is the peak that
+torch allocated from the start of the process, the peak that it reserved, and what the driver says of the process.
+Weights are drawn on the GPU in the model's dtype, as if they came from files: no wider copy is made.
 
-    python benchmarks/plan_memory.py [--only NAME …] [--compiler fx] [--json FILE]
+    python benchmarks/plan_memory.py [--only NAME …] [--jobs 4] [--json FILE]
+    python benchmarks/plan_memory.py --predict            # without a GPU: the predictions alone
+
+Shape suffixes: N tokens of a micro-batch, S document borders.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
-import time
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 from surogate_offload_host import surogate_offloader
-from surogate_optimizer_adamw import surogate_optimizer
-from surogate_recipe_bf16 import surogate_recipe
+from torch import Tensor
 
-from surogate_core.bundles import Objective, Offloader, OptimizerSettings, TensorKind
-from surogate_core.data.batch import MicroBatch
-from surogate_core.dsl.declare import LoRA
+from surogate_core.bundles import (
+    KernelPack,
+    Objective,
+    Offloader,
+    OptimizerSettings,
+    OptimizerSpec,
+    Recipe,
+    RecipeSettings,
+    TensorKind,
+    WeightFormat,
+)
+from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
-from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.prediction import Prediction, predict
 from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels import native
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
-ROWS, LENGTH, MICRO_STEPS = 2, 2048, 2
-TOKENS = ROWS * LENGTH
-CONFIG = {**PRESETS["0.6b"], "num_hidden_layers": 6, "vocab_size": 32768}
+MICRO_STEPS, RANK, BORDERS = 2, 16, 64
+GPU = (9, 0)
+"""Compute capability that is predicted for."""
+MIB = 2**20
+RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8"}
 CPU_TRAINING: tuple[TensorKind, ...] = ("weights", "master", "gradients", "optimizer")
-COMBINATIONS: dict[str, tuple[bool, bool, tuple[TensorKind, ...], bool]] = {
-    "full, recompute": (False, True, (), False),
-    "full, recompute, residuals": (False, True, ("residuals",), False),
-    "full, recompute, optimizer": (False, True, ("optimizer",), False),
-    "full, recompute, optimizer + master": (False, True, ("optimizer", "master"), False),
-    "full, recompute, gradients": (False, True, ("gradients",), False),
-    "full, recompute, optimizer + master + gradients": (False, True, ("optimizer", "master", "gradients"), False),
-    "full, recompute, all by the GPU": (False, True, (*CPU_TRAINING, "residuals"), False),
-    "full, recompute, cpu_training": (False, True, CPU_TRAINING, True),
-    "full, recompute, cpu_training + residuals": (False, True, (*CPU_TRAINING, "residuals"), True),
-    "lora": (True, False, (), False),
-    "lora, residuals": (True, False, ("residuals",), False),
-    "lora, cpu_training": (True, False, CPU_TRAINING, True),
-    "lora, cpu_training + residuals": (True, False, (*CPU_TRAINING, "residuals"), True),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A combination."""
+
+    preset: str = "0.6b"
+    layers: int | None = None
+    """Fewer than the published shape's."""
+    lora: bool = False
+    recompute: bool = True
+    recipe: str = "bf16"
+    base: str = "bf16"
+    """What frozen projections rest in."""
+    optimizer: str = "adamw"
+    master: str = "float32"
+    offload: tuple[TensorKind, ...] = ()
+    cpu_training: bool = False
+    head_chunks: int = 1
+    rows: int = 2
+    length: int = 2048
+    packed: bool = False
+    """Documents of mean length 400 instead of one a row."""
+    compiler: str = "inductor"
+    graphs: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return self.rows * self.length
+
+    @property
+    def kinds(self) -> tuple[TensorKind, ...]:
+        """What is on the host."""
+        return (*self.offload, *(CPU_TRAINING if self.cpu_training else ()))
+
+
+LORA = Case(lora=True, recompute=False, head_chunks=4)
+BIG = replace(LORA, preset="8b")
+CASES: dict[str, Case] = {
+    "8B lora": BIG,
+    "8B lora nf4, recompute": replace(BIG, base="nf4", recompute=True),
+    "0.6B full, cpu_training": Case(cpu_training=True, head_chunks=4),
+    "1.7B full, recompute, adamw_8bit": Case(preset="1.7b", optimizer="adamw_8bit"),
+    "1.7B lora": replace(LORA, preset="1.7b"),
+    "0.6B full, offload all but weights": Case(
+        offload=("residuals", "optimizer", "master", "gradients"), recompute=False, head_chunks=4
+    ),
+    "8B lora, recompute": replace(BIG, recompute=True),
+    "8B lora fp8-hybrid, 12 layers": replace(BIG, layers=12, recipe="fp8-hybrid"),
+    "0.6B full": Case(recompute=False),
+    "1.7B full, recompute, normuon, chunks 4": Case(preset="1.7b", optimizer="normuon", head_chunks=4),
+    "0.6B lora": LORA,
+    "8B lora fp8 base, recompute, 12 layers": replace(BIG, layers=12, base="fp8", recompute=True),
+    "8B lora nvfp4 base, 4 layers": replace(BIG, layers=4, base="nvfp4"),
+    "8B lora, offload residuals, 12 layers": replace(BIG, layers=12, offload=("residuals",)),
+    "8B lora nf4, recompute, cpu_training, chunks 16, 12 layers": replace(
+        BIG, layers=12, base="nf4", recompute=True, cpu_training=True, head_chunks=16
+    ),
+    "1.7B full, recompute, offload optimizer, adamw_8bit, bf16 masters": Case(
+        preset="1.7b", optimizer="adamw_8bit", master="bfloat16", offload=("optimizer",)
+    ),
+    "0.6B lora fp8-hybrid, recompute, packed": replace(LORA, recipe="fp8-hybrid", recompute=True, packed=True),
+    "1.7B lora, recompute, 8192 tokens a row, chunks 16": replace(
+        LORA, preset="1.7b", recompute=True, rows=1, length=8192, head_chunks=16
+    ),
+    "0.6B full, recompute, no graphs, 8 layers": Case(layers=8, graphs=False),
+    "0.6B lora, fx, 8 layers": replace(LORA, layers=8, compiler="fx", graphs=False),
 }
-"""Name → (LoRA, recompute, kinds on the host, whether the CPU takes the optimizer step)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One combination's figures."""
+    """One combination's figures in bytes."""
 
     name: str
     predicted: int
-    """Bytes of torch's tensors on the device."""
-    measured: int
+    """Of torch's tensors on the device, for the GPU at hand."""
     host: int
-    """Bytes predicted on the host."""
-    milliseconds: float
-    """Of the second step."""
+    """Predicted on the host."""
+    context: int
+    """Predicted of what CUDA takes beside torch."""
+    held: dict[str, int]
+    allocated: int
+    reserved: int
+    driver: int | None
+    """What the driver says of the process."""
+    micro_step: int
+    """Peak of a micro-step that is run again, without graphs."""
+    update: int
+    """Peak of an optimizer step that is run again, without graphs."""
     losses: list[float]
 
 
-def batch(seed: int) -> MicroBatch:
-    """Random tokens, one document a row."""
-    ids = torch.randint(0, CONFIG["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(seed))
-    return MicroBatch(
-        input_ids=ids,
-        labels=torch.roll(ids, -1),
-        positions=torch.arange(LENGTH, dtype=torch.int32).repeat(ROWS),
-        cu_seqlens=torch.tensor([0, *range(LENGTH, TOKENS + 1, LENGTH)], dtype=torch.int32),
-        max_seqlen=LENGTH,
-        tokens=TOKENS,
-        label_tokens=TOKENS,
-    )
+def lengths(case: Case, random: np.random.Generator) -> list[int]:
+    """The lengths of the documents of a micro-batch; they fill its rows."""
+    found: list[int] = []
+    for _ in range(case.rows):
+        rest = case.length
+        while rest:
+            wanted = int(random.lognormal(np.log(400) - 0.32, 0.8)) if case.packed else rest
+            found.append(min(rest, max(8, wanted)))
+            rest -= found[-1]
+    return found
 
 
-def measure(name: str, compiler: Any) -> Result:
-    """Build an engine, take two steps, and throw it away."""
-    adapters, recompute, kinds, update_on_cpu = COMBINATIONS[name]
-    device = torch.device("cuda", torch.cuda.current_device())
-    offloader: Offloader = replace(surogate_offloader(), kinds=frozenset(kinds)) if kinds else NO_OFFLOAD
-    adapter = Adapter(rank=16, scale=2.0, dropout=0.0, dtype=torch.float32)
-    shared: dict[str, Any] = {
+def batches(case: Case, vocab: int) -> list[MicroBatch]:
+    """The micro-batches of a step, of random tokens."""
+    random = np.random.default_rng(0)
+    made = []
+    for _ in range(MICRO_STEPS):
+        documents = lengths(case, random)
+        stops = np.cumsum([0, *documents])
+        ids = torch.from_numpy(random.integers(0, vocab, case.tokens))
+        labels = torch.roll(ids, -1)
+        labels[torch.from_numpy(stops[1:] - 1)] = IGNORE_LABEL
+        borders = [*stops.tolist(), *[case.tokens] * (BORDERS - len(stops))]
+        made.append(
+            MicroBatch(
+                input_ids=ids,
+                labels=labels,
+                positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in documents]),
+                cu_seqlens=torch.tensor(borders, dtype=torch.int32),
+                max_seqlen=case.length,
+                tokens=case.tokens,
+                label_tokens=case.tokens - len(documents),
+            )
+        )
+    return made
+
+
+def model_of(case: Case) -> Model:
+    """The model."""
+    config = dict(PRESETS[case.preset])
+    return build(config | ({"num_hidden_layers": case.layers} if case.layers else {}))
+
+
+def packs() -> list[KernelPack]:
+    """torch's own kernels and those of the packs."""
+    names = ("triton", "cuda", "hopper")
+    return [TORCH_PACK, *(importlib.import_module(f"surogate_kernels_{n}").surogate_kernel_pack() for n in names)]
+
+
+def shared(case: Case, device: torch.device) -> dict[str, Any]:
+    """What a prediction and an engine are both given."""
+    offloader: Offloader = replace(surogate_offloader(), kinds=frozenset(case.kinds)) if case.kinds else NO_OFFLOAD
+    recipe: Recipe = importlib.import_module(RECIPES[case.recipe]).surogate_recipe()
+    spec: OptimizerSpec = importlib.import_module(f"surogate_optimizer_{case.optimizer}").surogate_optimizer()
+    weight_format: WeightFormat | None = None
+    if case.base != "bf16":
+        weight_format = importlib.import_module(f"surogate_quant_{case.base}").surogate_weight_format()
+    adapter = Adapter(rank=RANK, scale=2.0, dropout=0.0, dtype=torch.float32)
+    return {
         "settings": EngineSettings(
             device=device,
             dtype=torch.bfloat16,
             adapter_dtype=torch.float32,
-            compiler=compiler,
-            cuda_graphs=False,
-            tokens=TOKENS,
-            borders=ROWS + 1,
-            max_seqlen=LENGTH,
-            head_chunks=1,
-            recompute=Recompute(block=recompute),
+            compiler="inductor" if case.compiler == "inductor" else "fx",
+            cuda_graphs=case.graphs,
+            tokens=case.tokens,
+            borders=BORDERS,
+            max_seqlen=case.length,
+            head_chunks=case.head_chunks,
+            recompute=Recompute(block=case.recompute),
             weight_decay=0.1,
             max_grad_norm=1.0,
             seed=0,
-            update_on_cpu=update_on_cpu,
+            master_dtype=getattr(torch, case.master),
+            update_on_cpu=case.cpu_training,
         ),
-        "recipe": surogate_recipe(),
-        "recipe_options": None,
+        "recipe": recipe,
+        "recipe_options": recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
         "objective": Objective(name="cross_entropy", token_loss=cross_entropy),
-        "optimizer": surogate_optimizer(),
+        "optimizer": spec,
         "offloader": offloader,
-        "lora": LoRA(adapter=adapter, targets=frozenset(["all"])) if adapters else None,
+        "kernels": KernelTable.build(device, packs()),
+        "lora": LoRA(adapter=adapter, targets=frozenset(["all"])) if case.lora else None,
+        "weight_format": weight_format,
     }
-    prediction = predict(build(CONFIG), kernels=KernelTable.build(device, [TORCH_PACK]), **shared)
-    context = sum(h.nbytes for h in prediction.held if h.kind == "CUDA context")
-    engine = Engine(
-        build(CONFIG),
-        kernels=KernelTable.build(device, [TORCH_PACK]),
-        optimizer_settings=OptimizerSettings(),
-        optimizer_options=None,
-        offloader_options=None,
-        source=RandomSource(seed=0, std=0.02, device=device),
-        **shared,
-    )
+
+
+def predicted(case: Case) -> Prediction:
+    """The plan for a GPU that need not be here."""
+    with native.assuming(GPU):
+        return predict(model_of(case), **shared(case, torch.device("cuda", 0)))
+
+
+def in_torch(prediction: Prediction) -> int:
+    """Bytes of torch's tensors on the device."""
+    return prediction.total("device") - context(prediction)
+
+
+def context(prediction: Prediction) -> int:
+    """Bytes that CUDA takes beside them."""
+    return sum(h.nbytes for h in prediction.held if h.kind == "CUDA context")
+
+
+def of_driver(reserved: int) -> int | None:
+    """Bytes that the driver counts for this process: the least of all on the GPU that reserve so much or more."""
+    command = ["nvidia-smi", "--query-compute-apps=used_memory", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min((int(n) * MIB for n in text.split() if n.isdigit() and int(n) * MIB >= reserved), default=None)
+
+
+def measure(name: str) -> Result:
+    """Build an engine and take two steps."""
+    case, device = CASES[name], torch.device("cuda", torch.cuda.current_device())
+    model, given = model_of(case), shared(case, device)
+    prediction = predict(model, **given)
     gc.collect()
-    torch.cuda.synchronize()
+
+    def source(spec: TensorSpec) -> Tensor:
+        value = torch.empty(spec.shape, dtype=torch.bfloat16, device=device)
+        return value.fill_(1) if spec.init == "ones" else value.normal_(0, 0.02)
+
     torch.cuda.reset_peak_memory_stats()
-    losses = []
-    for step in range(2):
-        started = time.perf_counter()
-        losses.append(engine.train_step([batch(2 * step), batch(2 * step + 1)], step=step, lr=1e-4).read()[0])
+    engine = Engine(
+        model,
+        optimizer_settings=OptimizerSettings(),
+        optimizer_options=given["optimizer"].options(),
+        offloader_options=None,
+        source=source,
+        **given,
+    )
+    made = batches(case, model.vocab_size)
+    losses = [engine.train_step(made, step=step, lr=1e-5).read()[0] for step in range(2)]
+    torch.cuda.synchronize()
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    driver = of_driver(torch.cuda.memory_reserved())
+    peaks = []
+    for part in (engine._run_training, engine._run_update):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            part()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        peaks.append(torch.cuda.max_memory_allocated())
     return Result(
         name=name,
-        predicted=prediction.total("device") - context,
-        measured=torch.cuda.max_memory_allocated(),
+        predicted=in_torch(prediction),
         host=prediction.total("host"),
-        milliseconds=1e3 * seconds,
+        context=context(prediction),
+        held={h.kind: h.nbytes for h in prediction.held if h.place == "device"},
+        allocated=allocated,
+        reserved=reserved,
+        driver=driver,
+        micro_step=peaks[0],
+        update=peaks[1],
         losses=losses,
     )
+
+
+def in_process(name: str, limit: float) -> tuple[Result | None, str]:
+    """(the result of a process of its own, what it said where there is none)."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "result.json"
+        command = [sys.executable, __file__, "--one", name, "--json", str(file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return None, f"longer than {limit:g} s"
+        if not file.exists():
+            return None, (done.stderr or done.stdout)[-3000:]
+        return Result(**json.loads(file.read_text())), ""
+
+
+def line(result: Result) -> str:
+    """For people, in MiB."""
+    beside = "" if result.driver is None else f", beside torch {(result.driver - result.reserved) / MIB:.0f}"
+    return (
+        f"{result.name:60} predicted {result.predicted / MIB:7.0f}, allocated {result.allocated / MIB:7.0f} "
+        f"({result.predicted / result.allocated - 1:+.1%}), reserved {result.reserved / MIB:7.0f}{beside}, "
+        f"micro-step {result.micro_step / MIB:.0f}, update {result.update / MIB:.0f}, "
+        f"host {result.host / MIB:.0f}, losses {' '.join(f'{loss:.4f}' for loss in result.losses)}"
+    )
+
+
+def run(names: Sequence[str], jobs: int, limit: float) -> list[Result]:
+    """All, so many at a time."""
+    found = []
+
+    def one(name: str) -> None:
+        result, said = in_process(name, limit)
+        if result is not None:
+            found.append(result)
+        print(line(result) if result else f"{name}: no result: {said}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, names))
+    return found
 
 
 def main() -> None:
     """Print a line a combination."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=list(COMBINATIONS), choices=COMBINATIONS)
-    parser.add_argument("--compiler", default="inductor", choices=["inductor", "fx"])
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a process")
+    parser.add_argument("--predict", action="store_true", help="no GPU is asked for")
+    parser.add_argument("--one", choices=CASES, help="this one in this process")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = []
-    for name in options.only:
-        result = measure(name, options.compiler)
-        gc.collect()
-        torch.cuda.empty_cache()
-        found.append(result)
-        off = result.predicted / result.measured - 1
-        print(
-            f"{name:50} predicted {result.predicted / 2**20:7.0f} MiB, measured {result.measured / 2**20:7.0f} "
-            f"({off:+.1%}), host {result.host / 2**20:6.0f} MiB, {result.milliseconds:6.0f} ms a step, "
-            f"losses {' '.join(f'{loss:.9g}' for loss in result.losses)}",
-            flush=True,
-        )
-    free, total = torch.cuda.mem_get_info()
-    print(f"beside torch's tensors: {(total - free - torch.cuda.memory_reserved()) / 2**20:.0f} MiB")
+    if options.predict:
+        for name in options.only:
+            prediction = predicted(CASES[name])
+            parts = ", ".join(f"{h.kind} {h.nbytes / MIB:.0f}" for h in prediction.held if h.place == "device")
+            print(f"{name:60} predicted {in_torch(prediction) / MIB:7.0f}: {parts}", flush=True)
+        return
+    if options.one:
+        result = measure(options.one)
+        options.json.write_text(json.dumps(asdict(result)))
+        return
+    found = run(options.only, options.jobs, options.limit)
+    worst = max((abs(r.predicted / r.allocated - 1) for r in found), default=0.0)
+    print(f"{len(found)} of {len(options.only)} measured, the farthest off by {worst:.1%}")
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in found], indent=1))
 

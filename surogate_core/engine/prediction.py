@@ -123,7 +123,9 @@ class Counts:
             **model.tables(positions, settings.dtype),
             "cu_seqlens": torch.zeros(settings.borders, dtype=torch.int32, device="meta"),
         }
-        signatures = {n: Signature(tuple(t.shape), t.dtype, settings.device) for n, t in tables.items()}
+        # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
+        tracing = settings.device if settings.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+        signatures = {n: Signature(tuple(t.shape), t.dtype, tracing) for n, t in tables.items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         slots = sum(len(piece.slots) for piece in found)
         state = recipe.state(slots, torch.device("meta"), recipe_options) if recipe.state is not None else None
@@ -165,7 +167,7 @@ class Counts:
             columns=0 if state is None else state.rows.shape[1],
             objective=objective,
             kernels=kernels,
-            device=settings.device,
+            device=tracing,
             tokens=settings.tokens,
             tables=signatures,
             head_chunks=settings.head_chunks,

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,11 +62,37 @@ def binary_name(native: Path, name: str, architecture: str, toolkit: str = "") -
     return f"{name}.{architecture}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.cubin"
 
 
-def architecture_of(device: torch.device) -> str:
-    """``sm_90a`` for a Hopper: the architecture-specific target where there is one."""
+_assumed: ContextVar[tuple[int, int] | None] = ContextVar("surogate_assumed_gpu", default=None)
+
+
+@contextmanager
+def assuming(gpu: tuple[int, int]) -> Iterator[None]:
+    """Within, questions about the GPU are answered as where one of this compute capability is, with CuPy beside it.
+
+    For a plan, which chooses kernels and launches none.
+    """
+    token = _assumed.set(gpu)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def assumed() -> tuple[int, int] | None:
+    """The compute capability of the GPU that is assumed, or None."""
+    return _assumed.get()
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) compute capability of the GPU, or of the one that is assumed."""
     import torch
 
-    major, minor = torch.cuda.get_device_capability(device)
+    return assumed() or torch.cuda.get_device_capability(device)
+
+
+def architecture_of(device: torch.device) -> str:
+    """``sm_90a`` for a Hopper: the architecture-specific target where there is one."""
+    major, minor = capability(device)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
@@ -74,6 +102,8 @@ def missing_gpu(device: torch.device) -> str | None:
 
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
+    if assumed() is not None:
+        return None
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU"
     return None
@@ -85,7 +115,7 @@ def missing_cupy() -> str | None:
 
     import torch
 
-    if importlib.util.find_spec("cupy") is not None:
+    if assumed() is not None or importlib.util.find_spec("cupy") is not None:
         return None
     return f"CuPy is not installed: pip install cupy-cuda{(torch.version.cuda or '13').partition('.')[0]}x"
 

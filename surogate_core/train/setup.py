@@ -32,6 +32,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
+from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.adapters import InitialAdapter, check_merging, fold
 from surogate_core.train.card import config_overrides
@@ -80,9 +81,12 @@ class ResolvedModel:
 
 
 def resolve_device(config: RunConfig) -> torch.device:
-    """The compute device; `MachineError` when a GPU is asked for and there is none."""
+    """The compute device, be it assumed (`kernels.native.assuming`); `MachineError` when a GPU is asked for and there
+    is none."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if assumed() is not None:
+        return torch.device("cuda", 0)
     if not torch.cuda.is_available():
         raise MachineError("device=cuda: torch sees no CUDA GPU here. Fix: set device=auto, or see `surogate doctor`.")
     return torch.device("cuda", torch.cuda.current_device())

@@ -15,14 +15,12 @@ SUROGATE_API = ">=1,<2"
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
-    import torch
-
-    from surogate_core.kernels.native import missing_cupy, missing_gpu
+    from surogate_core.kernels.native import capability, missing_cupy, missing_gpu
 
     reason = missing_gpu(device) or missing_cupy()
     if reason is not None:
         return reason
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if major < 8:
         return f"it needs sm_80 or newer; the GPU is sm_{major}{minor}"
     return None

@@ -17,16 +17,14 @@ def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
     import importlib.util
 
-    import torch
-
-    from surogate_core.kernels.native import missing_gpu
+    from surogate_core.kernels.native import capability, missing_gpu
 
     reason = missing_gpu(device)
     if reason is not None:
         return reason
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; torch's CUDA builds bring it"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if major < 8:
         return f"it needs sm_80 or newer; the GPU is sm_{major}{minor}"
     return None

@@ -388,11 +388,11 @@ def scaled_linears(
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:
-    from surogate_core.kernels.native import missing_cupy
+    from surogate_core.kernels.native import capability, missing_cupy
 
     if device.type != "cuda" or dtype != torch.bfloat16 or missing_cupy() is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return capability(device) == (9, 0)
 
 
 def kernel() -> Kernel:

@@ -26,11 +26,11 @@ class FP8Options:
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device has no FP8 products, or None."""
-    import torch
+    from surogate_core.kernels.native import capability
 
     if device.type != "cuda":
         return f"{device.type} has no FP8 products; recipe fp8-hybrid is emulated there"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if (major, minor) >= (8, 9):
         return None
     return f"SM{major}{minor} has no FP8 products, SM89 and newer have; recipe fp8-hybrid is emulated there"

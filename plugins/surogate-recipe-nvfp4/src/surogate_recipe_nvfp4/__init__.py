@@ -26,11 +26,11 @@ class NVFP4Options:
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device has no NVFP4 products, or None."""
-    import torch
+    from surogate_core.kernels.native import capability
 
     if device.type != "cuda":
         return f"{device.type} has no NVFP4 products, GPUs of SM100 and newer have; recipe nvfp4 is emulated there"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if major >= 10:
         return None
     return f"SM{major}{minor} has no NVFP4 products, SM100 and newer have; recipe nvfp4 is emulated there"
