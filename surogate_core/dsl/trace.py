@@ -50,6 +50,9 @@ _VIEWS = frozenset(
     }
 )
 
+CRUMB = 8
+"""Of an op's results the backward keeps those that it alone wants, if they are at most one part in so many."""
+
 _EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
 
 
@@ -256,8 +259,27 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     return _base_op(made_by) in _VIEWS or (made_by.meta.get("custom") or {}).get("region") in recompute.regions
 
 
+def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
+    """Of the nodes computed `again`: results of ops of which nothing else is wanted, where they are a small part.
+
+    Such is x Aᵀ of the last projection of a block: it is kept, and the whole projection is not multiplied again.
+    """
+    found: set[fx.Node] = set()
+    for node in again:
+        values = node.meta.get("val")
+        if not isinstance(values, tuple | list):
+            continue
+        wanted = [n for n in node.users if n in again]
+        if any(n.target is not operator.getitem for n in wanted):
+            continue
+        sizes = [v.numel() * v.element_size() if isinstance(v, Tensor) else 0 for v in values]
+        if CRUMB * sum(sizes[n.args[1]] for n in wanted) <= sum(sizes):  # type: ignore[index]
+            found.update(wanted)
+    return found
+
+
 def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs; the backward keeps exactly what it cannot compute again."""
+    """Forward and backward graphs; the backward keeps what it cannot compute again, and what is too small to."""
     nodes = list(joint.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     outputs: list[fx.Node] = list(nodes[-1].args[0])
@@ -269,21 +291,26 @@ def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, f
     for node in nodes:
         if any(i in downstream for i in node.all_input_nodes):
             downstream.add(node)
-    kept: list[fx.Node] = []
-    within: set[fx.Node] = set()
-    todo = list(outputs[1:])
-    while todo:
-        node = todo.pop()
-        if node in within or node in placeholders:
-            continue
-        if node not in downstream and not _again(node, forward, recompute):
-            if node not in kept:
-                kept.append(node)
-            continue
-        within.add(node)
-        todo.extend(node.all_input_nodes)
-    order = {n: i for i, n in enumerate(nodes)}
-    kept.sort(key=lambda n: order[n])
+
+    def walk(spared: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+        kept: set[fx.Node] = set()
+        within: set[fx.Node] = set()
+        todo = list(outputs[1:])
+        while todo:
+            node = todo.pop()
+            if node in within or node in placeholders:
+                continue
+            if node in spared or (node not in downstream and not _again(node, forward, recompute)):
+                kept.add(node)
+                continue
+            within.add(node)
+            todo.extend(node.all_input_nodes)
+        return kept, within
+
+    found, within = walk(set())
+    if spared := _crumbs(within & forward):
+        found, within = walk(spared)
+    kept = [n for n in nodes if n in found]
     return (
         _extract(joint.graph, inputs, [outputs[0], *kept], forward),
         _extract(joint.graph, [*inputs, *kept, tangent], outputs[1:], within),

@@ -349,3 +349,23 @@ def test_what_stands_side_by_side_is_not_joined(first: slice, second: slice, roo
     assert torch.equal(found, torch.cat((both[:, first], both[:, second]), dim=1))
     module = _export(joined, [Signature.of(x)], joint=False)
     assert sum(n.target == torch.ops.aten.cat.default for n in module.graph.nodes) == left
+
+
+@pytest.mark.parametrize(("width", "kept"), [(64, [(3, 1), (3, 1)]), (8, [])])
+def test_an_op_is_not_repeated_for_a_small_part_of_its_results(width: int, kept: list[tuple[int, ...]]) -> None:
+    """The backward of a layer norm wants its mean and deviation alone: kept where they are little beside the output."""
+    values = [random(3, width), random(width, seed=1), random(width, seed=2)]
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, [width], w, b)
+
+    inputs = [Signature.of(v, requires_grad=True) for v in values]
+    program = differentiate(function, inputs, recompute=Recompute(block=True), compiler="fx")
+    assert [s.shape for s in program.kept] == kept
+    ops_again = [n.name for n in program.backward.function.__self__.graph.nodes if n.name == "native_layer_norm"]  # type: ignore[attr-defined]
+    assert len(ops_again) == (0 if kept else 1)
+    found = simple(function, *values, recompute=Recompute(block=True))
+    leaves = [v.clone().requires_grad_() for v in values]
+    y = function(*leaves)
+    for a, b in zip(found, [y.detach(), *torch.autograd.grad(y.sum(), leaves)], strict=True):
+        torch.testing.assert_close(a, b)
