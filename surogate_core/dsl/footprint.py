@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from surogate_core.dsl.products import defer_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature, _split, _summed, trace_joint
+from surogate_core.dsl.values import base_op, flops, is_call, name_of, storages
+from surogate_core.kernels.registry import workspaces
 
-_CALLS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward", "sort", "index_put"})
-"""ATen ops that Inductor calls, as it does attention's and those of packs; the rest it fuses."""
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"})
 """ATen ops whose results are written, as many elements wait for each."""
 
@@ -29,11 +26,18 @@ class Footprint:
     """Most that exists at one time in the forward besides inputs; `kept` and the output are part of it."""
     backward_bytes: int
     """The same of the backward: values computed again, gradients. `kept` and the output's gradient are inputs."""
+    again: int
+    """FLOPs of products and attention that the backward computes again."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of `kept`."""
+        return sum(s.nbytes for s in self.kept)
 
     @property
     def working_bytes(self) -> int:
         """Most that exists at one time on top of inputs, `kept` and the output's gradient."""
-        return max(self.forward_bytes - sum(s.nbytes for s in self.kept), self.backward_bytes)
+        return max(self.forward_bytes - self.kept_bytes, self.backward_bytes)
 
 
 def footprint(
@@ -47,10 +51,12 @@ def footprint(
     """What `differentiate` would make of the function."""
     forward, backward, kept = _split(trace_joint(function, inputs), recompute, compiler)
     defer_products(backward, _summed(inputs, summed))
+    computed = {n.name for n in forward.graph.nodes if n.op == "call_function"}
     return Footprint(
         kept=tuple(Signature.of(n.meta["val"]) for n in kept),
         forward_bytes=peak_bytes(forward.graph, compiler),
         backward_bytes=peak_bytes(backward.graph, compiler),
+        again=sum(flops(n) for n in backward.graph.nodes if n.op == "call_function" and n.name in computed),
     )
 
 
@@ -66,17 +72,18 @@ def joint_bytes(
 def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
     """Most bytes that values of the graph take at one time, each storage from its first value to its last use.
 
-    Inputs are not counted. Under Inductor only what goes into or comes out of a call or a reduction exists in memory:
-    other elementwise code is part of the kernels of those that read it, which read its own sources then.
+    Inputs are not counted; what a custom op says that it has within is. Under Inductor only what goes into or comes
+    out of a call or a reduction exists in memory: other elementwise code is part of the kernels of those that read it,
+    which read its own sources then.
     """
     nodes = list(graph.nodes)
-    inputs = {s for n in nodes if n.op == "placeholder" for s, _ in _storages(n)}
+    inputs = {s for n in nodes if n.op == "placeholder" for s, _ in storages(n)}
     in_memory: set[int] = set()
     for node in nodes:
-        if compiler == "fx" or node.op == "output" or _is_call(node):
-            in_memory.update(s for n in (node, *node.all_input_nodes) for s, _ in _storages(n))
-        elif _name(node) in _REDUCTIONS:
-            in_memory.update(s for s, _ in _storages(node))
+        if compiler == "fx" or node.op == "output" or is_call(node):
+            in_memory.update(s for n in (node, *node.all_input_nodes) for s, _ in storages(n))
+        elif name_of(node) in _REDUCTIONS:
+            in_memory.update(s for s, _ in storages(node))
     sizes: dict[int, int] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -85,9 +92,9 @@ def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
     for place, node in enumerate(nodes):
         reads: set[int] = set()
         for source in node.all_input_nodes:
-            reads.update(s for s, _ in _storages(source) if s in in_memory)
+            reads.update(s for s, _ in storages(source) if s in in_memory)
             reads |= fused.get(source, set())
-        mine = [] if node.op in ("placeholder", "output") else list(_storages(node))
+        mine = [] if node.op in ("placeholder", "output") else list(storages(node))
         made = [(s, nbytes) for s, nbytes in mine if s in in_memory - inputs]
         for storage, nbytes in made:
             sizes[storage] = max(nbytes, sizes.get(storage, 0))
@@ -98,9 +105,11 @@ def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
         elif node.op != "placeholder":
             fused[node] = reads
     changes: dict[int, int] = {}
-    for storage, size in sizes.items():
-        changes[first[storage]] = changes.get(first[storage], 0) + size
-        changes[last[storage] + 1] = changes.get(last[storage] + 1, 0) - size
+    spans = [(first[storage], last[storage], size) for storage, size in sizes.items()]
+    spans += [(place, place, _within(node)) for place, node in enumerate(nodes)]
+    for start, stop, size in spans:
+        changes[start] = changes.get(start, 0) + size
+        changes[stop + 1] = changes.get(stop + 1, 0) - size
     peak = now = 0
     for _, change in sorted(changes.items()):
         now += change
@@ -108,25 +117,10 @@ def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
     return peak
 
 
-def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
-    """(identity, bytes) of each storage of a node's value; a view has its base's."""
-    value: Any = node.meta.get("val")
-    for tensor in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
-            yield storage._cdata, int(storage.nbytes())
-
-
-def _name(node: fx.Node) -> str:
-    """Name of an ATen op; empty for what is none."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-        return ""
-    return target.overloadpacket.__name__
-
-
-def _is_call(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    name = _name(node)
-    return not name or name in _CALLS or "attention" in name
+def _within(node: fx.Node) -> int:
+    """Bytes that an op has besides its inputs and results."""
+    needed = workspaces.get(base_op(node))
+    if needed is None:
+        return 0
+    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return needed(*arguments, **named)

@@ -23,32 +23,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from surogate_core.dsl.budget import chosen
 from surogate_core.dsl.inductor import compile_graph
 from surogate_core.dsl.products import collect, defer_products
+from surogate_core.dsl.values import VIEWS, base_op, is_view, nbytes
 from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]
 Compiled = Callable[..., Sequence[Any]]
-
-_VIEWS = frozenset(
-    {
-        torch.ops.aten.t,
-        torch.ops.aten.permute,
-        torch.ops.aten.transpose,
-        torch.ops.aten.view,
-        torch.ops.aten._unsafe_view,
-        torch.ops.aten.reshape,
-        torch.ops.aten.expand,
-        torch.ops.aten.unsqueeze,
-        torch.ops.aten.squeeze,
-        torch.ops.aten.slice,
-        torch.ops.aten.select,
-        torch.ops.aten.split,
-        torch.ops.aten.split_with_sizes,
-        torch.ops.aten.alias,
-        torch.ops.aten.detach,
-    }
-)
 
 CRUMB = 8
 """Of an op's results the backward keeps those that it alone wants, if they are at most one part in so many."""
@@ -84,6 +66,8 @@ class Recompute:
     """Everything: only the inputs are kept."""
     regions: frozenset[str] = frozenset()
     """Outputs of these regions (`kernels.ops.region`)."""
+    budget: float = 1.0
+    """0 to 1: of the bytes of what would else be kept so much is; what is cheapest to compute again is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +146,7 @@ def _drop_joins(graph: fx.Graph) -> None:
         if node.target != torch.ops.aten.cat.default:
             continue
         parts = list(node.args[0])
-        if _base_op(parts[-1]) in _EMPTY:
+        if base_op(parts[-1]) in _EMPTY:
             parts.pop()
         bases = {_buffer(part) for part in parts}
         base = bases.pop() if parts else None
@@ -198,9 +182,9 @@ def _drop_joins(graph: fx.Graph) -> None:
 
 def _buffer(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, or None if it is no view."""
-    if _base_op(node) not in _VIEWS:
+    if base_op(node) not in VIEWS:
         return None
-    while _base_op(node) in _VIEWS:
+    while base_op(node) in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
@@ -242,10 +226,6 @@ def _closure(outputs: Sequence[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _base_op(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
 def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     """Whether the backward computes this forward value again."""
     if recompute.block or node not in forward:
@@ -256,7 +236,7 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     elif not isinstance(node.meta.get("val"), Tensor):
         # A tuple is never kept itself; it is here because one of its elements is computed again.
         return True
-    return _base_op(made_by) in _VIEWS or (made_by.meta.get("custom") or {}).get("region") in recompute.regions
+    return base_op(made_by) in VIEWS or (made_by.meta.get("custom") or {}).get("region") in recompute.regions
 
 
 def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
@@ -273,21 +253,49 @@ def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
         if any(n.target is not operator.getitem for n in wanted):
             continue
         sizes = [v.numel() * v.element_size() if isinstance(v, Tensor) else 0 for v in values]
-        if CRUMB * sum(sizes[n.args[1]] for n in wanted) <= sum(sizes):  # type: ignore[index]
+        if CRUMB * sum(sizes[n.args[1]] for n in wanted) <= sum(sizes):  # type: ignore[index, misc]
             found.update(wanted)
     return found
 
 
-def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs; the backward keeps what it cannot compute again, and what is too small to."""
+def _forward_of(joint: fx.GraphModule) -> set[fx.Node]:
+    """What the output depends on, and the other results of an op that it does, such as attention's log-sum-exp."""
+    nodes = list(joint.graph.nodes)
+    forward = _closure(nodes[-1].args[0][:1])
+    return forward | {n for n in nodes if n.target is operator.getitem and n.all_input_nodes[0] in forward}
+
+
+def _within(joint: fx.GraphModule, kept: frozenset[fx.Node]) -> set[fx.Node]:
+    """What a backward that receives `kept` computes."""
+    within: set[fx.Node] = set()
+    todo: list[fx.Node] = list(next(iter(reversed(joint.graph.nodes))).args[0][1:])
+    while todo:
+        node = todo.pop()
+        if node.op != "placeholder" and node not in kept and node not in within:
+            within.add(node)
+            todo.extend(node.all_input_nodes)
+    return within
+
+
+def _cut_at(joint: fx.GraphModule, kept: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs; the backward receives `kept`, and computes again what else it wants."""
+    nodes = list(joint.graph.nodes)
+    outputs: list[fx.Node] = list(nodes[-1].args[0])
+    *inputs, tangent = (n for n in nodes if n.op == "placeholder")
+    within = _within(joint, frozenset(kept))
+    return (
+        _extract(joint.graph, inputs, [outputs[0], *kept], _forward_of(joint)),
+        _extract(joint.graph, [*inputs, *kept, tangent], outputs[1:], within),
+    )
+
+
+def _spared(joint: fx.GraphModule, recompute: Recompute) -> list[fx.Node]:
+    """What is kept where nothing is fused: what the backward cannot compute again, and what is too small to."""
     nodes = list(joint.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     outputs: list[fx.Node] = list(nodes[-1].args[0])
-    *inputs, tangent = placeholders
-    forward = _closure(outputs[:1])
-    # The other results of an op that the forward runs anyway, such as attention's log-sum-exp.
-    forward |= {n for n in nodes if n.target is operator.getitem and n.all_input_nodes[0] in forward}
-    downstream = {tangent}
+    forward = _forward_of(joint)
+    downstream = {placeholders[-1]}
     for node in nodes:
         if any(i in downstream for i in node.all_input_nodes):
             downstream.add(node)
@@ -310,11 +318,7 @@ def _cut(joint: fx.GraphModule, recompute: Recompute) -> tuple[fx.GraphModule, f
     found, within = walk(set())
     if spared := _crumbs(within & forward):
         found, within = walk(spared)
-    kept = [n for n in nodes if n in found]
-    return (
-        _extract(joint.graph, inputs, [outputs[0], *kept], forward),
-        _extract(joint.graph, [*inputs, *kept, tangent], outputs[1:], within),
-    )
+    return [n for n in nodes if n in found]
 
 
 def _compile(module: fx.GraphModule, compiler: Compiler) -> Compiled:
@@ -347,18 +351,85 @@ def _split(
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[fx.Node]]:
     """(forward, backward, the nodes that the forward returns for the backward besides inputs)."""
     inputs = {n.name for n in joint.graph.nodes if n.op == "placeholder"}
-    if compiler == "inductor" and not recompute.block:
+    if compiler != "inductor" or recompute.block:
+        spared = _spared(joint, recompute)
+        if recompute.budget < 1 and not recompute.block:
+            spared = _within_budget(joint, spared, recompute.budget)
+        forward, backward = _cut_at(joint, spared)
+    else:
         # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
         _mark(joint, recompute)
         with functorch_config.patch(recompute_views=True):
             forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
-    else:
-        forward, backward = _cut(joint, recompute)
+        _keep_whole(forward, backward)
+        if recompute.budget < 1:
+            # The partitioner left other nodes in the joint graph, under the same names.
+            names = {n.name for n in _returned(forward)} - inputs
+            found = [n for n in joint.graph.nodes if n.name in names]
+            assert len(found) == len(names), "every residual is a value of the joint graph"
+            forward, backward = _cut_at(joint, _within_budget(joint, found, recompute.budget))
     output = next(iter(reversed(forward.graph.nodes)))
-    result, *returned = output.args[0]
-    kept = [n for n in returned if n.name not in inputs]
-    output.args = ([result, *kept],)
+    kept = [n for n in _returned(forward) if n.name not in inputs]
+    output.args = ([output.args[0][0], *kept],)
     return forward, backward, kept
+
+
+def _returned(forward: fx.GraphModule) -> list[fx.Node]:
+    """What a forward graph returns for the backward."""
+    returned: list[fx.Node] = list(next(iter(reversed(forward.graph.nodes))).args[0])
+    return returned[1:]
+
+
+def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float) -> list[fx.Node]:
+    forward = _forward_of(joint)
+    return chosen(kept, budget, lambda keep: _within(joint, keep) & forward)
+
+
+def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone."""
+    (output,) = (n for n in forward.graph.nodes if n.op == "output")
+    result, *returned = output.args[0]
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for node in returned:
+        base = node
+        while is_view(base):
+            base = base.all_input_nodes[0]
+        parts.setdefault(base, []).append(node)
+    given = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
+    first = next(n for n in backward.graph.nodes if n.op != "placeholder")
+    replaced: dict[fx.Node, fx.Node] = {}
+    for base, members in parts.items():
+        whole = base.op == "call_function" and isinstance(base.meta["val"], Tensor) and base not in returned
+        if not whole or sum(_own_bytes(n) for n in members) < nbytes(base):
+            continue
+        with backward.graph.inserting_before(given[members[0].name]):
+            copies = {base: backward.graph.placeholder(base.name)}
+        copies[base].meta = dict(base.meta)
+        for member in members:
+            with backward.graph.inserting_before(first):
+                _copy_views(backward.graph, member, copies)
+            given[member.name].replace_all_uses_with(copies[member])
+            backward.graph.erase_node(given[member.name])
+            replaced[member] = base
+    kept = list(dict.fromkeys(replaced.get(n, n) for n in returned))
+    output.args = ([result, *kept],)
+    for module in (forward, backward):
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+
+
+def _own_bytes(node: fx.Node) -> int:
+    """Bytes of a tensor's elements, wherever it is."""
+    value: Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _copy_views(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    """Copy a view and what it is made of, as far as that is not in `copies` yet."""
+    if node not in copies:
+        _copy_views(graph, node.all_input_nodes[0], copies)
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
 
 
 def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
@@ -372,9 +443,9 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
     for node in joint.graph.nodes:
         if node not in forward or node.op != "call_function":
             continue
-        sources = [n for n in node.all_input_nodes if _base_op(n) not in _EMPTY]
-        follows = _base_op(node) in {*_VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
-        if follows or _base_op(node) in _EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
+        sources = [n for n in node.all_input_nodes if base_op(n) not in _EMPTY]
+        follows = base_op(node) in {*VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
+        if follows or base_op(node) in _EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
             node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
             marked.add(node)
 

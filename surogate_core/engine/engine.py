@@ -377,6 +377,8 @@ class Engine:
             # At once: the factors of a product are a chunk's logits.
             plain = add_products(zip(sums, gradients, strict=True))
             totals = [(a, t.add_(g)) for (a, t), (_, g) in zip(totals, plain, strict=True)] if totals else plain
+            # Else they would live while the next chunk's are made.
+            del gradients, plain
         flow.dx, flow.gradients = dx, totals
 
     def _backward(self, key: str, flow: _Flow) -> None:

@@ -25,15 +25,16 @@ from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.parameters import Parameters, Piece, pieces
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.schedule import Action, training_schedule
+from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, training_schedule
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.engine.weight_plan import WeightPlan, plain_layers
 from surogate_core.kernels.registry import KernelTable
 
 CUBLAS_WORKSPACE = 32 * 2**20
-"""Bytes that torch gives cuBLAS on Hopper; 8 MiB elsewhere."""
-CUDA_CONTEXT = 600 * 2**20
-"""Bytes that CUDA, its libraries and loaded kernels take of a GPU beside torch's tensors; estimated."""
+"""Bytes that torch gives cuBLAS on Hopper, for each stream that multiplies; 8 MiB elsewhere."""
+CUDA_CONTEXT = 760 * 2**20
+"""Bytes that CUDA, its libraries, loaded kernels and graphs take of a GPU beside torch's tensors: 678 MiB to 772 MiB on
+an H200, by the driver (benchmarks/plan_memory.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +87,12 @@ class Counts:
     """Of each piece: bytes of its frozen weights, of its copies of masters, and of masters that it computes with."""
     residuals: tuple[int, ...]
     """Bytes of each layer."""
-    layer: int
-    """Bytes of a layer's working set. Gradients of weights are multiplied into their sums, so none are in it."""
+    forward: tuple[int, ...]
+    """Most bytes that each layer's forward has besides its inputs; what it keeps and hands on are part of them."""
+    backward: tuple[int, ...]
+    """The same of the backward. Gradients of weights are multiplied into their sums, so none are in it."""
+    again: int
+    """FLOPs of products and attention that a micro-step computes again."""
     embedding_gradient: int
     """Bytes of the tokens' gradients in float32, where the embedding is trained."""
     activation: int
@@ -124,7 +129,9 @@ class Counts:
             "cu_seqlens": torch.zeros(settings.borders, dtype=torch.int32, device="meta"),
         }
         # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
-        tracing = settings.device if settings.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+        tracing = (
+            settings.device if settings.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+        )
         signatures = {n: Signature(tuple(t.shape), t.dtype, tracing) for n, t in tables.items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         slots = sum(len(piece.slots) for piece in found)
@@ -179,7 +186,9 @@ class Counts:
         prints = {builder.signature(piece): piece for piece in layers}
         footprints = {key: builder.layer_footprint(piece) for key, piece in prints.items()}
         activation = settings.tokens * model.width * settings.dtype.itemsize
-        kept = {key: activation + sum(s.nbytes for s in f.kept) for key, f in footprints.items()}
+        whole = in_allocator if settings.device.type == "cuda" else int
+        kept = {key: whole(activation) + sum(whole(s.nbytes) for s in f.kept) for key, f in footprints.items()}
+        of_layers = [builder.signature(piece) for piece in layers]
 
         frozen = sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable)
         total, trainable = parameters.counts()
@@ -202,8 +211,10 @@ class Counts:
             copies=sum(copy.nbytes for copy, _ in parameters.copies),
             panel_copies=panel_copies,
             pieces=tuple(_split(parameters, piece) for piece in found),
-            residuals=tuple(kept[builder.signature(piece)] for piece in layers),
-            layer=activation + max(f.working_bytes for f in footprints.values()),
+            residuals=tuple(kept[key] for key in of_layers),
+            forward=tuple(footprints[key].forward_bytes for key in of_layers),
+            backward=tuple(footprints[key].backward_bytes for key in of_layers),
+            again=sum(footprints[key].again for key in of_layers),
             embedding_gradient=settings.tokens * model.width * 4 if train_embedding else 0,
             head=builder.head_bytes(head, builder.chunks()[0].stop),
             activation=activation,
@@ -233,9 +244,10 @@ class Counts:
             + (masters if on.streams_trained(masters=True) else 0)
             for frozen, copies, masters in self.pieces
         ]
-        # Before the backward begins, only the last layer's are still on the device.
-        gone = resting - self.residuals[-1] if on.moves("residuals") else 0
-        working, what = self._working(resting, gone, head_chunks)
+        moves = on.moves("residuals")
+        in_use = _neighbours(streamed) + (resting if moves else 0)
+        peak, what = self._peak(streamed, moves=moves, head_chunks=head_chunks)
+        working = max(peak - in_use - (0 if moves else residuals), 0)
         state = int(self.flat * optimizer.state_bytes_per_parameter)
         masters = self.flat * settings.master_dtype.itemsize
         rows: list[tuple[str, str, int, str]] = [
@@ -274,8 +286,10 @@ class Counts:
             ("tables and inputs", "device", self.tables, "positions, ids, labels"),
         ]
         if settings.device.type == "cuda":
-            rows.append(("workspace", "device", CUBLAS_WORKSPACE, "of cuBLAS"))
-            rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA and loaded kernels, estimated"))
+            # Graphs are captured on one stream, after a step on another.
+            streams = 2 if settings.cuda_graphs else 1
+            rows.append(("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"))
+            rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"))
         return Prediction(
             held=tuple(Held(kind=k, place=p, nbytes=n, detail=d) for k, p, n, d in rows if n),
             schedule=training_schedule(len(self.residuals), train_embedding=self.train_embedding),
@@ -284,21 +298,56 @@ class Counts:
             kernels=dict(self.kernels),
         )
 
-    def _working(self, residuals: int, gone: int, head_chunks: int) -> tuple[int, str]:
-        """(bytes on top of the residuals where all is largest, what they are).
+    def _peak(self, streamed: Sequence[int], *, moves: bool, head_chunks: int) -> tuple[int, str]:
+        """(most bytes of a micro-step on top of what rests, what they are), found by going through the schedule.
 
-        `gone`: bytes of the residuals that are not on the device while the head runs.
+        `streamed`: bytes of each piece's weights that come to the device for it. `moves`: whether residuals leave it.
         """
-        tokens = self.settings.tokens
-        chunk, counted = -(-tokens // head_chunks), -(-tokens // self.settings.head_chunks)
-        # Beside the chunk's there are what the last layer gave, and the gradient of all of it.
-        head = 2 * self.activation + self.head * chunk // counted - gone
-        return max(
-            (head, f"the head: logits of {chunk} of {tokens} tokens at a time"),
-            (self.layer, "the backward of a layer"),
-            # No layer's residuals are left by then.
-            (self.embedding_gradient - residuals, "the gradient of the embedding"),
+        tokens, layers = self.settings.tokens, len(self.residuals)
+        keys = [EMBED, *(layer_key(i) for i in range(layers)), HEAD]
+        weights, residuals = dict(zip(keys, streamed, strict=True)), dict(zip(keys[1:-1], self.residuals, strict=True))
+        forward, backward = (
+            dict(zip(keys[1:], self.forward, strict=False)),
+            dict(zip(keys[1:], self.backward, strict=False)),
         )
+        chunk, counted = -(-tokens // head_chunks), -(-tokens // self.settings.head_chunks)
+        here: dict[TensorKind, dict[str, int]] = {"weights": {}, "residuals": {}}
+        leaving: dict[str, int] = {}
+        """Residuals on their way out: one layer's, which need not be brought back if they are wanted at once."""
+        found = (0, "")
+        for action in training_schedule(layers, train_embedding=self.train_embedding):
+            key, now = action.key, 0
+            sizes = residuals if action.kind == "residuals" else weights
+            match action.verb:
+                case "put" if moves:
+                    leaving = {key: residuals[key]}
+                case "put" | "prefetch" | "fetch" if action.kind in here:
+                    here[action.kind][key] = sizes[key]
+                    if action.kind == "residuals":
+                        leaving.pop(key, None)
+                case "release":
+                    here[action.kind or "weights"].pop(key, None)
+                case "forward":
+                    now, what = self.activation + forward.get(key, 0), "the forward of a layer"
+                case "loss":
+                    # Beside the chunk's there are what the last layer gave, and the gradient of all of it.
+                    now = 2 * self.activation + self.head * chunk // counted
+                    what = f"the head: logits of {chunk} of {tokens} tokens at a time"
+                case "backward" if key == EMBED:
+                    now, what = self.activation + self.embedding_gradient, "the gradient of the embedding"
+                case "backward":
+                    now, what = self.activation + backward[key], "the backward of a layer"
+            if now:
+                total = now + sum(sum(sizes.values()) for sizes in (*here.values(), leaving))
+                found = max(found, (total, what))
+        return found
+
+
+def in_allocator(nbytes: int) -> int:
+    """Bytes that torch's allocator takes of a GPU for a tensor: above 10 MiB whole pairs of MiB, unless more than one
+    MiB is left of the last."""
+    pairs = -(-nbytes // 2**21) * 2**21
+    return pairs if nbytes > 10 * 2**20 and pairs - nbytes <= 2**20 else nbytes
 
 
 def nbytes(parameters: Parameters, spec: TensorSpec) -> int:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.kernels import cpu
 from surogate_core.kernels.ops import region
+from surogate_core.kernels.packed_attention import attention_flops
 
 aten = torch.ops.aten
 
@@ -70,6 +72,9 @@ def _(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: 
         torch.empty_like(q_NHE, memory_format=torch.contiguous_format),
         q_NHE.new_empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE.dtype)),
     )
+
+
+register_flop_formula(torch.ops.surogate.cpu_attention)(attention_flops)
 
 
 @torch.library.custom_op("surogate::cpu_attention_backward", mutates_args=())

@@ -5,19 +5,30 @@ Shape suffixes as in `surogate_core.kernels.ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.kernels.ops import region
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor], None]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor], None]
+
+
+ATTENDED = 1024
+"""Tokens that one attends to on average, assumed where FLOPs are counted: documents are not known then."""
+
+
+def attention_flops(q_shape: Sequence[int], *rest: Any, **named: Any) -> int:
+    """FLOPs of the forward of packed causal attention; q is [N, H, E]."""
+    tokens, heads, features = q_shape
+    return 4 * tokens * heads * features * min(ATTENDED, -(-tokens // 2))
 
 
 def readable(x_NHE: Tensor) -> Tensor:
@@ -53,6 +64,8 @@ def packed_attention(namespace: str, forward: Forward, backward: Backward, room:
     def _(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         n, heads, features = q_NHE.shape
         return q_NHE.new_empty(n, heads * features + room), q_NHE.new_empty((heads, n), dtype=torch.float32)
+
+    register_flop_formula(getattr(torch.ops, namespace).attention)(attention_flops)
 
     @torch.library.custom_op(f"{namespace}::attention_backward", mutates_args=())
     def run_backward(

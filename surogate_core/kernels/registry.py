@@ -27,6 +27,21 @@ references: dict[str, Kernel] = {}
 """Op name → its reference, as the kernel of last resort."""
 
 
+workspaces: dict[Any, Callable[..., int]] = {}
+"""Custom op → bytes that it has besides inputs and results at its largest, from its arguments."""
+
+
+def workspace(target: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Say what a custom op (``torch.ops.namespace.name``) allocates within, for plans; decorates a function of its
+    arguments, which may be fake tensors."""
+
+    def register(nbytes: Callable[..., int]) -> Callable[..., int]:
+        workspaces[target] = nbytes
+        return nbytes
+
+    return register
+
+
 @dataclass(slots=True)
 class KernelTable:
     """The kernels that a run may use on its device, and what was chosen of them."""

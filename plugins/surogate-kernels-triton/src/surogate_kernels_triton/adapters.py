@@ -15,9 +15,11 @@ import triton
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.panels import PanelShape
+from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import adapters_programs as programs
 
 ROWS = 1024
@@ -137,6 +139,35 @@ def _(
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], sum(outputs)), x.new_empty(x.shape[0], rank * len(outputs))
+
+
+@register_flop_formula(torch.ops.surogate_triton.adapted_linears)
+def _flops(
+    x_shape: Sequence[int],
+    panel: Any,
+    seed: Any,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    *rest: Any,
+    **named: Any,
+) -> int:
+    ranks = rank * len(outputs)
+    return 2 * x_shape[0] * (sum(outputs) * (inputs + ranks) + inputs * ranks)
+
+
+def parts_bytes(n: int, outputs: Sequence[int], rank: int) -> int:
+    """Bytes of the partial sums of du and dB in `gradients`."""
+    chunk, rows = _cut(outputs, n)
+    return 4 * sum(outputs) * rank * triton.cdiv(n, rows) + 4 * sum(outputs) // chunk * n * rank
+
+
+def gradients_bytes(dy: Tensor, outputs: Sequence[int], rank: int, results: int) -> int:
+    """Most bytes of what `gradients` allocates; `results`: bytes that its caller has as results only afterwards."""
+    n, width = dy.shape[0], sum(outputs)
+    room = -(-rank * len(outputs) // ROOM) * ROOM
+    copied = n * (width + room) * dy.itemsize if dy.shape[1] == width or dy.stride(1) != 1 else 0
+    return copied + max(parts_bytes(n, outputs, rank) - results, 0)
 
 
 def gradients(
@@ -361,6 +392,26 @@ def _(
         x.new_empty((ranks, inputs), dtype=torch.float32),
         x.new_empty((width, rank), dtype=torch.float32),
     )
+
+
+@workspace(torch.ops.surogate_triton.adapted_linears_backward)
+def _backward_bytes(
+    dy: Tensor,
+    x: Tensor,
+    u_NR: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    p: float,
+    salts: Sequence[int],
+) -> int:
+    n = dy.shape[0]
+    dropped = -(-n // 512) * rank * len(outputs) * inputs * 4 if p else 0
+    copied = 0 if x.stride(1) == 1 else n * inputs * x.itemsize
+    return copied + max(gradients_bytes(dy, outputs, rank, n * inputs * dy.itemsize), dropped)
 
 
 class _AdaptedLinears(Function):

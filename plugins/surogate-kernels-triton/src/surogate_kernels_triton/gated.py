@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from surogate_core.kernels.native import Module
+from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import adapters
 from surogate_kernels_triton import graph_edits as edits
 
@@ -157,6 +158,35 @@ def _(
         dh_NF.new_empty((2 * features, rank), dtype=torch.float32),
         dh_NF.new_empty((rank, features), dtype=torch.float32),
     )
+
+
+@workspace(torch.ops.surogate_triton.down_backward)
+def _down_bytes(dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float) -> int:
+    return adapters.gradients_bytes(dy, [outputs], rank, dy.shape[0] * inputs * dy.itemsize)
+
+
+def parts_bytes(n: int, features: int, rank: int) -> int:
+    """Bytes of the partial sums of `gated_backward`, which live as long as it runs."""
+    chunks = features // FEATURES
+    share = -(-n // (max(1, BLOCKS // chunks) * STEP)) * STEP
+    return 4 * rank * (2 * chunks * n + 3 * features * -(-n // share))
+
+
+@workspace(torch.ops.surogate_triton.gated_backward)
+def _gated_bytes(
+    dh_NF: Tensor,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    du_NR: Tensor,
+    x: Tensor,
+    u: Tensor,
+    panel_QP: Tensor,
+    inputs: int,
+    rank: int,
+    scale: float,
+) -> int:
+    n, features = dh_NF.shape
+    return n * (2 * features + adapters.ROOM) * dh_NF.itemsize + parts_bytes(n, features, rank)
 
 
 # --------------------------------------------------------------------------- the rewrite

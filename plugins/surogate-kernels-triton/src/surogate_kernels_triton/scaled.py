@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels import scaled
 from surogate_core.kernels.native import Module
 from surogate_core.kernels.panels import PanelShape
+from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import adapters
 
 NATIVE = Path(__file__).parent / "native"
@@ -367,6 +369,55 @@ class _ScaledLinears(Function):
         observed = [torch.stack((amax_x, torch.zeros_like(amax_x), amax_dy)) for amax_dy in figures[:, 2].unbind(0)]
         split = zip(da.split(shape.rank), db.split(outputs), strict=True)
         return dx, *[None] * (5 + slots), *observed, *(g for pair in split for g in pair)
+
+
+@register_flop_formula(torch.ops.surogate_triton.scaled_linears)
+def _flops(
+    x_shape: Sequence[int],
+    panel: Any,
+    weights: Any,
+    row: Any,
+    seed: Any,
+    outputs: Sequence[int],
+    rank: int,
+    *rest: Any,
+    **named: Any,
+) -> int:
+    (n, inputs), ranks = x_shape, rank * len(outputs)
+    return 2 * n * (sum(outputs) * (inputs + ranks) + inputs * ranks)
+
+
+@workspace(torch.ops.surogate_triton.scaled_linears)
+def _forward_bytes(x_NI: Tensor, *rest: Any) -> int:
+    return x_NI.numel()
+
+
+def encoded_bytes(n: int, outputs: Sequence[int], rank: int, results: int) -> int:
+    """Most bytes of what `encode_gradient` allocates; `results`: bytes that its caller has as results afterwards."""
+    width = sum(outputs)
+    if rank != RANK:
+        parts = adapters.parts_bytes(n, outputs, rank)
+    else:
+        chunks = width // 256
+        share = -(-n // (max(1, BLOCKS // chunks) * 32)) * 32
+        parts = 4 * rank * (chunks * n + width * -(-n // share))
+    return n * width + max(parts - results, 0)
+
+
+@workspace(torch.ops.surogate_triton.scaled_linears_backward)
+def _backward_bytes(
+    dy: Tensor,
+    x_NI: Tensor,
+    u_NR: Tensor,
+    panel: Tensor,
+    weights: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    seed: Tensor,
+    outputs: Sequence[int],
+    rank: int,
+    *rest: Any,
+) -> int:
+    return encoded_bytes(dy.shape[0], outputs, rank, x_NI.numel() * x_NI.itemsize)
 
 
 def scaled_linears(

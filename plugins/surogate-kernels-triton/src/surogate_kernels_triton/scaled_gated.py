@@ -7,13 +7,16 @@ them as FP8 codes: nobody reads them in bf16. Suffixes as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.kernels import scaled as formats
 from surogate_core.kernels.native import Module
+from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import adapters, gated, scaled
 from surogate_kernels_triton import graph_edits as edits
 
@@ -183,6 +186,32 @@ def _(
         dh_NF.new_empty((rank, features), dtype=torch.float32),
         dh_NF.new_empty((2, scaled.FIGURES), dtype=torch.float32),
     )
+
+
+@register_flop_formula(torch.ops.surogate_triton.scaled_gated)
+def _flops(
+    gate_shape: Sequence[int], up: Any, panel: Any, weights: Any, row: Any, outputs: int, *rest: Any, **named: Any
+) -> int:
+    n, features = gate_shape
+    return 2 * n * features * outputs
+
+
+@workspace(torch.ops.surogate_triton.scaled_gated)
+def _codes_bytes(gate_NF: Tensor, *rest: Any) -> int:
+    return gate_NF.numel()
+
+
+@workspace(torch.ops.surogate_triton.scaled_down_backward)
+def _down_bytes(
+    dy: Tensor, u_NR: Tensor, panel: Tensor, weights: Sequence[Tensor], rows: Sequence[Tensor], inputs: int, *rest: Any
+) -> int:
+    return scaled.encoded_bytes(dy.shape[0], [dy.shape[1]], u_NR.shape[1], dy.shape[0] * inputs * dy.itemsize)
+
+
+@workspace(torch.ops.surogate_triton.scaled_gated_backward)
+def _gated_bytes(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, du_NR: Tensor, *rest: Any) -> int:
+    n, features = dh_NF.shape
+    return 2 * n * features + gated.parts_bytes(n, features, du_NR.shape[1])
 
 
 # --------------------------------------------------------------------------- the rewrite
