@@ -30,7 +30,9 @@ HOST = 50e9
 BLOCKWISE = 17.0
 """Times that 8-bit AdamW takes of AdamW's time on a CPU: 11.4 against 0.67 ns a parameter on one core (EPYC)."""
 ARITHMETIC = 200e12
-"""FLOP/s of a forward pass, assumed."""
+"""FLOP/s of what is computed again, assumed."""
+BUDGETS = (0.75, 0.5, 0.25)
+"""Of `recompute_budget`, that are proposed."""
 FEWEST_TOKENS = 256
 """Tokens of the smallest chunk of the head that is proposed."""
 SHOWN = 3
@@ -71,16 +73,17 @@ def proposals(
     taken back.
     """
     traced: dict[Any, Counts] = {}
-    found = []
-    for changed in _candidates(config, registry):
-        key = changed.recompute, changed.cpu_training or changed.offload_quants
+
+    def predicted(changed: RunConfig) -> Prediction:
+        key = changed.recompute, changed.recompute_budget, changed.cpu_training or changed.offload_quants
         if key not in traced:
             traced[key] = count(changed)
-        prediction = place(changed, traced[key])
-        seconds = _seconds(changed, prediction) - _seconds(config, prediction)
-        if changed.recompute and not config.recompute:
-            rows = changed.gradient_accumulation_steps * traced[key].settings.tokens
-            seconds += 2 * prediction.parameters * rows / ARITHMETIC
+        return place(changed, traced[key])
+
+    before, found = _seconds(config, predicted(config)), []
+    for changed in _candidates(config, registry):
+        prediction = predicted(changed)
+        seconds = _seconds(changed, prediction) - before
         found.append(
             Proposal(changes=_overrides(config, changed), config=changed, prediction=prediction, seconds=seconds)
         )
@@ -110,16 +113,24 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         able, offload = any(getattr(config, s) for s in switches), config.offload
     free = [s for s in switches if not getattr(config, s)] if able else []
     sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
-    for recompute, head, optimizer, chosen in product(sorted({config.recompute, True}), chunks, optimizers, sets):
-        changes: dict[str, Any] = dict.fromkeys(chosen, True)
+    for (recompute, budget), head, optimizer, chosen in product(_policies(config), chunks, optimizers, sets):
+        changes: dict[str, Any] = {**dict.fromkeys(chosen, True), "recompute": recompute, "recompute_budget": budget}
         if "offload_quants" in chosen:
             changes["persistent_quants"] = True
         if chosen:
             changes["offload"] = offload
-        changed = replace(config, recompute=recompute, lmhead_chunks=head, optimizer=optimizer, **changes)
+        changed = replace(config, lmhead_chunks=head, optimizer=optimizer, **changes)
         values = {f.name: getattr(changed, f.name) for f in fields(RunConfig)}
         if not any(check.wrong(values) for check in CHECKS):
             yield changed
+
+
+def _policies(config: RunConfig) -> list[tuple[bool, float]]:
+    """(recompute, recompute_budget) as it is, and those that keep less."""
+    if config.recompute:
+        return [(True, config.recompute_budget)]
+    less = [budget for budget in BUDGETS if budget < config.recompute_budget]
+    return [(False, config.recompute_budget), *((False, budget) for budget in less), (True, 1.0)]
 
 
 def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
@@ -133,13 +144,13 @@ def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
 
 
 def _seconds(config: RunConfig, prediction: Prediction) -> float:
-    """Time of an optimizer step that goes into offloading and the pieces of the head."""
+    """Time of an optimizer step that goes into offloading, computing again and the pieces of the head."""
     size = {h.kind: h.nbytes for h in prediction.held}
     times = config.gradient_accumulation_steps
     gradients, masters = size.get("gradients", 0), size.get("masters", 0)
     weights = size.get("weights", 0)
     # Each piece of the head is a few launches; a product of fewer rows is slower too.
-    seconds = times * config.lmhead_chunks * 2e-5
+    seconds = times * config.lmhead_chunks * 2e-5 + times * prediction.again / ARITHMETIC
     if config.offload_residual:
         seconds += times * 2 * size.get("residuals", 0) / BUS
     if config.offload_optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +24,19 @@ def tokens_per_step(config: RunConfig) -> int:
     return rows * config.sequence_len
 
 
-def as_json(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, **extra: Any) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast products are."""
+
+    flops: float
+    """A second."""
+    source: str
+    """measured, or assumed."""
+
+
+def as_json(
+    config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, rate: Rate, **extra: Any
+) -> str:
     """The plan as one JSON object, with further keys at its end."""
     value = {
         "model": title,
@@ -38,12 +50,14 @@ def as_json(config: RunConfig, title: str, settings: EngineSettings, prediction:
         "held": [asdict(h) for h in prediction.held],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
+        "recomputed_flops": prediction.again,
+        "recomputed_seconds": prediction.again / rate.flops,
         **extra,
     }
     return json.dumps(value, indent=1) + "\n"
 
 
-def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction) -> str:
+def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, rate: Rate) -> str:
     """The plan for people."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensors")
@@ -66,6 +80,8 @@ def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction:
         f"kernels: {kernels}\n",
         f"# memory, predicted\n{buffer.getvalue()}"
         f"device {human_bytes(prediction.total('device'))}, host {human_bytes(prediction.total('host'))}; "
-        f"workspaces and fragmentation come on top\n",
+        f"fragmentation comes on top\n"
+        f"computed again in a micro-step: {prediction.again / 1e12:.3g} TFLOP of products and attention, "
+        f"{1e3 * prediction.again / rate.flops:.3g} ms at {rate.flops / 1e12:.3g} TFLOP/s ({rate.source})\n",
     ]
     return "\n".join(parts)

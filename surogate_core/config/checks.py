@@ -32,6 +32,15 @@ def _recompute_part(part: str) -> Check:
     )
 
 
+RECOMPUTE_BUDGET = Check(
+    name="recompute_budget_without_effect",
+    key="recompute_budget",
+    wrong=lambda v: v["recompute"] and v["recompute_budget"] != 1,
+    message="has no effect while `recompute` is true, which computes the whole block again.",
+    fix="recompute: false",
+)
+
+
 def _needs_adaptive(key: str) -> Check:
     return Check(
         name=f"{key}_without_monitor",
@@ -117,6 +126,7 @@ CHECKS: tuple[Check, ...] = (
         fix="lora: false, or task sft",
     ),
     *(_recompute_part(part) for part in ("att", "ffn", "qkv", "swiglu", "rmsnorm")),
+    RECOMPUTE_BUDGET,
     Check(
         name="row_past_the_positions",
         key="sequence_len",

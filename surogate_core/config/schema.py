@@ -132,6 +132,8 @@ class RunConfig:
     """Without `recompute`: compute SwiGLU outputs again."""
     recompute_rmsnorm: bool = False
     """Without `recompute`: compute RMSNorm outputs again."""
+    recompute_budget: Fraction = 1.0
+    """Without `recompute`: the share of each block's residuals that is kept; the cheapest to compute again are not."""
 
     # ------------------------------------------------------------------------ optimizer
     optimizer: Selection = field(default_factory=lambda: Selection(name="adamw"))

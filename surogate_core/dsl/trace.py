@@ -284,7 +284,7 @@ def _cut_at(joint: fx.GraphModule, kept: Sequence[fx.Node]) -> tuple[fx.GraphMod
     *inputs, tangent = (n for n in nodes if n.op == "placeholder")
     within = _within(joint, frozenset(kept))
     return (
-        _extract(joint.graph, inputs, [outputs[0], *kept], _forward_of(joint)),
+        _extract(joint.graph, inputs, [outputs[0], *kept], _forward_of(joint) | _closure(kept)),
         _extract(joint.graph, [*inputs, *kept, tangent], outputs[1:], within),
     )
 
@@ -381,8 +381,10 @@ def _returned(forward: fx.GraphModule) -> list[fx.Node]:
 
 
 def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float) -> list[fx.Node]:
-    forward = _forward_of(joint)
-    return chosen(kept, budget, lambda keep: _within(joint, keep) & forward)
+    """As many of `kept` as the budget allows; where that is none, what `Recompute(block=True)` would keep."""
+    forward = _forward_of(joint) | _closure(kept)
+    found = chosen(kept, budget, lambda keep: _within(joint, keep) & forward)
+    return found or _spared(joint, Recompute(block=True))
 
 
 def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

@@ -58,6 +58,8 @@ class Prediction:
     trainable_parameters: int
     kernels: dict[tuple[str, str], str]
     """(op, dtype) → kernel."""
+    again: int
+    """FLOPs of products and attention that a micro-step computes again."""
 
     def total(self, place: str) -> int:
         """Bytes in a place."""
@@ -296,6 +298,7 @@ class Counts:
             parameters=self.parameters,
             trainable_parameters=self.trainable_parameters,
             kernels=dict(self.kernels),
+            again=self.again,
         )
 
     def _peak(self, streamed: Sequence[int], *, moves: bool, head_chunks: int) -> tuple[int, str]:

@@ -237,11 +237,12 @@ def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
 
 
 def resolve_recompute(config: RunConfig) -> Recompute:
-    """The recompute policy of the config's switches."""
+    """The recompute policy of the config's switches and budget."""
     switches = ("att", "ffn", "qkv", "swiglu", "rmsnorm")
     return Recompute(
         block=config.recompute,
         regions=frozenset(s for s in switches if getattr(config, f"recompute_{s}")),
+        budget=config.recompute_budget,
     )
 
 
