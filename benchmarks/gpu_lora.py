@@ -151,7 +151,7 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
             borders=borders,
             max_seqlen=LENGTH,
             head_chunks=options.head_chunks or (1 if options.full else 4),
-            recompute=Recompute(block=options.recompute, regions=frozenset(options.regions)),
+            recompute=Recompute(block=options.recompute, regions=frozenset(options.regions), budget=options.budget),
             weight_decay=0.1,
             max_grad_norm=1.0,
             seed=0,
@@ -316,6 +316,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--base", choices=["bf16", "nf4", "fp8", "nvfp4"], default="bf16", help="of frozen weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
+    parser.add_argument("--budget", type=float, default=1.0, help="share of the residuals that is kept")
     parser.add_argument("--packs", nargs="*", choices=PACKS, default=PACKS)
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")

@@ -74,6 +74,8 @@ class Case:
     """Fewer than the published shape's."""
     lora: bool = False
     recompute: bool = True
+    budget: float = 1.0
+    """Share of the residuals that is kept."""
     recipe: str = "bf16"
     base: str = "bf16"
     """What frozen projections rest in."""
@@ -129,6 +131,9 @@ CASES: dict[str, Case] = {
     "1.7B lora, recompute, 8192 tokens a row, chunks 16": replace(
         LORA, preset="1.7b", recompute=True, rows=1, length=8192, head_chunks=16
     ),
+    "8B lora, budget 0.5, 12 layers": replace(BIG, layers=12, budget=0.5),
+    "1.7B full, budget 0.5, adamw_8bit": Case(preset="1.7b", recompute=False, budget=0.5, optimizer="adamw_8bit"),
+    "0.6B lora fp8-hybrid, budget 0.25": replace(LORA, recipe="fp8-hybrid", budget=0.25),
     "0.6B full, recompute, no graphs, 8 layers": Case(layers=8, graphs=False),
     "0.6B lora, fx, 8 layers": replace(LORA, layers=8, compiler="fx", graphs=False),
 }
@@ -148,8 +153,8 @@ class Result:
     held: dict[str, int]
     allocated: int
     reserved: int
-    driver: int | None
-    """What the driver says of the process."""
+    beside: int | None
+    """What the driver says of the process beyond what torch has reserved."""
     micro_step: int
     """Peak of a micro-step that is run again, without graphs."""
     update: int
@@ -226,7 +231,7 @@ def shared(case: Case, device: torch.device) -> dict[str, Any]:
             borders=BORDERS,
             max_seqlen=case.length,
             head_chunks=case.head_chunks,
-            recompute=Recompute(block=case.recompute),
+            recompute=Recompute(block=case.recompute, budget=case.budget),
             weight_decay=0.1,
             max_grad_norm=1.0,
             seed=0,
@@ -294,7 +299,8 @@ def measure(name: str) -> Result:
     losses = [engine.train_step(made, step=step, lr=1e-5).read()[0] for step in range(2)]
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    driver = of_driver(torch.cuda.memory_reserved())
+    now = torch.cuda.memory_reserved()
+    driver = of_driver(now)
     peaks = []
     for part in (engine._run_training, engine._run_update):
         torch.cuda.reset_peak_memory_stats()
@@ -310,7 +316,7 @@ def measure(name: str) -> Result:
         held={h.kind: h.nbytes for h in prediction.held if h.place == "device"},
         allocated=allocated,
         reserved=reserved,
-        driver=driver,
+        beside=None if driver is None else driver - now,
         micro_step=peaks[0],
         update=peaks[1],
         losses=losses,
@@ -333,7 +339,7 @@ def in_process(name: str, limit: float) -> tuple[Result | None, str]:
 
 def line(result: Result) -> str:
     """For people, in MiB."""
-    beside = "" if result.driver is None else f", beside torch {(result.driver - result.reserved) / MIB:.0f}"
+    beside = "" if result.beside is None else f", beside torch {result.beside / MIB:.0f}"
     return (
         f"{result.name:60} predicted {result.predicted / MIB:7.0f}, allocated {result.allocated / MIB:7.0f} "
         f"({result.predicted / result.allocated - 1:+.1%}), reserved {result.reserved / MIB:7.0f}{beside}, "

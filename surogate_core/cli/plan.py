@@ -107,6 +107,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     from surogate_core.cli import plan_fit, plan_view
     from surogate_core.dsl.budget import ARITHMETIC
     from surogate_core.engine.prediction import Counts, Prediction
+    from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.native import assumed
     from surogate_core.train.flops import gemm_flops_per_second
     from surogate_core.train.setup import (
@@ -157,16 +158,20 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     prediction = place(config, count(config))
     fitting = None if budget is None else plan_fit.proposals(config, registry, count, place)
     settings = settings_of(config)
-    rate = plan_view.Rate(flops=ARITHMETIC, source="assumed")
-    if assumed() is None:
-        measured = gemm_flops_per_second(settings.device, settings.dtype)
-        rate = plan_view.Rate(flops=measured, source="measured here")
+    here = assumed() is None
+    reasons = {} if here else {n: pack.unavailable(device) for n, pack in registry.all("kernels").items()}
+    measured = here and prediction.again > 0
+    told = plan_view.Device(
+        flops=gemm_flops_per_second(device, settings.dtype) if measured else ARITHMETIC,
+        source="measured here" if measured else "assumed",
+        left_out={name: reason for name, reason in reasons.items() if reason and name != TORCH_PACK.name},
+    )
     host = plan_fit.host_memory()
     if as_json:
         extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, host=host)}
-        print(plan_view.as_json(config, resolved.title, settings, prediction, rate, **extra), end="")
+        print(plan_view.as_json(config, resolved.title, settings, prediction, told, **extra), end="")
     else:
-        print(plan_view.as_text(config, resolved.title, settings, prediction, rate), end="")
+        print(plan_view.as_text(config, resolved.title, settings, prediction, told), end="")
         if fitting is not None and budget is not None:
             print("\n" + plan_fit.as_text(budget, fitting, host=host), end="")
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)

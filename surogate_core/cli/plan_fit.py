@@ -33,6 +33,8 @@ ARITHMETIC = 200e12
 """FLOP/s of what is computed again, assumed."""
 BUDGETS = (0.75, 0.5, 0.25)
 """Of `recompute_budget`, that are proposed."""
+STREAMING = frozenset({"cpu_training", "offload_quants"})
+"""Keys beside which no budget is proposed: the bus is what such a run waits for, not the arithmetic."""
 FEWEST_TOKENS = 256
 """Tokens of the smallest chunk of the head that is proposed."""
 SHOWN = 3
@@ -114,6 +116,8 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     free = [s for s in switches if not getattr(config, s)] if able else []
     sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
     for (recompute, budget), head, optimizer, chosen in product(_policies(config), chunks, optimizers, sets):
+        if STREAMING.intersection(chosen) and budget < config.recompute_budget:
+            continue
         changes: dict[str, Any] = {**dict.fromkeys(chosen, True), "recompute": recompute, "recompute_budget": budget}
         if "offload_quants" in chosen:
             changes["persistent_quants"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,17 +26,19 @@ def tokens_per_step(config: RunConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """How fast products are."""
+class Device:
+    """What else a plan says of the device."""
 
     flops: float
-    """A second."""
+    """FLOP/s of a product."""
     source: str
-    """measured, or assumed."""
+    """Whether that was measured here or assumed."""
+    left_out: Mapping[str, str]
+    """Kernel pack → why it is not counted on."""
 
 
 def as_json(
-    config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, rate: Rate, **extra: Any
+    config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, device: Device, **extra: Any
 ) -> str:
     """The plan as one JSON object, with further keys at its end."""
     value = {
@@ -47,17 +50,18 @@ def as_json(
         "tokens_per_step": tokens_per_step(config),
         "schedule": [str(action) for action in prediction.schedule],
         "kernels": {f"{op} {dtype}": name for (op, dtype), name in prediction.kernels.items()},
+        "kernels_left_out": dict(device.left_out),
         "held": [asdict(h) for h in prediction.held],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
         "recomputed_flops": prediction.again,
-        "recomputed_seconds": prediction.again / rate.flops,
+        "recomputed_seconds": prediction.again / device.flops,
         **extra,
     }
     return json.dumps(value, indent=1) + "\n"
 
 
-def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, rate: Rate) -> str:
+def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, device: Device) -> str:
     """The plan for people."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensors")
@@ -70,6 +74,13 @@ def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction:
     Console(file=buffer, width=110, highlight=False).print(table)
     trained = f"{prediction.parameters:,} parameters, {prediction.trainable_parameters:,} trained"
     kernels = ", ".join(f"{op} {name}" for (op, _), name in sorted(prediction.kernels.items()))
+    again = (
+        f"computed again in a micro-step: {prediction.again / 1e12:.3g} TFLOP of products and attention, "
+        f"{1e3 * prediction.again / device.flops:.3g} ms at {device.flops / 1e12:.3g} TFLOP/s ({device.source})\n"
+        if prediction.again
+        else ""
+    )
+    left_out = "".join(f"without the kernels of {name}: {why}\n" for name, why in sorted(device.left_out.items()))
     parts = [
         f"# config\n{to_yaml(config)}",
         f"# model\n{title}: {trained}\n",
@@ -77,11 +88,9 @@ def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction:
         f"{render(prediction.schedule)}\n"
         f"× {config.gradient_accumulation_steps} micro-steps, then clip and {config.optimizer.name}: "
         f"{tokens_per_step(config):,} tokens a step\n"
-        f"kernels: {kernels}\n",
+        f"kernels: {kernels}\n{left_out}",
         f"# memory, predicted\n{buffer.getvalue()}"
         f"device {human_bytes(prediction.total('device'))}, host {human_bytes(prediction.total('host'))}; "
-        f"fragmentation comes on top\n"
-        f"computed again in a micro-step: {prediction.again / 1e12:.3g} TFLOP of products and attention, "
-        f"{1e3 * prediction.again / rate.flops:.3g} ms at {rate.flops / 1e12:.3g} TFLOP/s ({rate.source})\n",
+        f"fragmentation comes on top\n",
     ]
     return "\n".join(parts)

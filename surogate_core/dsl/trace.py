@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from surogate_core.dsl.budget import chosen
 from surogate_core.dsl.inductor import compile_graph
 from surogate_core.dsl.products import collect, defer_products
-from surogate_core.dsl.values import VIEWS, base_op, is_view, nbytes
+from surogate_core.dsl.values import VIEWS, base_op, is_call, is_view, nbytes
 from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]
@@ -381,10 +381,18 @@ def _returned(forward: fx.GraphModule) -> list[fx.Node]:
 
 
 def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float) -> list[fx.Node]:
-    """As many of `kept` as the budget allows; where that is none, what `Recompute(block=True)` would keep."""
-    forward = _forward_of(joint) | _closure(kept)
-    found = chosen(kept, budget, lambda keep: _within(joint, keep) & forward)
-    return found or _spared(joint, Recompute(block=True))
+    """What is kept of `kept`, or instead of them, within the budget; where that is nothing, as for whole blocks."""
+    behind = _closure(kept)
+    forward = _forward_of(joint) | behind
+    others = [n for n in joint.graph.nodes if n in behind and n not in kept and _is_result(n)]
+    found = set(chosen(kept, others, budget, lambda keep: _within(joint, keep) & forward))
+    return [n for n in joint.graph.nodes if n in found] or _spared(joint, Recompute(block=True))
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether it is a tensor that a kernel of its own makes."""
+    made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surogate_core.dsl.footprint import footprint, joint_bytes
 from surogate_core.dsl.trace import Recompute, Signature
+from surogate_core.kernels.registry import workspace, workspaces
 
 CPU = torch.device("cpu")
 N, D, F = 64, 32, 128
@@ -67,3 +68,25 @@ def test_a_view_takes_no_memory() -> None:
     plain = joint_bytes(lambda x: (x * 2).square().sum(), signatures, compiler="fx")
     viewed = joint_bytes(lambda x: (x * 2).view(D, N).t().square().sum(), signatures, compiler="fx")
     assert viewed == plain >= 2 * D * ROW
+
+
+def test_what_an_op_has_within_is_counted_while_it_runs() -> None:
+    @torch.library.custom_op("surogate_test::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    @doubled.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    signatures = [Signature((N, D), torch.float32, CPU), Signature((N, D), torch.float32, CPU, True)]
+
+    def twice(x: Tensor, y: Tensor) -> Tensor:
+        return (doubled(doubled(x)) * y).sum()
+
+    before = joint_bytes(twice, signatures, compiler="inductor")
+    workspace(torch.ops.surogate_test.doubled)(lambda x: 3 * x.numel())
+    try:
+        assert joint_bytes(twice, signatures, compiler="inductor") == before + 3 * N * D
+    finally:
+        del workspaces[torch.ops.surogate_test.doubled]

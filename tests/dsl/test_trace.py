@@ -35,6 +35,7 @@ POLICIES = {
     **{region: Recompute(block=False, regions=frozenset([region])) for region in REGIONS},
     "all regions": Recompute(block=False, regions=frozenset(REGIONS)),
 }
+BUDGETS = {"half": Recompute(block=False, budget=0.5)}
 NAMES = ("norm", "wq", "wk", "wv", "lora_A", "lora_B", "wo", "gate", "up", "down", "x", "cos", "sin", "borders", "seed")
 TRAINED = {
     "adapter": frozenset({"lora_A", "lora_B", "x"}),
@@ -115,7 +116,7 @@ def make(policy: str, trained: str, *, kernels: bool = True, compiler: Any = "fx
     table = KernelTable.build(torch.device("cpu"), [TORCH_PACK] if kernels else [])
     with registry.using(table):
         inputs = signatures(arguments(), TRAINED[trained])
-        return differentiate(block, inputs, recompute=POLICIES[policy], compiler=compiler)
+        return differentiate(block, inputs, recompute=(POLICIES | BUDGETS)[policy], compiler=compiler)
 
 
 def run(program: Program, values: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -154,12 +155,14 @@ def check(program: Program, trained: str, tolerance: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "references"])
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *BUDGETS])
 def test_equal_to_autograd(policy: str, trained: str, kernels: bool) -> None:
     check(make(policy, trained, kernels=kernels), trained)
 
 
-@pytest.mark.parametrize("policy", ["none", "block", pytest.param("all regions", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["none", "block", *(pytest.param(p, marks=pytest.mark.slow) for p in ("half", "all regions"))]
+)
 def test_inductor_equals_autograd(policy: str) -> None:
     check(make(policy, "adapter", compiler="inductor"), "adapter")
 

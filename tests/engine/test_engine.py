@@ -151,6 +151,7 @@ def test_head_chunks_do_not_matter(chunks: int) -> None:
 POLICIES = {
     "block": Recompute(block=True),
     **{r: Recompute(block=False, regions=frozenset([r])) for r in ("qkv", "att", "ffn", "swiglu", "rmsnorm")},
+    **{f"budget {b}": Recompute(block=False, budget=b) for b in (0.0, 0.3, 0.6)},
 }
 
 

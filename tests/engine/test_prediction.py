@@ -13,7 +13,7 @@ from tiny_engine import lora, make_batch, make_engine, random_documents, tiny_co
 
 from surogate_core.bundles import Objective, OptimizerSpec, Recipe
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
@@ -73,3 +73,8 @@ def test_bytes_are_those_of_the_engine(
     assert EMBED in {a.key for a in prediction.schedule}
     assert prediction.total("device") == sum(held.values())
     assert prediction.total("host") == 0
+
+
+@pytest.mark.parametrize(("mib", "taken"), [(1, 1), (9, 9), (17, 18), (18, 18), (16.5, 16.5), (33, 34)])
+def test_what_the_allocator_does_not_split_off(mib: float, taken: float) -> None:
+    assert in_allocator(int(mib * 2**20)) == int(taken * 2**20)
