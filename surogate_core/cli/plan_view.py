@@ -91,6 +91,6 @@ def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction:
         f"kernels: {kernels}\n{left_out}",
         f"# memory, predicted\n{buffer.getvalue()}"
         f"device {human_bytes(prediction.total('device'))}, host {human_bytes(prediction.total('host'))}; "
-        f"fragmentation comes on top\n",
+        f"fragmentation comes on top\n{again}",
     ]
     return "\n".join(parts)
