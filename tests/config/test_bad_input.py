@@ -168,6 +168,7 @@ CONTRADICTIONS = {
     "lora_in_pretraining": ["task=pt", "lora=true"],
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("swiglu", "rmsnorm")},
+    "recompute_budget_without_effect": ["recompute_budget=0.5", "recompute=true"],
     "row_past_the_positions": ["sequence_len=64", "max_model_len=32"],
     "sample_past_the_row": ["sequence_len=64", "max_length=65"],
     "two_model_dtypes": ["model_dtype=bf16", "torch_dtype=float32"],
