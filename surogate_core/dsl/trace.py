@@ -413,7 +413,7 @@ def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         if not whole or sum(_own_bytes(n) for n in members) < nbytes(base):
             continue
         with backward.graph.inserting_before(given[members[0].name]):
-            copies = {base: backward.graph.placeholder(base.name)}
+            copies = {base: _placeholder(backward.graph, base.name)}
         copies[base].meta = dict(base.meta)
         for member in members:
             with backward.graph.inserting_before(first):
@@ -427,6 +427,20 @@ def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
+
+
+def _placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """A placeholder of exactly this name; it takes the place of a node that has it.
+
+    A graph gives no name twice, not even that of a node that it has no more.
+    """
+    made = graph.placeholder(name)
+    for node in graph.nodes:
+        if node.name == name and node is not made:
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+    made.name = name
+    return made
 
 
 def _own_bytes(node: fx.Node) -> int:

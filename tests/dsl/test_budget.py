@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from surogate_core.dsl.budget import chosen, seconds
 from surogate_core.dsl.footprint import Footprint, footprint
-from surogate_core.dsl.trace import Recompute, Signature, _split, differentiate, trace_joint
+from surogate_core.dsl.trace import Recompute, Signature, _placeholder, _split, differentiate, trace_joint
 from surogate_core.dsl.values import flops
 from surogate_core.kernels.attention import TORCH_PACK
 
@@ -121,6 +121,24 @@ def test_parts_of_a_value_are_kept_as_one() -> None:
     wanted = torch.autograd.grad(gated(x, both), (x, both), dy)
     torch.testing.assert_close(y, gated(x, both))
     torch.testing.assert_close(tuple(found), wanted)
+
+
+@pytest.mark.parametrize("erased", [True, False])
+def test_a_placeholder_has_the_name_that_it_was_asked_for(erased: bool) -> None:
+    """torch 2.11 leaves such names behind: results of min-cut that it had copied before it dropped them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.create_node("call_function", torch.neg, (x,), name="value_3")
+    result = graph.call_function(torch.abs, (x if erased else node,))
+    graph.output(result)
+    if erased:
+        graph.erase_node(node)
+    with graph.inserting_before(x):
+        made = _placeholder(graph, "value_3")
+    assert made.name == "value_3"
+    assert [n.name for n in graph.nodes].count("value_3") == 1
+    assert result.all_input_nodes == [x if erased else made]
+    graph.lint()
 
 
 def test_packs_say_the_arithmetic_of_their_ops() -> None:
