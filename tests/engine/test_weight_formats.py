@@ -108,20 +108,14 @@ def test_packed_weights_may_be_offloaded(packs: list[KernelPack]) -> None:
     assert train(made) == train(plain)
 
 
-def test_a_weight_that_is_left_out_and_offloaded_stands_in_no_panel() -> None:
+def test_a_weight_that_is_left_out_may_be_offloaded_too() -> None:
     def skips(name: str) -> bool:
         return name == "model.layers.1.mlp.up_proj.weight"
 
     offloader, _ = strict_offloader()
-    made = engine(PACKS["panels"], weight_format=HALF, offloader=offloader, skips=skips)
-    panels = {key: [s.name for p in made.parameters.panels[key] for s in p.slots] for key in made.layers}
-    assert {"gate", "up"} <= {name.removesuffix("_proj").rpartition(".")[2] for name in panels["layer 0"]}
-    assert sorted(set(panels["layer 0"]) - set(panels["layer 1"])) == [
-        name for name in sorted(panels["layer 0"]) if "gate" in name or "up" in name
-    ]
-    losses = train(made)
+    losses = train(engine(PACKS["panels"], weight_format=HALF, offloader=offloader, skips=skips))
     expected = train(engine(PACKS["panels"], weight_format=HALF, skips=skips))
-    # Projections of one input are multiplied one by one there.
+    # Its projection may be multiplied alone there, and rounded otherwise.
     for (loss, _), (wanted, _) in zip(losses, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-5)
 
