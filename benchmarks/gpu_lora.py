@@ -3,10 +3,11 @@
 Published Qwen3 shapes with random weights; LoRA r=16 on all seven projections or full fine-tuning;
 2 rows of 2048 tokens a micro-step, 4 micro-steps an optimizer step. Times are CUDA events around
 whole optimizer steps, the median is reported. The ceiling is a bf16 product of 8192³ in the same
-process. Run one process a configuration: peak memory is the process's.
+process. Peak memory is that of training: random weights are drawn in fp32, which loaded ones are not.
 
     python benchmarks/gpu_lora.py 0.6b [--recipe fp8-hybrid] [--base nf4] [--documents lognormal] [--dropout 0.05]
-                                  [--full] [--recompute] [--packs triton] [--any-order] [--profile] [--json FILE]
+                                  [--full] [--recompute] [--optimizer adamw_8bit] [--offload residuals]
+                                  [--packs triton] [--any-order] [--profile] [--json FILE]
 
 Shape suffixes: N tokens of a micro-batch, S document borders.
 """
@@ -14,30 +15,31 @@ Shape suffixes: N tokens of a micro-batch, S document borders.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
-from surogate_optimizer_adamw.adamw import AdamW
 
 from surogate_core.bundles import (
     KernelPack,
     Objective,
+    Offloader,
     OptimizerSettings,
-    OptimizerSpec,
     Recipe,
     RecipeSettings,
+    TensorKind,
     WeightFormat,
 )
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
@@ -55,6 +57,7 @@ from surogate_core.train.flops import Work, gemm_flops_per_second
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 PACKS = ["triton", "cuda", "hopper"]
 RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8"}
+OPTIMIZERS = {"adamw": "surogate_optimizer_adamw", "adamw_8bit": "surogate_optimizer_adamw_8bit"}
 MEAN_LENGTH, SIGMA = 400.0, 0.8
 """Of the log-normal document lengths."""
 
@@ -75,6 +78,11 @@ class Result:
     speed_of_light: float
     """Share of the time that the counted FLOPs would need at the GEMM's rate."""
     peak_gib: float
+    """Most that torch had allocated in a step."""
+    reserved_gib: float
+    """What its allocator took from the device for it."""
+    device_gib: float
+    """What is taken of the device, as nvidia-smi shows it: by CUDA itself too."""
     frozen_gib: float
     """Frozen weights as they rest: projections, embedding, head and norms."""
     projections_gib: float
@@ -139,6 +147,7 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
     """The engine that a training run would make."""
     adapter = Adapter(rank=RANK, scale=2.0, dropout=options.dropout, dtype=torch.float32)
     recipe, recipe_options = prepared(options.recipe, device)
+    optimizer = importlib.import_module(OPTIMIZERS[options.optimizer]).surogate_optimizer()
     return Engine(
         build(PRESETS[options.preset]),
         settings=EngineSettings(
@@ -159,16 +168,33 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
         recipe=recipe,
         recipe_options=recipe_options,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        optimizer=optimizer,
         optimizer_settings=OptimizerSettings(),
-        optimizer_options=None,
-        offloader=NO_OFFLOAD,
+        optimizer_options=optimizer.options(),
+        offloader=offloader(options.offload),
         offloader_options=None,
         kernels=KernelTable.build(device, packs(options.packs), deterministic=not options.any_order),
         lora=None if options.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
         source=RandomSource(seed=0, std=0.02, device=device),
         weight_format=weight_format(options.base),
+        progress=_forget_the_set_up,
     )
+
+
+def _forget_the_set_up(task: str, done: int, total: int) -> None:
+    """Peaks are counted from the first step on, which is that before graphs are captured."""
+    if torch.cuda.is_initialized() and done == 0:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def offloader(kinds: list[TensorKind]) -> Offloader:
+    """What moves tensors of these kinds to host memory."""
+    if not kinds:
+        return NO_OFFLOAD
+    host: Offloader = importlib.import_module("surogate_offload_host").surogate_offloader()
+    return replace(host, kinds=frozenset(kinds))
 
 
 def weight_format(name: str) -> WeightFormat | None:
@@ -183,6 +209,12 @@ def frozen_gib(engine: Engine, *roles: str) -> float:
     """Frozen weights of these roles as they rest, of any without."""
     kept = [s for s in engine.parameters.specs.values() if not s.trainable and (s.role in roles or not roles)]
     return sum(map(engine.parameters.kept_bytes, kept)) / 2**30
+
+
+def device_gib() -> float:
+    """What is taken of the device, by whomever."""
+    free, there = torch.cuda.mem_get_info()
+    return (there - free) / 2**30
 
 
 def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool) -> float:
@@ -299,6 +331,8 @@ def measure(options: argparse.Namespace, turn: Callable[[], None] = lambda: None
         projections_gib=frozen_gib(engine, "weight"),
         setup_seconds=setup,
         losses=[r.read()[0] for r in losses],
+        reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
+        device_gib=device_gib(),
         kernels={op: name for (op, _), name in engine.programs.kernels.chosen.items()},
         profile=profile(step, 2) if options.profile else None,
     )
@@ -317,6 +351,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
     parser.add_argument("--budget", type=float, default=1.0, help="share of the residuals that is kept")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    parser.add_argument("--offload", nargs="*", choices=get_args(TensorKind), default=[], help="to host memory")
     parser.add_argument("--packs", nargs="*", choices=PACKS, default=PACKS)
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")
@@ -335,7 +371,8 @@ def main() -> None:
     print(f"{result.preset} {setting}: {result.device}, GEMM {result.gemm_tflops:.0f} TFLOP/s")
     print(
         f"  {result.tokens_per_second:,.0f} tok/s  {result.milliseconds:.1f} ms a step  "
-        f"SOL {result.speed_of_light:.1%}  peak {result.peak_gib:.2f} GiB  "
+        f"SOL {result.speed_of_light:.1%}  peak {result.peak_gib:.2f} GiB, reserved {result.reserved_gib:.2f}, "
+        f"device {result.device_gib:.2f}  "
         f"frozen {result.frozen_gib:.2f} GiB, projections {result.projections_gib:.2f}  "
         f"set-up {result.setup_seconds:.1f} s  "
         f"loss {result.losses[0]:.4f} … {result.losses[-1]:.4f}  {result.kernels}"

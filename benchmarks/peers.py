@@ -56,8 +56,15 @@ class Side:
 def build_peer(peer: str, work: Work) -> Side:
     """The peer's model, optimizer and step."""
     torch.manual_seed(0)
-    model = unsloth_model(work) if peer == "unsloth" else transformers_model(work, liger=peer == "liger")
+    if peer == "unsloth":
+        model = unsloth_model(work)
+    elif peer == "bitsandbytes":
+        model = bitsandbytes_model(work)
+    else:
+        model = transformers_model(work, liger=peer == "liger")
     model.train()
+    # What prepare_model_for_kbit_training keeps in fp32 is multiplied in bf16, as transformers' Trainer does.
+    mixed = torch.autocast(work.device.type, torch.bfloat16, enabled=peer == "bitsandbytes")
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=True)
     label_tokens = sum(b.label_tokens for b in work.batches)
@@ -66,7 +73,8 @@ def build_peer(peer: str, work: Work) -> Side:
     def step() -> Loss:
         total = torch.zeros((), device=work.device)
         for given, share in inputs:
-            loss = model(**given, use_cache=False).loss * share
+            with mixed:
+                loss = model(**given, use_cache=False).loss * share
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -80,8 +88,18 @@ def build_peer(peer: str, work: Work) -> Side:
         "trained": sizes[1],
         "trained_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
         "attention": getattr(model.config, "_attn_implementation", None),
+        "frozen_gib": sum(_kept_bytes(p) for p in model.parameters() if not p.requires_grad) / 2**30,
+        "projections_gib": sum(_kept_bytes(p) for p in model.parameters() if hasattr(p, "quant_state")) / 2**30,
     }
     return Side(step=step, facts=facts)
+
+
+def _kept_bytes(parameter: Tensor) -> int:
+    """Bytes of a parameter, in NF4 with its absmax."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.nbytes
+    return int(parameter.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes + state.offset.nbytes)
 
 
 def arguments(batch: MicroBatch, work: Work) -> dict[str, Tensor]:
@@ -131,12 +149,53 @@ def transformers_model(work: Work, *, liger: bool) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if work.full:
         return model
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
+
+    # Adapters in bf16, as the weights: in fp32, PEFT's default, every projection's input would be cast.
+    return get_peft_model(model, _lora(work), autocast_adapter_dtype=False)
+
+
+def _lora(work: Work) -> Any:
+    from peft import LoraConfig
 
     alpha = round(work.scale * work.rank)
-    adapters = LoraConfig(r=work.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=TARGETS, bias="none")
-    # Adapters in bf16, as the weights: in fp32, PEFT's default, every projection's input would be cast.
-    return get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    return LoraConfig(r=work.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=TARGETS, bias="none")
+
+
+def bitsandbytes_model(work: Work) -> Any:
+    """transformers with the blocks' projections in bitsandbytes' NF4, double-quantised, and PEFT's adapters.
+
+    As `prepare_model_for_kbit_training` leaves it: embedding, norms and LM head in fp32, like the adapters.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    model = random_model(work)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name in TARGETS:
+                if not hasattr(part, name):
+                    continue
+                wide = getattr(part, name)
+                narrow = Linear4bit(
+                    wide.in_features,
+                    wide.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    compress_statistics=True,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                packed = Params4bit(wide.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+                narrow.weight = packed.to(work.device)
+                setattr(part, name, narrow)
+    model.is_loaded_in_4bit = True
+    model = prepare_model_for_kbit_training(
+        model,
+        use_gradient_checkpointing=work.recompute,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    return get_peft_model(model, _lora(work))
 
 
 def unsloth_model(work: Work) -> Any:

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OptimizerSpec
-from surogate_core.config.checks import CHECKS
+from surogate_core.config.checks import CHECKS, weight_formats
 from surogate_core.config.offload import DEFAULT
 from surogate_core.config.schema import RunConfig, Selection
 from surogate_core.errors import UserError
@@ -104,7 +104,8 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     if eight is not None and dtype in eight.master_dtypes and config.optimizer.name == "adamw":
         optimizers.append(Selection(name=eight.name, options=eight.options()))
     switches = ["offload_residual", "offload_optimizer", "offload_master", "offload_grads", "cpu_training"]
-    if registry.get("recipe", config.recipe.name).pack is not None and config.lora:
+    asked = {f.name: getattr(config, f.name) for f in fields(RunConfig)}
+    if config.lora and (weight_formats(asked) or registry.get("recipe", config.recipe.name).pack is not None):
         switches.append("offload_quants")
     offloaders = registry.all("offload")
     if config.offload.name == "none":

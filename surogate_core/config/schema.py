@@ -241,7 +241,7 @@ class RunConfig:
     offload_quants: bool = False
     """Keep quantised frozen weights off the device, from where they come block by block; needs `persistent_quants`."""
     persistent_quants: bool = False
-    """Hold frozen weights as the recipe quantised them at load. Recipes that can always do; says so for others."""
+    """Hold frozen weights as the recipe or a qlora key quantised them at load. Both always do; refused for others."""
     cpu_training: bool = False
     """Keep weights, masters, gradients and optimizer off the device; the CPU carries out the optimizer step."""
     launcher: Selection = field(default_factory=lambda: Selection(name="local"))

@@ -58,6 +58,7 @@ class WeightPlan:
             recipe_options=recipe_options,
             plain=plain,
             formatted=weight_format is not None,
+            skips=skips,
             offloader=offloader,
             kernels=kernels,
             dtype=dtype,
@@ -88,6 +89,7 @@ def plan_panels(
     recipe_options: Any,
     plain: frozenset[str],
     formatted: bool = False,
+    skips: Callable[[str], bool] = lambda name: False,
     offloader: Offloader,
     kernels: registry.KernelTable,
     dtype: torch.dtype,
@@ -97,9 +99,11 @@ def plan_panels(
 ) -> dict[str, tuple[Panel, ...]]:
     """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device.
 
-    `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
+    `formatted`: whether frozen weights rest in a weight format, but for those that it `skips`; a recipe then keeps them
+    in none of its own. They are unpacked into panels on the device, wherever they rest.
     """
-    if offloader.moves("weights"):
+    moves = offloader.moves("weights")
+    if moves and not formatted:
         return {}
     margin = None if formatted else recipe.scaled_margin(recipe_options)
     planned: dict[Any, tuple[Panel, ...]] = {}
@@ -115,7 +119,10 @@ def plan_panels(
             groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
             made = [Panel.of(group, margin=None if wide else margin) for group in groups]
             planned[kind] = tuple(p for p in made if p and (wide or scaled.fits(p.shape, tokens)))
-        panels[piece.key] = planned[kind]
+        names = {spec.name: spec.hf_name for spec in piece.specs} if moves else {}
+        panels[piece.key] = tuple(
+            p for p in planned[kind] if not any(skips(names[f"{slot.name}.weight"]) for slot in p.slots if names)
+        )
     return panels
 
 

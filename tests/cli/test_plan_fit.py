@@ -58,6 +58,23 @@ def test_what_the_configuration_asks_for_stays(capsys: Any) -> None:
         assert not any(o.startswith(("offload_residual", "optimizer=")) for o in proposal["overrides"])
 
 
+def test_a_quantised_base_may_leave_the_device(capsys: Any) -> None:
+    keys = ("lora=true", "qlora_bnb=true", "recompute=true", "optimizer=adamw_8bit")
+    keys += tuple(f"offload_{what}=true" for what in ("residual", "optimizer", "master", "grads"))
+    # Beside an embedding that is most of the model there would be nothing to gain.
+    keys += ("model.config.vocab_size=64", "model.config.num_hidden_layers=32", "sequence_len=128")
+    before = plan(capsys, *keys)
+    kept = next(h["nbytes"] for h in before["held"] if h["kind"] == "weights")
+    moved = plan(capsys, *keys, "offload_quants=true", "persistent_quants=true")
+    assert {h["kind"]: h["place"] for h in moved["held"]}["weights"] == "host"
+    assert moved["host_bytes"] >= before["host_bytes"] + kept
+    budget = int(moved["device_bytes"] * MARGIN * 1.001)
+    assert budget < before["device_bytes"]
+    found = plan(capsys, *keys, f"--fit={budget / 2**20}MiB")["fit"]
+    assert [p["overrides"] for p in found] == [["offload_quants=true", "persistent_quants=true"]]
+    assert found[0]["device_bytes"] == moved["device_bytes"]
+
+
 def test_nothing_fits(capsys: Any) -> None:
     assert main(["plan", *SMALL, "--fit", "1MiB"]) == 3
     out = capsys.readouterr().out

@@ -59,6 +59,9 @@ Problems = Callable[..., list[Problem]]
         (["lora=1"], "lora", "true or false; got 1", ""),
         (["lora_rank=true"], "lora_rank", "got true", ""),
         (["lora_rank=0"], "lora_rank", "at least 1; got 0", ""),
+        (["lora=true", "qlora_format=nf5"], "qlora_format", "no such", "nf4"),
+        (["qlora_bnb_block_size=96"], "qlora_bnb_block_size", "one of 64, 128, 256, 512", ""),
+        (["qlora_block_size=100"], "qlora_block_size", "one of 32, 64, 128, 256", ""),
         (["warmup_ratio=1.5"], "warmup_ratio", "of at least 0 and of at most 1", ""),
         (["learning_rate=nan"], "learning_rate", "got nan", ""),
         (["learning_rate=inf"], "learning_rate", "got inf", ""),
@@ -156,6 +159,15 @@ def test_the_report_is_one_message() -> None:
     error = ConfigError([Problem(key="a", message="x."), Problem(key="b", message="y.", where="f:1", fix="z")])
     assert str(error) == "2 mistakes in the configuration:\n  - a: x.\n  - b (f:1): y. Fix: z"
     assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "plugin"), [("qlora_bnb", "quant-nf4"), ("qlora_fp8", "quant-fp8"), ("qlora_fp4", "quant-nvfp4")]
+)
+def test_a_qlora_key_names_the_distribution_that_it_needs(problems: Problems, key: str, plugin: str) -> None:
+    (problem,) = problems("lora=true", f"{key}=true", f"plugins.block=[{plugin}]", fresh=True)
+    assert problem.key == key
+    assert f"surogate-{plugin}" in f"{problem.message} {problem.fix}"
 
 
 QUANTS = ["lora=true", "recipe=fp8-hybrid", "persistent_quants=true"]

@@ -22,6 +22,7 @@ from surogate_core.train.setup import resolve_offloader
         (["offload=host"], "host", set.union(*map(set, KINDS.values()))),
         (["offload=host", "offload_grads=true"], "host", {"gradients"}),
         (["offload_quants=true", "persistent_quants=true", "lora=true", "recipe=fp8-hybrid"], "host", {"weights"}),
+        (["offload_quants=true", "persistent_quants=true", "lora=true", "qlora_bnb=true"], "host", {"weights"}),
     ],
 )
 def test_keys_choose_an_offloader_and_its_kinds(
@@ -42,6 +43,10 @@ def test_keys_choose_an_offloader_and_its_kinds(
         (["offload_quants=true", "lora=true"], {"offload_quants": "without `persistent_quants` none are"}),
         (["persistent_quants=true", "lora=true"], {"persistent_quants": "recipe bf16 quantises no frozen weight"}),
         (["persistent_quants=true", "recipe=fp8-hybrid"], {"persistent_quants": "without `lora` there are none"}),
+        (
+            ["persistent_quants=true", "qlora_fp8=true", "lora=false"],
+            {"persistent_quants": "without `lora` there are none", "lora": "not kept quantised"},
+        ),
         (
             ["cpu_training=true", "offload_optimizer=true", "offload_master=true", "offload_grads=true"],
             dict.fromkeys(("offload_optimizer", "offload_master", "offload_grads"), "no effect beside `cpu_training`"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from panel_pack import PACK
+from surogate_offload_host import surogate_offloader
 from tiny_engine import lora, make_batch, make_engine, noisy_source, random_documents, strict_offloader, tiny_config
 from torch import Tensor
 
@@ -43,6 +46,11 @@ def rounded(spec: TensorSpec) -> Tensor:
 
 def engine(packs: list[KernelPack], *, rank: int = 16, **settings: Any) -> Engine:
     return make_engine(CONFIG, packs=packs, lora=lora(rank, dropout=0.1), **settings)
+
+
+def weight_format(name: str) -> WeightFormat:
+    found: WeightFormat = import_module(f"surogate_quant_{name}").surogate_weight_format()
+    return found
 
 
 def train(made: Engine) -> list[tuple[float, float]]:
@@ -91,10 +99,40 @@ def test_one_layer_is_unpacked_at_a_time(packs: list[KernelPack]) -> None:
         assert (len(set(addresses)) == 1) == (spec.role == "weight"), spec.name
 
 
-def test_packed_weights_may_be_offloaded() -> None:
+@pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
+def test_packed_weights_may_be_offloaded(packs: list[KernelPack]) -> None:
     offloader, _ = strict_offloader()
-    made = engine(PACKS["plain"], weight_format=HALF, offloader=offloader)
-    assert train(made) == train(engine(PACKS["plain"], source=rounded))
+    made = engine(packs, weight_format=HALF, offloader=offloader)
+    plain = engine(packs, weight_format=HALF)
+    assert made.parameters.panels == plain.parameters.panels
+    assert train(made) == train(plain)
+
+
+def test_a_weight_that_is_left_out_may_be_offloaded_too() -> None:
+    def skips(name: str) -> bool:
+        return name == "model.layers.1.mlp.up_proj.weight"
+
+    offloader, _ = strict_offloader()
+    losses = train(engine(PACKS["panels"], weight_format=HALF, offloader=offloader, skips=skips))
+    expected = train(engine(PACKS["panels"], weight_format=HALF, skips=skips))
+    # Its projection may be multiplied alone there, and rounded otherwise.
+    for (loss, _), (wanted, _) in zip(losses, expected, strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
+def test_no_bit_depends_on_where_a_weight_in_a_format_rests(name: str) -> None:
+    made = [
+        engine(PACKS["plain"], weight_format=weight_format(name), recompute=Recompute(block=True), **more)
+        for more in ({}, {"offloader": replace(surogate_offloader(), kinds=frozenset({"weights", "residuals"}))})
+    ]
+    assert train(made[0]) == train(made[1])
+    for piece in made[1].layers.values():
+        stored = [s for s in piece.specs if not s.trainable]
+        kept = [t.nbytes for t in made[1].weights.fetch(piece.key)]
+        assert kept == [made[1].parameters.kept_bytes(s) for s in stored]
+        made[1].weights.release(piece.key)
+    assert made[1].weights.nbytes()["device"] == 0
 
 
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
@@ -125,11 +163,9 @@ def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> N
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
 def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None:
-    from importlib import import_module
-
     from surogate_core.testing.weight_formats import rounded as rounded_by
 
-    found: WeightFormat = import_module(f"surogate_quant_{name}").surogate_weight_format()
+    found = weight_format(name)
     triton: KernelPack = import_module("surogate_kernels_triton").surogate_kernel_pack()
     config = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)
 
@@ -151,8 +187,13 @@ def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None
         )
 
     batches = [make_batch(random_documents([100, 90, 40], seed=s), tokens=256) for s in range(2)]
-    runs = make(weight_format=found, source=source), make(source=rounded_by(found, source))
-    assert runs[0].parameters.panels
+    host = replace(surogate_offloader(), kinds=frozenset({"weights", "residuals"}))
+    runs = (
+        make(weight_format=found, source=source),
+        make(source=rounded_by(found, source)),
+        make(weight_format=found, source=source, offloader=host),
+    )
+    assert runs[0].parameters.panels == runs[2].parameters.panels != {}
     losses = [[run.train_step(batches, step=step, lr=1e-2).read() for step in range(4)] for run in runs]
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]
     assert losses[0][-1][0] < losses[0][0][0]
