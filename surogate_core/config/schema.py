@@ -136,7 +136,7 @@ class RunConfig:
     """Without `recompute`: the share of each block's residuals that is kept; the cheapest to compute again are not."""
 
     # ------------------------------------------------------------------------ optimizer
-    optimizer: Selection = field(default_factory=lambda: Selection(name="adamw"))
+    optimizer: Selection = field(default_factory=lambda: Selection(name="adamw_8bit"))
     """The optimizer and its own options."""
     learning_rate: Annotated[float, Ge(0)] = 2e-4
     """Peak learning rate."""

@@ -1,8 +1,8 @@
 """8-bit AdamW over flat groups: moments as codes of a dynamic map, blockwise (arXiv 2110.02861).
 
 The numbers are those of bitsandbytes' blockwise AdamW8bit. Here, and not in a plugin, because several
-optimizers keep some parameters by this rule and a plugin imports no other. Plain torch: the CPU path,
-and the reference of a fused kernel. B is the number of blocks.
+optimizers keep some parameters by this rule and a plugin imports no other. `adamw_8bit_update` is the op
+that kernel packs take over; its reference in plain torch is also the CPU path. B is the number of blocks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup
+from surogate_core.kernels.registry import op
 from surogate_core.kernels.rounding import write_master
 
 BLOCK = 256
 """Elements that share one absmax."""
 SMALLEST = 4096
 """Elements of the smallest tensor whose moments are 8-bit; those of smaller ones are fp32."""
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements updated at a time: what stays in a core's cache, and what bounds temporary memory (about
-0.4 GiB) while it fills a GPU."""
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Elements updated at a time: what stays in a core's cache, for each thread, and what bounds the reference's
+temporary memory (about 0.4 GiB) while it fills a GPU."""
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
@@ -43,12 +44,13 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 class DynamicCode:
-    """Quantises blocks to codes of a dynamic map, each divided by its absmax, to the nearest value.
+    """Quantises blocks to codes of a dynamic map, each times the inverse of its absmax, to the nearest value.
 
     A negative number never gets the code of 0 (above 1e-38 of the absmax): m keeps its sign.
     """
 
     def __init__(self, *, signed: bool, device: torch.device):
+        self.signed = signed
         values = dynamic_map(signed=signed)
         borders = (values[:-1] + values[1:]) / 2
         if signed:
@@ -63,12 +65,16 @@ class DynamicCode:
         self.lowest_code = torch.bucketize(lowest, borders, out_int32=True).to(device)
 
     def quantise(self, x_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """(codes_BK uint8, absmax_B fp32) of finite fp32 blocks; a block of zeros has absmax 0."""
-        absmax_B = x_BK.abs().amax(dim=1)
-        scaled_BK = x_BK / torch.where(absmax_B > 0, absmax_B, 1.0)[:, None]
-        pattern_N = ((scaled_BK.view(torch.int32) >> 16) & 0xFFFF).flatten()
+        """(codes_BK uint8, absmax_B fp32) of finite fp32 blocks, none negative if not signed; of zeros absmax is 0."""
+        absmax_B = (x_BK.abs() if self.signed else x_BK).amax(dim=1)
+        # Subnormal numbers have no inverse; of zeros any will do.
+        inverse_B = absmax_B.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
+        scaled_N = (x_BK * inverse_B[:, None]).flatten()
+        pattern_N = (scaled_N.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
         code_N = self.lowest_code.index_select(0, pattern_N)
-        code_N += scaled_BK.flatten() > self.borders.index_select(0, code_N)
+        # Above its border the difference is negative: its sign, −1 as an int32, counts the code up.
+        above_N = self.borders.index_select(0, code_N).sub_(scaled_N).view(torch.int32)
+        code_N -= above_N.bitwise_right_shift_(31)
         return code_N.to(torch.uint8).view(x_BK.shape), absmax_B
 
     def dequantise(self, codes_BK: Tensor, absmax_B: Tensor) -> Tensor:
@@ -78,23 +84,23 @@ class DynamicCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rates:
+class Rates:
     """A step's numbers as 0-d fp32 tensors."""
 
     clip: Tensor
-    keep: Tensor
-    """bool: nothing may change."""
+    """The factor of the gradients."""
+    skip: Tensor
+    """1 where nothing may change."""
     size: Tensor
-    """lr · √c2 / c1; 0 where `keep`."""
+    """lr · √c2 / c1."""
     epsilon: Tensor
     """√c2 · ε."""
     lr: Tensor
-    """0 where `keep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
-    """A range of a flat group, in blocks: views into it and into the state."""
+class Range:
+    """A range of a flat group from element `start` on, in blocks: views into it and into the state."""
 
     group: ParamGroup
     start: int
@@ -103,7 +109,45 @@ class _Chunk:
     first: tuple[Tensor, ...]
     """(codes_BK, absmax_B), or (fp32_BK,) of small tensors."""
     second: tuple[Tensor, ...]
-    weight_decay: float
+
+
+def _read(code: DynamicCode, state: tuple[Tensor, ...]) -> Tensor:
+    return code.dequantise(*state) if len(state) == 2 else state[0].clone()
+
+
+def _write(code: DynamicCode, state: tuple[Tensor, ...], value_BK: Tensor, keep: Tensor) -> None:
+    new = code.quantise(value_BK) if len(state) == 2 else (value_BK,)
+    for old, tensor in zip(state, new, strict=True):
+        old.copy_(tensor if keep.device.type == "cpu" else torch.where(keep, old, tensor))
+
+
+@op
+def adamw_8bit_update(
+    grad_BK: Tensor, chunk: Range, rates: Rates, codes: tuple[DynamicCode, DynamicCode], *, beta1: float, beta2: float
+) -> None:
+    """A step of `BlockwiseAdamW` on one range, in place; `grad_BK` is its gradients, `codes` those of m and v.
+
+    Every multiply-add has one rounding and nothing else is contracted, so that the state is the same to the bit on CPUs
+    and GPUs; the masters are too but for torch's square root on a CPU.
+    """
+    keep = rates.skip > 0
+    # A host that may look need not write what it found; a GPU's may not wait.
+    if keep.device.type == "cpu" and keep:
+        return
+    group = chunk.group
+    grad_BK = torch.nan_to_num(grad_BK * rates.clip, nan=0.0, posinf=0.0, neginf=0.0)
+    first_BK = _read(codes[0], chunk.first).mul_(beta1).add_(grad_BK, alpha=1 - beta1)
+    second_BK = _read(codes[1], chunk.second).mul_(beta2).add_(grad_BK.mul_(grad_BK), alpha=1 - beta2)
+    change_BK = first_BK / second_BK.sqrt().add_(rates.epsilon)
+    wide_BK = chunk.master_BK.float()  # fp32 masters themselves
+    taken = 1 - rates.skip
+    wide_BK.sub_(change_BK.mul_(rates.size * taken))
+    if group.weight_decay:
+        wide_BK.mul_(1 - rates.lr * taken * group.weight_decay)
+    if wide_BK is not chunk.master_BK:
+        write_master(group, chunk.start, wide_BK)
+    _write(codes[0], chunk.first, first_BK, keep)
+    _write(codes[1], chunk.second, second_BK, keep)
 
 
 def _ranges(group: ParamGroup, chosen: Callable[[str], bool]) -> Iterator[tuple[int, int, bool]]:
@@ -149,7 +193,7 @@ class BlockwiseAdamW:
         self.codes = (DynamicCode(signed=True, device=device), DynamicCode(signed=False, device=device))
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         self._state = {"steps": self.steps}
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Range] = []
         for group in groups:
             ranges = list(_ranges(group, chosen))
             for small in (False, True):
@@ -170,21 +214,20 @@ class BlockwiseAdamW:
                 tensors = {f"{name}.codes": codes, f"{name}.absmax": torch.zeros(blocks, device=device)}
             self._state |= tensors
             moments.append(tuple(tensors.values()))
-        done, step = 0, CHUNK[device.type]
+        done, step = 0, CHUNK[device.type] * (torch.get_num_threads() if device.type == "cpu" else 1)
         for start, stop in ranges:
             for low in range(start, stop, step):
                 high = min(low + step, stop)
                 rows = slice(done, done + (high - low) // BLOCK)
                 done = rows.stop
                 self._chunks.append(
-                    _Chunk(
+                    Range(
                         group=group,
                         start=low,
                         master_BK=group.master[low:high].view(-1, BLOCK),
                         grad_BK=group.grad[low:high].view(-1, BLOCK),
                         first=tuple(t[rows] for t in moments[0]),
                         second=tuple(t[rows] for t in moments[1]),
-                        weight_decay=group.weight_decay,
                     )
                 )
 
@@ -196,40 +239,16 @@ class BlockwiseAdamW:
         count = self.steps.double().clamp(min=1)
         c1 = 1 - self.settings.adamw_beta1**count
         root = (1 - self.settings.adamw_beta2**count).sqrt()
-        taken = lr * (1 - skip)
-        rates = _Rates(
+        rates = Rates(
             clip=clip,
-            keep=skip > 0,
-            size=(taken * root / c1).float(),
+            skip=skip,
+            size=(lr * root / c1).float(),
             epsilon=(root * self.settings.adamw_epsilon).float(),
-            lr=taken,
+            lr=lr,
         )
+        betas = {"beta1": self.settings.adamw_beta1, "beta2": self.settings.adamw_beta2}
         for chunk in self._chunks:
-            self._update(chunk, rates)
-
-    def _update(self, chunk: _Chunk, rates: _Rates) -> None:
-        beta1, beta2 = self.settings.adamw_beta1, self.settings.adamw_beta2
-        grad_BK = chunk.grad_BK * rates.clip
-        grad_BK = torch.where(grad_BK.isfinite(), grad_BK, 0.0)
-        second_BK = self._read(1, chunk.second).mul_(beta2).addcmul_(grad_BK, grad_BK, value=1 - beta2)
-        first_BK = self._read(0, chunk.first).mul_(beta1).add_(grad_BK, alpha=1 - beta1)
-        change_BK = first_BK / second_BK.sqrt().add_(rates.epsilon)
-        wide_BK = chunk.master_BK.float()  # fp32 masters themselves
-        wide_BK.sub_(change_BK.mul_(rates.size))
-        if chunk.weight_decay:
-            wide_BK.mul_(1 - rates.lr * chunk.weight_decay)
-        if wide_BK is not chunk.master_BK:
-            write_master(chunk.group, chunk.start, wide_BK)
-        self._write(0, chunk.first, first_BK, rates.keep)
-        self._write(1, chunk.second, second_BK, rates.keep)
-
-    def _read(self, moment: int, state: tuple[Tensor, ...]) -> Tensor:
-        return self.codes[moment].dequantise(*state) if len(state) == 2 else state[0].clone()
-
-    def _write(self, moment: int, state: tuple[Tensor, ...], value_BK: Tensor, keep: Tensor) -> None:
-        new = self.codes[moment].quantise(value_BK) if len(state) == 2 else (value_BK,)
-        for old, tensor in zip(state, new, strict=True):
-            old.copy_(torch.where(keep, old, tensor))
+            adamw_8bit_update(chunk.grad_BK, chunk, rates, self.codes, **betas)
 
     def state(self) -> dict[str, Tensor]:
         """Live state by name."""

@@ -268,9 +268,13 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, pa
     differences += [f"plugin {name}: used by this run, not by the checkpoint" for name in sorted(has.keys() - had)]
     if differences:
         listed = "\n".join(f"  - {line}" for line in differences)
+        # An optimizer is named even by who never chose one: the default may be another than when the run began.
+        name = before.get("optimizer")
+        other = name is not None and now.get("optimizer") != name
         raise UserError(
             f"{path}: this checkpoint is of another run, which differs in:\n{listed}\n"
-            "Fix: set resume_from_checkpoint=false to start anew, choose another output_dir, or restore the settings."
+            "Fix: set resume_from_checkpoint=false to start anew, choose another output_dir, or restore the settings"
+            f"{f': optimizer={name}' if other else ''}."
         )
     return [
         f"plugin {name} was version {had[name]} when the checkpoint was saved and is {has[name]} now"

@@ -1,4 +1,4 @@
-"""The reference of the optimizer step's op against the formulas in float64, and its bf16 masters."""
+"""The references of the optimizer steps' ops against the formulas in float64, and their bf16 masters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def update(group: ParamGroup, first: Tensor, second: Tensor, step: int, *, skip:
 
 
 def test_every_op_is_tested() -> None:
-    assert [n for n, k in references.items() if k.function.__module__ == updates.__name__] == ["adamw_update"]
+    assert [n for n, k in references.items() if k.function.__module__ == updates.__name__] == [
+        "adamw_update",
+        "matrix_momentum",
+        "matrix_update",
+    ]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e12, 1e-12, 0.0], ids=["random", "huge", "tiny", "zero"])
@@ -71,3 +75,67 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype) -> None:
     assert torch.equal(group.master, before)
     assert not first.any()
     assert not second.any()
+
+
+# --------------------------------------------------------------------------------- matrices
+
+SHAPE = (5, 12)
+OFFSETS = (0, 128, 512)
+
+
+def make_matrices(dtype: torch.dtype) -> tuple[ParamGroup, updates.Matrices]:
+    group = make_group(dtype, 1.0)
+    return group, updates.Matrices.of(group, OFFSETS, SHAPE)
+
+
+def test_momentum_against_float64() -> None:
+    group, matrices = make_matrices(torch.float32)
+    matrices.grads[1][2, 3], matrices.grads[2][0, 0] = float("nan"), float("inf")
+    momentum = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(1))
+    grad = torch.stack(matrices.grads).double()
+    grad = torch.where(grad.isfinite(), CLIP * grad, 0.0)
+    expected = 0.95 * momentum.double() + 0.05 * grad
+    kept = group.grad.clone()
+    updates.matrix_momentum(momentum, matrices, clip=torch.tensor(CLIP), skip=torch.tensor(0.0), beta=0.95)
+    torch.testing.assert_close(momentum.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(group.grad, kept, equal_nan=True)
+    before = momentum.clone()
+    updates.matrix_momentum(momentum, matrices, clip=torch.tensor(torch.nan), skip=torch.tensor(1.0), beta=0.95)
+    assert torch.equal(momentum, before)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("cautious", [False, True])
+def test_matrices_against_float64(cautious: bool, transposed: bool) -> None:
+    group, matrices = make_matrices(torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    o = torch.randn(3, *(SHAPE[::-1] if transposed else SHAPE), generator=generator).bfloat16()
+    o = o.mT if transposed else o
+    o[0, 0, 0] = 0
+    factor = torch.rand(3, SHAPE[0], generator=generator)
+    before = group.master.clone()
+    w = torch.stack(matrices.masters).double()
+    decay = torch.where(o * w >= 0, w, 0) if cautious else w
+    expected = w - RATE * (factor[:, :, None].double() * o + DECAY * decay)
+    updates.matrix_update(o, factor, matrices, lr=torch.tensor(RATE), weight_decay=DECAY, cautious=cautious)
+    torch.testing.assert_close(torch.stack(matrices.masters).double(), expected, rtol=1e-6, atol=1e-7)
+    changed = (group.master != before).nonzero().flatten()
+    inside = torch.cat([torch.arange(at, at + 60) for at in OFFSETS])
+    assert set(changed.tolist()) <= set(inside.tolist())
+    before = group.master.clone()
+    updates.matrix_update(o, factor, matrices, lr=torch.tensor(0.0), weight_decay=DECAY, cautious=cautious)
+    assert torch.equal(group.master, before)
+
+
+def test_narrow_matrices() -> None:
+    """What fp32 masters would become, written by the core's rounding."""
+    (narrow, matrices), (wide, others) = make_matrices(torch.bfloat16), make_matrices(torch.float32)
+    wide.master.copy_(narrow.master)
+    o = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for some in (matrices, others):
+        rate = torch.tensor(RATE)
+        updates.matrix_update(o, torch.ones(3, SHAPE[0]), some, lr=rate, weight_decay=DECAY, cautious=True)
+    twin = make_group(torch.bfloat16, 1.0)
+    for at in OFFSETS:
+        write_master(twin, at, wide.master[at : at + 60])
+    assert torch.equal(narrow.master, twin.master)

@@ -21,8 +21,8 @@ from surogate_core.kernels.native import source_of
 
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-pthread", "-w")
-SLOTS = 14
-"""Arguments that a kernel may have; as in the header."""
+SLOTS, FLOATS = 18, 8
+"""Pointers and integers, and floats, that a kernel may have; as in the header."""
 
 
 THREADS = 32
@@ -54,10 +54,13 @@ class HostModule:
         self.name = name
 
     def launch(self, function: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
-        """As `Module.launch`; tensors and integers only. `block` must be `THREADS`."""
+        """As `Module.launch`. `block` must be `THREADS`."""
         assert block == THREADS
         library = _library(self.native, self.name)
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else int(a) for a in arguments]
+        floats = [a for a in arguments if isinstance(a, float)]
+        rest = [a for a in arguments if not isinstance(a, float)]
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else int(a) for a in rest]
         slots = (ctypes.c_uint64 * SLOTS)(*values, *[0] * (SLOTS - len(values)))
+        wide = (ctypes.c_float * FLOATS)(*floats, *[0.0] * (FLOATS - len(floats)))
         kernel = ctypes.cast(getattr(library, function), ctypes.c_void_p)
-        library.launch(kernel, ctypes.c_uint(grid[0]), ctypes.c_uint(block), slots)
+        library.launch(kernel, ctypes.c_uint(grid[0]), ctypes.c_uint(block), slots, wide)

@@ -24,11 +24,11 @@ KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 
 OTHERS = [
-    *[pytest.param((f"optimizer={name}",), id=name) for name in ("adamw_8bit", "normuon")],
+    *[pytest.param((f"optimizer={name}",), id=name) for name in ("adamw", "normuon")],
     pytest.param(("master_dtype=bf16",), id="bf16-masters"),
     *[
         pytest.param((f"optimizer={name}", "master_dtype=bf16"), marks=pytest.mark.slow, id=f"{name}-bf16-masters")
-        for name in ("adamw_8bit", "normuon")
+        for name in ("adamw", "normuon")
     ],
     *[
         pytest.param((f"recipe={recipe}", "fp8_amax_history=3", *mode), marks=pytest.mark.slow, id=f"{recipe}-{kind}")
@@ -153,6 +153,10 @@ def test_a_checkpoint_of_another_run_is_refused(
         (("train_seed=2",), ['model: "random, train_seed 1234" in the checkpoint']),
         (("lora_rank=8", "lora_alpha=8"), ["lora_rank: 4 in the checkpoint, 8", "lora_alpha: 32.0 in the checkpoint"]),
         (("master_dtype=bf16",), ['master_dtype: absent in the checkpoint, "bf16" in this run']),
+        (
+            ("optimizer=adamw",),
+            ['optimizer: "adamw_8bit" in the checkpoint, "adamw" in this run', "settings: optimizer=adamw_8bit."],
+        ),
         (("lora=false",), ["lora: true in the checkpoint, false in this run"]),
         (("lora_target_modules=[q_proj]",), ['lora_target_modules: ["all"] in the checkpoint, ["q_proj"]']),
     ]

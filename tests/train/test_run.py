@@ -123,7 +123,7 @@ def test_run_json_holds_plugins_versions_and_seeds(
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["plugins"] == installed.plugin_set()
     assert all(plugin["version"] for plugin in facts["plugins"])
-    assert facts["plugins_in_use"] == ["core", "model-qwen3", "optimizer-adamw", "recipe-bf16"]
+    assert facts["plugins_in_use"] == ["core", "model-qwen3", "optimizer-adamw-8bit", "recipe-bf16"]
     assert facts["seeds"] == {"train_seed": 5, "eval_seed": 6}
     assert (facts["torch"], facts["essential"]["lora"]) == (torch.__version__, False)
 

@@ -1,4 +1,4 @@
-"""AdamW with a GPU: against the formulas in float64, and its bf16 masters against the core's rounding."""
+"""Optimizer steps with a GPU: against the formulas in float64, and bf16 masters against the core's rounding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
+from surogate_core.kernels import updates
 from surogate_core.kernels.rounding import write_master
 from surogate_core.kernels.updates import adamw_update as reference
 
@@ -15,10 +16,10 @@ pytestmark = pytest.mark.gpu
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.1
 
 
-def find() -> object:
+def find(op: str = "adamw_update") -> object:
     if reason := surogate_kernels_triton.unavailable(torch.device("cuda")):
         pytest.skip(reason)
-    return next(k.function for k in surogate_kernels_triton.kernels() if k.op == "adamw_update")
+    return next(k.function for k in surogate_kernels_triton.kernels() if k.op == op)
 
 
 def make_group(length: int, dtype: torch.dtype, scale: float) -> ParamGroup:
@@ -99,3 +100,61 @@ def test_the_reference_agrees() -> None:
         update(find(), ours, *states[0], step)
         update(reference, theirs, *states[1], step)
     torch.testing.assert_close(ours.master, theirs.master, rtol=1e-5, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------- matrices
+
+
+def make_matrices(shape: tuple[int, int], dtype: torch.dtype) -> tuple[ParamGroup, updates.Matrices]:
+    """Three matrices with room between them."""
+    room = -(-shape[0] * shape[1] // 256) * 256 + 256
+    group = make_group(3 * room, dtype, 1.0)
+    return group, updates.Matrices.of(group, [0, room, 2 * room], shape)
+
+
+SHAPES = [(64, 64), (65, 130), (1, 7), (200, 24)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_momentum_of_matrices(shape: tuple[int, int]) -> None:
+    function = find("matrix_momentum")
+    assert callable(function)
+    _, matrices = make_matrices(shape, torch.float32)
+    matrices.grads[1][0, 3], matrices.grads[2][0, 0] = float("nan"), float("inf")
+    momentum = torch.randn(3, *shape, device="cuda")
+    expected = momentum.clone()
+    figures = {"clip": torch.tensor(0.7, device="cuda"), "skip": torch.tensor(0.0, device="cuda")}
+    function(momentum, matrices, beta=0.95, **figures)
+    updates.matrix_momentum(expected, matrices, beta=0.95, **figures)
+    torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=1e-7)
+    before = momentum.clone()
+    function(momentum, matrices, beta=0.95, clip=figures["clip"] * torch.nan, skip=torch.ones_like(figures["skip"]))
+    assert torch.equal(momentum, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("cautious", [False, True])
+def test_update_of_matrices(cautious: bool, transposed: bool, shape: tuple[int, int]) -> None:
+    function = find("matrix_update")
+    assert callable(function)
+    generator = torch.Generator("cuda").manual_seed(5)
+    o = torch.randn(3, *(shape[::-1] if transposed else shape), generator=generator, device="cuda").bfloat16()
+    o = o.mT if transposed else o
+    o[0, 0, 0] = 0
+    factor = torch.rand(3, shape[0], generator=generator, device="cuda")
+    rate = torch.tensor(1e-2, device="cuda")
+    (group, matrices), (twin, others) = make_matrices(shape, torch.float32), make_matrices(shape, torch.float32)
+    function(o, factor, matrices, lr=rate, weight_decay=DECAY, cautious=cautious)
+    updates.matrix_update(o, factor, others, lr=rate, weight_decay=DECAY, cautious=cautious)
+    torch.testing.assert_close(group.master, twin.master, rtol=1e-6, atol=1e-7)
+    before = group.master.clone()
+    function(o, factor, matrices, lr=rate * 0, weight_decay=DECAY, cautious=cautious)
+    assert torch.equal(group.master, before)
+    # bf16 masters have the bits that the core rounds with: all but those whose sum has another last digit are equal.
+    (narrow, matrices), (wide, others) = make_matrices(shape, torch.bfloat16), make_matrices(shape, torch.bfloat16)
+    start = narrow.master.clone()
+    function(o, factor, matrices, lr=rate, weight_decay=DECAY, cautious=cautious)
+    updates.matrix_update(o, factor, others, lr=rate, weight_decay=DECAY, cautious=cautious)
+    assert (narrow.master != wide.master).float().mean() < 1e-3
+    assert (narrow.master != start).any()

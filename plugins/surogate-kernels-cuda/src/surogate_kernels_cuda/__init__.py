@@ -28,9 +28,9 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; nothing is compiled before one is launched."""
-    from surogate_kernels_cuda import cross_entropy, nvfp4
+    from surogate_kernels_cuda import adamw_8bit, cross_entropy, nvfp4
 
-    return (cross_entropy.kernel(), *nvfp4.kernels())
+    return (adamw_8bit.kernel(), cross_entropy.kernel(), *nvfp4.kernels())
 
 
 @hookimpl

@@ -44,8 +44,8 @@ def kernels() -> Iterable[bundles.Kernel]:
         updates,
     )
 
-    modules = (attention, adapters, cross_entropy, norm, norm_rope, quantise_both, scaled, swiglu, updates)
-    return tuple(module.kernel() for module in modules)
+    modules = (attention, adapters, cross_entropy, norm, norm_rope, quantise_both, scaled, swiglu)
+    return (*(module.kernel() for module in modules), *updates.kernels())
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:

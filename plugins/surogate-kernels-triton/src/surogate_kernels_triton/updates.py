@@ -1,6 +1,8 @@
-"""The op `adamw_update`: one launch a group, at the rate of the memory."""
+"""The ops of optimizer steps: one launch a group, or one for all matrices of a shape, at the rate of the memory."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -8,9 +10,12 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel, ParamGroup
 from surogate_core.kernels.rounding import PERIOD, SALTS
+from surogate_core.kernels.updates import Matrices
 from surogate_kernels_triton import updates_programs as programs
 
 BLOCK = 2048
+TILE = 64
+"""Rows and columns of a tile of a matrix."""
 
 
 def adamw_update(
@@ -54,12 +59,61 @@ def adamw_update(
     )
 
 
-def kernel() -> Kernel:
-    """The kernel."""
-    return Kernel(
-        op="adamw_update",
-        name="triton",
-        function=adamw_update,
-        supports=lambda device, dtype: device.type == "cuda" and dtype == torch.float32,
-        priority=10,
+def matrix_momentum(momentum_BRC: Tensor, matrices: Matrices, *, clip: Tensor, skip: Tensor, beta: float) -> None:
+    """`updates.matrix_momentum`."""
+    count = momentum_BRC[0].numel()
+    programs.matrix_momentum[(triton.cdiv(count, BLOCK), len(momentum_BRC))](
+        momentum_BRC,
+        matrices.group.grad,
+        matrices.offsets_B,
+        clip,
+        skip,
+        1 - beta,
+        COUNT=count,
+        SIZE=BLOCK,
+        num_warps=8,
+    )
+
+
+def matrix_update(
+    o_BRC: Tensor, factor_BR: Tensor, matrices: Matrices, *, lr: Tensor, weight_decay: float, cautious: bool
+) -> None:
+    """`updates.matrix_update`."""
+    group = matrices.group
+    count, rows, columns = o_BRC.shape
+    programs.matrix_update[(triton.cdiv(columns, TILE), triton.cdiv(rows, TILE), count)](
+        group.master,
+        o_BRC,
+        factor_BR,
+        matrices.offsets_B,
+        lr,
+        group.seed,
+        group.number * SALTS,
+        weight_decay,
+        *o_BRC.stride(),
+        R=rows,
+        C=columns,
+        CAUTIOUS=cautious,
+        NARROW=group.seed is not None,
+        PERIOD=PERIOD,
+        ROWS=TILE,
+        COLUMNS=TILE,
+        num_warps=8,
+    )
+
+
+def _of(*dtypes: torch.dtype) -> Callable[[torch.device, torch.dtype], bool]:
+    return lambda device, dtype: device.type == "cuda" and dtype in dtypes
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """The kernels."""
+    offered: dict[str, tuple[Callable[..., None], Callable[[torch.device, torch.dtype], bool]]] = {
+        "adamw_update": (adamw_update, _of(torch.float32)),
+        "matrix_momentum": (matrix_momentum, _of(torch.float32)),
+        "matrix_update": (matrix_update, _of(torch.float32, torch.bfloat16)),
+    }
+    return tuple(
+        Kernel(op=name, name="triton", function=function, supports=supports, priority=10)
+        for name, (function, supports) in offered.items()
     )

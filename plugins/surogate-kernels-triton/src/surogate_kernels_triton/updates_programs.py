@@ -1,4 +1,4 @@
-"""AdamW in Triton: every tensor read and written once."""
+"""Optimizer steps in Triton: every tensor read and written once."""
 
 # Triton reads the signatures itself: they have no types but `tl.constexpr`.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -66,3 +66,69 @@ def adamw_update(
         tl.store(master + place, _stochastic_bf16(p, counter, key), mask=inside)
     else:
         tl.store(master + place, p, mask=inside)
+
+
+@triton.jit
+def matrix_momentum(momentum, grad, offsets, clip, skip, rest, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """A program has SIZE of the COUNT elements of a matrix. `rest` is 1 − beta."""
+    if tl.load(skip) != 0:
+        return
+    matrix = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = place < COUNT
+    g = tl.load(grad + tl.load(offsets + matrix) + place, mask=inside, other=0.0) * tl.load(clip)
+    finite = (g.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    g = tl.where(finite, g, 0.0)
+    mine = momentum + matrix * COUNT + place
+    m = tl.load(mine, mask=inside, other=0.0)
+    tl.store(mine, m + rest * (g - m), mask=inside)
+
+
+@triton.jit
+def matrix_update(
+    master,
+    o,
+    factor,
+    offsets,
+    lr,
+    seed,
+    salt,
+    weight_decay,
+    o_matrix,
+    o_row,
+    o_column,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    NARROW: tl.constexpr,
+    PERIOD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program has a tile of a matrix; `o_…` are the strides of O, whose rows or columns lie close."""
+    rate = tl.load(lr)
+    if rate == 0:
+        return
+    matrix = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < R)[:, None] & (columns < C)[None, :]
+    place = rows[:, None] * C + columns[None, :]
+    base = tl.load(offsets + matrix)
+    mine = master + base + place
+    w = tl.load(mine, mask=inside, other=0.0).to(tl.float32)
+    share = o + matrix * o_matrix + rows[:, None].to(tl.int64) * o_row + columns[None, :].to(tl.int64) * o_column
+    x = tl.load(share, mask=inside, other=0.0).to(tl.float32)
+    f = tl.load(factor + matrix * R + rows, mask=rows < R, other=0.0) * rate
+    change = x * f[:, None]
+    decay = w * (rate * weight_decay)
+    if CAUTIOUS:
+        decay = tl.where(x * w >= 0, decay, 0.0)
+    w -= change + decay
+    if NARROW:
+        # A matrix is under one salt, that of its first element, however far it reaches.
+        key = hash32(tl.load(seed) + (salt + (base // PERIOD).to(tl.int32)) * 0x1E3779B9)
+        counter = (base % PERIOD).to(tl.int32) + place
+        tl.store(mine, _stochastic_bf16(w, counter, key), mask=inside)
+    else:
+        tl.store(mine, w, mask=inside)

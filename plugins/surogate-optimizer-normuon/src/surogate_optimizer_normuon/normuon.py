@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
 from surogate_core.kernels.blockwise import CHUNK, BlockwiseAdamW
-from surogate_core.kernels.rounding import write_master
+from surogate_core.kernels.updates import Matrices, matrix_momentum, matrix_update
 from surogate_optimizer_normuon import NorMuonOptions
 
 POLAR_EXPRESS = (
@@ -51,10 +51,7 @@ def polar(m_BRC: Tensor) -> Tensor:
 class _Stack:
     """Matrices of one shape of one group: views, and their state."""
 
-    group: ParamGroup
-    offsets: list[int]
-    masters: list[Tensor]
-    grads: list[Tensor]
+    matrices: Matrices
     momentum_BRC: Tensor
     variance_BR: Tensor
     weight_decay: float
@@ -99,10 +96,7 @@ class NorMuon:
             part = slice(start, start + together)
             self._stacks.append(
                 _Stack(
-                    group=group,
-                    offsets=offsets[part],
-                    masters=[group.master[at : at + count].view(shape) for at in offsets[part]],
-                    grads=[group.grad[at : at + count].view(shape) for at in offsets[part]],
+                    matrices=Matrices.of(group, offsets[part], (rows, columns)),
                     momentum_BRC=momentum_BRC[part],
                     variance_BR=variance_BR[part],
                     weight_decay=group.weight_decay,
@@ -114,35 +108,27 @@ class NorMuon:
         """One update of every master, in place; see `surogate_core.bundles.Optimizer`."""
         self.rest.step(lr=lr * self.options.rest_lr_factor, clip=clip, skip=skip)
         for stack in self._stacks:
-            self._update(stack, lr * (1 - skip), clip, skip > 0)
+            self._update(stack, lr=lr * (1 - skip), clip=clip, skip=skip)
 
-    def _update(self, stack: _Stack, lr: Tensor, clip: Tensor, keep: Tensor) -> None:
+    def _update(self, stack: _Stack, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
         beta1, beta2 = self.settings.normuon_momentum, self.settings.normuon_beta2
-        grad_BRC = torch.stack(stack.grads) * clip
-        grad_BRC = torch.where(grad_BRC.isfinite(), grad_BRC, 0.0)
-        momentum_BRC = torch.lerp(grad_BRC, stack.momentum_BRC, beta1)
-        o_BRC = polar(momentum_BRC).float()
-        variance_BR = torch.lerp(o_BRC.square().mean(dim=2), stack.variance_BR, beta2)
-        norm_B = torch.linalg.vector_norm(o_BRC, dim=(1, 2))
-        o_BRC = o_BRC / (variance_BR.sqrt() + EPSILON)[:, :, None]
+        matrix_momentum(stack.momentum_BRC, stack.matrices, clip=clip, skip=skip, beta=beta1)
+        o_BRC = polar(stack.momentum_BRC)
+        squares_BR = torch.linalg.vector_norm(o_BRC, dim=2, dtype=torch.float32).square_()
+        stack.variance_BR.lerp_(squares_BR / o_BRC.shape[2], (1 - beta2) * (1 - skip))
+        # Of a row all elements have one factor: its norm and the matrix's need no further look at the elements.
+        inverse_BR = 1 / (stack.variance_BR.sqrt() + EPSILON)
+        norm_B = squares_BR.sum(dim=1).sqrt()
         # clamp: of a matrix whose gradients were all 0, both norms are.
-        ratio_B = norm_B / torch.linalg.vector_norm(o_BRC, dim=(1, 2)).clamp(min=EPSILON)
-        o_BRC *= ratio_B[:, None, None]
-        change_BRC = o_BRC * stack.scale
-        if stack.weight_decay:
-            master_BRC = torch.stack(stack.masters).float()
-            decay_BRC = master_BRC * stack.weight_decay
-            if self.settings.normuon_cautious_wd:
-                decay_BRC = torch.where(o_BRC * master_BRC >= 0, decay_BRC, 0.0)
-            change_BRC += decay_BRC
-        change_BRC *= lr
-        if stack.group.seed is None:
-            torch._foreach_sub_(stack.masters, list(change_BRC.unbind()))
-        else:
-            for offset, master_RC, change_RC in zip(stack.offsets, stack.masters, change_BRC, strict=True):
-                write_master(stack.group, offset, master_RC.float() - change_RC)
-        stack.momentum_BRC.copy_(torch.where(keep, stack.momentum_BRC, momentum_BRC))
-        stack.variance_BR.copy_(torch.where(keep, stack.variance_BR, variance_BR))
+        scaled_norm_B = (squares_BR * inverse_BR.square()).sum(dim=1).sqrt().clamp(min=EPSILON)
+        matrix_update(
+            o_BRC,
+            inverse_BR * (norm_B / scaled_norm_B)[:, None] * stack.scale,
+            stack.matrices,
+            lr=lr,
+            weight_decay=stack.weight_decay,
+            cautious=self.settings.normuon_cautious_wd,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Live state by name."""

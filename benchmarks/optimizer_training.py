@@ -1,0 +1,300 @@
+"""Whether the optimizers train alike: a small Qwen3 from scratch by each, over several seeds.
+
+A Qwen3 of 29M parameters is pre-trained on Python sources and documentation of this machine (`parity_text.py`); its
+held-out loss is taken on files that are kept apart. Learning rates are chosen first: `adamw` and `normuon` are trained
+with seed 0 for `--sweep-steps` at each of their rates, and the one with the lowest held-out loss is taken for the
+other seeds; `adamw_8bit` has that of `adamw`. With `normuon` embeddings and norms have `REST` times its rate. Then each
+optimizer is trained with each of `--seeds`, which decides the initial weights and the order of the rows: the same for
+all. Every run warms up for a twentieth of its steps and falls to a tenth by a cosine.
+
+Each (optimizer, seed) is a process of its own, all at the same time on one device, so no time is measured here.
+
+    python benchmarks/optimizer_training.py --out DIR [--steps 1000 …] [--device cpu --tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import loss_parity
+import numpy as np
+import parity_text
+import surogate_optimizer_adamw
+import surogate_optimizer_adamw_8bit
+import surogate_optimizer_normuon
+import surogate_recipe_bf16
+import torch
+from surogate_model_qwen3.model import build
+
+from surogate_core.bundles import Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.ops import cross_entropy
+from surogate_core.kernels.registry import KernelTable
+from surogate_core.report.curves import Curve
+from surogate_core.report.picture import stacked
+
+RATES: Mapping[str, tuple[float, ...]] = {
+    "adamw": (1e-3, 2e-3, 4e-3),
+    "adamw_8bit": (),
+    "normuon": (0.01, 0.02, 0.04),
+}
+"""Of each optimizer what the sweep tries; one that tries none takes the first optimizer's."""
+REST = 0.1
+SPECS: Mapping[str, OptimizerSpec] = {
+    "adamw": surogate_optimizer_adamw.surogate_optimizer(),
+    "adamw_8bit": surogate_optimizer_adamw_8bit.surogate_optimizer(),
+    "normuon": surogate_optimizer_normuon.surogate_optimizer(),
+}
+SWEEP_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(loss_parity.Setting):
+    """What all processes have in common."""
+
+    out: Path = Path("optimizer_training")
+    steps: int = 1000
+    sweep_steps: int = 300
+    seeds: tuple[int, ...] = (1, 2, 3)
+    evaluate: int = 100
+    held_rows: int = 96
+    megabytes: int = 30
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+        # By its name: `super()` does not work in a dataclass with slots.
+        whole: dict[str, Any] = loss_parity.Setting.config.__get__(self)
+        return {**whole, **({} if self.tiny else {**shape, "num_attention_heads": 4})}
+
+
+def prepare(setting: Setting, work: Path) -> dict[str, Any]:
+    """Write the rows; how much there is."""
+    train, held = parity_text.texts(parity_text.PYTHON, setting.megabytes * 10**6)
+    tokenizer = parity_text.train_tokenizer(train[: max(1, len(train) // 6)], setting.vocabulary)
+    facts: dict[str, Any] = {"files": [len(train), len(held)]}
+    for name, found in (("train", train), ("held", held)):
+        made = parity_text.rows(parity_text.tokens(tokenizer, found), setting.length)
+        if not len(made):
+            raise SystemExit(f"{name}: less than one row of {setting.length} tokens")
+        facts[f"{name} tokens"] = made.size
+        np.save(work / f"{name}.part.npy", made)
+    for name in ("held", "train"):  # `train.npy` says that all is there
+        (work / f"{name}.part.npy").rename(work / f"{name}.npy")
+    return facts
+
+
+def make_engine(name: str, setting: Setting) -> Engine:
+    """The model with an optimizer, from the sweep's initial weights."""
+    device = torch.device(setting.device)
+    cuda = device.type == "cuda"
+    recipe, spec = surogate_recipe_bf16.surogate_recipe(), SPECS[name]
+    options = surogate_optimizer_normuon.NorMuonOptions(rest_lr_factor=REST) if name == "normuon" else spec.options()
+    return Engine(
+        build(setting.config),
+        settings=EngineSettings(
+            device=device,
+            dtype=torch.bfloat16,
+            adapter_dtype=torch.float32,
+            compiler="inductor" if cuda else "fx",
+            cuda_graphs=cuda,
+            tokens=setting.rows * setting.length,
+            borders=setting.borders,
+            max_seqlen=setting.length,
+            head_chunks=1,
+            recompute=Recompute(block=False),
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            seed=SWEEP_SEED,
+        ),
+        recipe=recipe,
+        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
+        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
+        optimizer=spec,
+        optimizer_settings=OptimizerSettings(adamw_beta2=0.95),
+        optimizer_options=options,
+        offloader=NO_OFFLOAD,
+        offloader_options=None,
+        kernels=KernelTable.build(device, loss_parity.packs_of(device)),
+        lora=None,
+        source=source(SWEEP_SEED, setting),
+    )
+
+
+def source(seed: int, setting: Setting) -> RandomSource:
+    """Initial weights."""
+    return RandomSource(seed=seed, std=0.02, device=torch.device(setting.device))
+
+
+def swept(setting: Setting, work: Path, name: str) -> dict[float, float]:
+    """Rate → held-out loss of an optimizer's sweep; waits for the processes that find them."""
+    name = name if RATES[name] else next(iter(RATES))
+    found: dict[float, float] = {}
+    for rate in RATES[name]:
+        file = work / f"sweep-{name}-{rate}.json"
+        while not file.exists():
+            if list(work.glob("*.failed")):
+                raise SystemExit("another process failed")
+            time.sleep(0.1)
+        found[rate] = json.loads(file.read_text())
+    return found
+
+
+def work_on(name: str, seed: int, setting: Setting, work: Path) -> None:
+    """A process: its share of the sweep, and then its run."""
+    torch.set_float32_matmul_precision("high")
+    engine = make_engine(name, setting)
+    while not (work / "train.npy").exists():
+        time.sleep(0.1)
+    rows, held = np.load(work / "train.npy"), loss_parity.held_batches(np.load(work / "held.npy"), setting)
+
+    def run(steps: int, rate: float, seed: int) -> dict[str, Any]:
+        loss_parity.restart(engine, source(seed, setting))
+        batches = loss_parity.text_batches(rows, setting, seed=100 + seed)
+        return loss_parity.train(engine, batches, steps, rate, held=held, every=setting.evaluate)
+
+    for rate in RATES[name][setting.seeds.index(seed) :: len(setting.seeds)]:
+        loss = run(setting.sweep_steps, rate, SWEEP_SEED)["held"][-1][1]
+        print(f"sweep {name} {rate}: {loss:.4f}", flush=True)
+        loss_parity._write(work / f"sweep-{name}-{rate}.json", json.dumps(loss))
+    found = swept(setting, work, name)
+    # A rate that diverges is none.
+    rate = min(found, key=lambda r: found[r] if math.isfinite(found[r]) else math.inf)
+    figures = run(setting.steps, rate, seed)
+    print(f"{name} seed {seed}: {figures['held'][-1][1]:.4f}", flush=True)
+    told = {"rate": rate, "sweep": list(found.items()), "parameters": engine.parameters.counts()[0], **figures}
+    told["kernels"] = {op: kernel for (op, _), kernel in engine.programs.kernels.chosen.items()}
+    loss_parity._write(setting.out / f"{name}-{seed}.json", json.dumps(told))
+
+
+# ----------------------------------------------------------------------------------- report
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def markdown(found: Mapping[tuple[str, int], Any], setting: Setting, title: str) -> str:
+    """The tables: final losses by seed, and what the sweeps found."""
+    seeds = ", ".join(map(str, setting.seeds))
+    head = f"| | learning rate | held-out loss of seeds {seeds} | mean ± standard error | against the first |"
+    text = [title, "", head, "| --- " * 5 + "|"]
+    sweeps = []
+    for name in RATES:
+        runs = [found[name, seed] for seed in setting.seeds if (name, seed) in found]
+        if len(runs) < len(setting.seeds):
+            continue
+        losses = [run["held"][-1][1] for run in runs]
+        first = [found[next(iter(RATES)), seed]["held"][-1][1] for seed in setting.seeds]
+        mean, error = mean_and_error(losses)
+        gap, gap_error = mean_and_error([100 * (mine / theirs - 1) for mine, theirs in zip(losses, first, strict=True)])
+        each = ", ".join(f"{loss:.4f}" for loss in losses)
+        against = "" if losses == first else f"{gap:+.2f} ± {gap_error:.2f} %"
+        text.append(f"| `{name}` | {runs[0]['rate']:g} | {each} | {mean:.4f} ± {error:.4f} | {against} |")
+        if RATES[name]:
+            sweeps.append(f"{name} {', '.join(f'{rate:g}: {loss:.4f}' for rate, loss in runs[0]['sweep'])}")
+    return "\n".join([*text, "", f"Sweep, {setting.sweep_steps} steps, seed {SWEEP_SEED}: {'; '.join(sweeps)}.", ""])
+
+
+def picture(found: Mapping[tuple[str, int], Any], setting: Setting) -> str:
+    """SVG: held-out losses by step, mean over the seeds, and each optimizer's gap to the first."""
+    means: dict[str, list[tuple[float, float]]] = {}
+    for name in RATES:
+        runs = [found[name, seed]["held"] for seed in setting.seeds if (name, seed) in found]
+        # The loss before the first step would leave no height for the rest.
+        means[name] = [(row[0][0], fmean(loss for _, loss in row)) for row in zip(*runs, strict=True) if row[0][0]]
+    base = dict(means[next(iter(RATES))])
+    gaps = {n: [(s, 100 * (v / base[s] - 1)) for s, v in points if s in base] for n, points in means.items()}
+    titles = f"Held-out loss, mean of {len(setting.seeds)} seeds", f"Gap to {next(iter(RATES))}, %"
+    return stacked(
+        [
+            (title, [Curve(label=n, points=points) for n, points in each.items()])
+            for title, each in zip(titles, (means, gaps), strict=True)
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------- main
+
+
+def compare(setting: Setting, words: Sequence[str]) -> int:
+    """All runs as processes; the number that failed."""
+    setting.out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place)
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        running = {
+            (name, seed): subprocess.Popen(
+                [sys.executable, __file__, *words, "--work", place, "--run", name, str(seed)], env=environment
+            )
+            for name in RATES
+            for seed in setting.seeds
+        }
+        try:
+            facts = prepare(setting, work)
+            print(f"data: {facts}, {time.monotonic() - started:.0f} s", flush=True)
+            codes = {key: process.wait() for key, process in running.items()}
+        finally:
+            for process in running.values():
+                process.kill()
+    files = {key: setting.out / f"{key[0]}-{key[1]}.json" for key in running}
+    found = {key: json.loads(file.read_text()) for key, file in files.items() if file.exists() and not codes[key]}
+    where = torch.cuda.get_device_name() if setting.device == "cuda" else "cpu"
+    parameters = next(iter(found.values()), {"parameters": 0})["parameters"]
+    title = (
+        f"{where}, torch {torch.__version__}; {parameters / 1e6:.1f}M parameters, {setting.steps} steps of "
+        f"{setting.rows} × {setting.length} tokens; {facts}; {time.monotonic() - started:.0f} s."
+    )
+    if found:
+        loss_parity._write(setting.out / "optimizer_training.md", markdown(found, setting, title))
+        loss_parity._write(setting.out / "optimizer_training.svg", picture(found, setting))
+        print(markdown(found, setting, title))
+        print({f"{n} {s}": run["kernels"].get("adamw_8bit_update", "") for (n, s), run in found.items()})
+    print(codes)
+    return sum(code != 0 for code in codes.values())
+
+
+def main() -> None:
+    """Exit status 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Setting().out)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(Setting().seeds))
+    for name in ("steps", "sweep_steps", "rows", "length", "vocabulary", "held_rows", "megabytes", "evaluate"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Setting(), name))
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    run, work = options.pop("run"), options.pop("work")
+    setting = Setting(**{**options, "seeds": tuple(options["seeds"])})
+    if not run:
+        sys.exit(1 if compare(setting, sys.argv[1:]) else 0)
+    try:
+        work_on(run[0], int(run[1]), setting, work)
+    except BaseException:
+        if work.exists():
+            (work / f"{run[0]}-{run[1]}.failed").touch()
+        raise
+
+
+if __name__ == "__main__":
+    main()
