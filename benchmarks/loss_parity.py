@@ -9,8 +9,10 @@ two steps (exact match). `parity_text.py` has the texts.
 Exact match is greedy decoding's: the answer is decoded greedily exactly if at each of its tokens, given the
 right ones before, the right one is the likeliest. So one forward of the whole problem decides it.
 
-nvfp4 leaves the last `--plain-last` blocks alone. Each (recipe, part) is a process of its own, all at the same
-time on one device, so no time is measured here. Files are written when a part is done.
+Pre-training may be repeated from other initial weights on the same rows (`--starts`): how far chance takes a
+loss is part of what a gap means. nvfp4 leaves the last `--plain-last` blocks alone. Each (recipe, part) is a
+process of its own, all at the same time on one device, so no time is measured here. Files are written when a
+part is done; `parity_report.py` makes the tables and the picture of them.
 
     python benchmarks/loss_parity.py --out DIR [--steps 2000 …] [--device cpu --tiny]
 
@@ -29,12 +31,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity_report
 import parity_text
 import torch
 from safetensors.torch import load_file, save_file
@@ -48,21 +51,17 @@ from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.engine import Engine, EngineSettings, StepResult
 from surogate_core.engine.parameters import RandomSource, Source
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.report.curves import Curve
-from surogate_core.report.picture import stacked
 from surogate_core.train.lr import learning_rate
 from surogate_core.train.precision import PrecisionWatch
 
 RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8", "nvfp4": "surogate_recipe_nvfp4"}
 PARTS = ("pretrain", "lora")
-BARS = {"fp8-hybrid": 0.005, "nvfp4": 0.015}
-"""How much higher than bf16's a recipe's final held-out loss may be, relatively."""
 PROMPT_END = "\nAnswer:"
 
 
@@ -98,6 +97,10 @@ class Setting:
     """Last blocks that nvfp4 leaves alone."""
     recipes: str = ",".join(RECIPES)
     """The ones to train; bf16, whose model is fine-tuned, is among them."""
+    parts: str = ",".join(PARTS)
+    """lora needs pretrain."""
+    starts: str = "0"
+    """Numbers of the initial weights to pre-train from; the first one's model is fine-tuned."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -300,20 +303,24 @@ def restart(engine: Engine, source: Source) -> None:
 
 
 def train(
-    engine: Engine,
+    engines: Sequence[Engine],
     batches: Iterator[MicroBatch],
     steps: int,
     rate: float,
     *,
     held: Sequence[MicroBatch],
     every: int,
-    told: Callable[[dict[str, Any]], None] = lambda figures: None,
-) -> dict[str, Any]:
-    """Train with a cosine to a tenth after a short warm-up; training losses and the held-out losses by step."""
-    losses: list[float] = []
-    figures: dict[str, Any] = {"losses": losses, "held": [(0, engine.evaluate(held)[0])] if held else []}
-    results = []
-    watch = PrecisionWatch.of(engine)
+    told: Callable[[list[dict[str, Any]]], None] = lambda figures: None,
+) -> list[dict[str, Any]]:
+    """Train each on the same batches, with a cosine to a tenth after a short warm-up.
+
+    Of each its training losses, the held-out losses by step, and how its delayed scales fitted.
+    """
+    found: list[dict[str, Any]] = [
+        {"losses": [], "held": [(0, engine.evaluate(held)[0])] if held else []} for engine in engines
+    ]
+    results: list[list[StepResult]] = [[] for _ in engines]
+    watches = [PrecisionWatch.of(engine) for engine in engines]
     for step in range(steps):
         lr = learning_rate(
             step,
@@ -324,21 +331,25 @@ def train(
             cooldown_steps=0,
             final_fraction=0.1,
         )
-        results.append(engine.train_step([next(batches)], step=step, lr=lr))
-        last = step + 1 == steps
-        if last or (step + 1) % every == 0:
-            for result in results:
-                losses.append(result.read()[0])
+        batch = next(batches)
+        for engine, of_engine in zip(engines, results, strict=True):
+            of_engine.append(engine.train_step([batch], step=step, lr=lr))
+        if step + 1 < steps and (step + 1) % every:
+            continue
+        for engine, of_engine, watch, figures in zip(engines, results, watches, found, strict=True):
+            for result in of_engine:
+                figures["losses"].append(result.read()[0])
                 if watch is not None:
                     watch.observe(result.used_range(watch.columns))
-            results.clear()
+            of_engine.clear()
             if held:
                 figures["held"].append((step + 1, engine.evaluate(held)[0]))
-            told(figures)
-    if watch is not None and (scales := watch.take(steps)) is not None:
-        figures |= {"saturated": scales.saturated, "underflowed": scales.underflowed, "worst": scales.worst}
-        figures |= {"worst_excess": scales.worst_excess}
-    return figures
+        told(found)
+    for watch, figures in zip(watches, found, strict=True):
+        if watch is not None and (scales := watch.take(steps)) is not None:
+            figures |= {"saturated": scales.saturated, "underflowed": scales.underflowed, "worst": scales.worst}
+            figures |= {"worst_excess": scales.worst_excess}
+    return found
 
 
 def score(engine: Engine, held: Sequence[Packed]) -> dict[str, Any]:
@@ -368,28 +379,33 @@ def score(engine: Engine, held: Sequence[Packed]) -> dict[str, Any]:
 
 
 def pretrain(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, Any]], None]) -> None:
-    """From random weights; the bf16 model goes on with drills and is kept for the other part."""
+    """From random weights; the first bf16 model goes on with drills and is kept for the other part."""
     started = time.monotonic()
-    engine = make_engine(
-        name, setting, RandomSource(seed=setting.seed, std=0.02, device=torch.device(setting.device)), lora=False
-    )
-    told: dict[str, Any] = {"parameters": engine.parameters.counts()[0], "setup": time.monotonic() - started}
+    starts, device = setting.starts.split(","), torch.device(setting.device)
+    sources = [RandomSource(seed=setting.seed + int(start), std=0.02, device=device) for start in starts]
+    engines = [make_engine(name, setting, source, lora=False) for source in sources]
+    told: dict[str, Any] = {"parameters": engines[0].parameters.counts()[0], "setup": time.monotonic() - started}
     train_rows, held = np.load(work / "train.npy"), held_batches(np.load(work / "held.npy"), setting)
     started = time.monotonic()
     batches = text_batches(train_rows, setting, seed=2)
-    progress = _announcer(f"pretrain {name}", lambda figures: keep({**told, **figures}))
-    figures = train(engine, batches, setting.steps, setting.rate, held=held, every=setting.evaluate, told=progress)
-    told |= {"seconds": time.monotonic() - started, "kernels": _kernels(engine)}
-    keep({**told, **figures})
-    if name == "bf16":
+    say = _announcer(f"pretrain {name}")
+
+    def progress(found: list[dict[str, Any]]) -> None:
+        keep({**told, "starts": dict(zip(starts, found, strict=True))})
+        say(found)
+
+    found = train(engines, batches, setting.steps, setting.rate, held=held, every=setting.evaluate, told=progress)
+    told |= {"starts": dict(zip(starts, found, strict=True)), "kernels": _kernels(engines[0])}
+    told["seconds"] = time.monotonic() - started
+    keep(told)
+    if name == "bf16" and "lora" in setting.parts.split(","):
         # Half of each step is text, so that the model does not forget it.
         drills = np.load(work / "drills.npy")
         mixed = np.concatenate((drills, train_rows[: len(drills)]))
         drilled = text_batches(mixed, setting, seed=3)
-        figures["drills"] = train(
-            engine, drilled, setting.drill_steps, setting.rate / 2, held=held, every=setting.evaluate
-        )
-        keep({**told, **figures})
+        engine, steps, rate = engines[0], setting.drill_steps, setting.rate / 2
+        (told["drills"],) = train([engine], drilled, steps, rate, held=held, every=setting.evaluate)
+        keep(told)
         base = {name: master.float().cpu().contiguous() for name, master in engine.parameters.masters().items()}
         save_file(base, work / "base.part")
         (work / "base.part").rename(work / "base.safetensors")
@@ -416,14 +432,14 @@ def fine_tune(name: str, setting: Setting, work: Path, keep: Callable[[dict[str,
     held = held_batches(np.load(work / "held_headers.npy"), setting)
     headers = text_batches(np.load(work / "headers.npy"), setting, seed=4)
     every = max(1, setting.evaluate // 4)
-    progress = _announcer(f"lora {name}", lambda figures: keep({**told, "headers": figures}))
-    told["headers"] = train(
-        engine, headers, setting.lora_steps, setting.lora_rate, held=held, every=every, told=progress
+    say = _announcer(f"lora {name}")
+    (told["headers"],) = train(
+        [engine], headers, setting.lora_steps, setting.lora_rate, held=held, every=every, told=say
     )
     keep(told)
     restart(engine, base)
     batches = (packed.batch for packed in pack(to_learn, tokenizer, setting))
-    figures = train(engine, batches, setting.task_steps, setting.lora_rate, held=[], every=every)
+    (figures,) = train([engine], batches, setting.task_steps, setting.lora_rate, held=[], every=every)
     told["task"] |= {"losses": figures["losses"], "tuned": score(engine, held_problems)}
     told |= {"seconds": time.monotonic() - started, "kernels": _kernels(engine)}
     print(f"lora {name}: tuned {told['task']['tuned']['by_largest']}", flush=True)
@@ -434,14 +450,13 @@ def _kernels(engine: Engine) -> dict[str, str]:
     return {op: kernel for (op, _), kernel in engine.programs.kernels.chosen.items()}
 
 
-def _announcer(label: str, keep: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """Says and keeps how far a training is: what is cut off has left what it found."""
+def _announcer(label: str) -> Callable[[list[dict[str, Any]]], None]:
     started = time.monotonic()
 
-    def tell(figures: dict[str, Any]) -> None:
-        keep(figures)
-        step, held = figures["held"][-1]
-        print(f"{label}: step {step}, held-out loss {held:.4f}, {time.monotonic() - started:.0f} s", flush=True)
+    def tell(found: list[dict[str, Any]]) -> None:
+        losses = " and ".join(f"{figures['held'][-1][1]:.4f}" for figures in found)
+        step = found[0]["held"][-1][0]
+        print(f"{label}: step {step}, held-out loss {losses}, {time.monotonic() - started:.0f} s", flush=True)
 
     return tell
 
@@ -466,66 +481,6 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-# ----------------------------------------------------------------------------------- report
-
-
-def final_losses(found: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Recipe → last held-out loss of pre-training ("pretrain") or of LoRA on headers ("lora")."""
-    answer = {}
-    for name in RECIPES:
-        at = found.get(f"{key}-{name}", {})
-        held = (at.get("headers", {}) if key == "lora" else at).get("held")
-        if held:
-            answer[name] = held[-1][1]
-    return answer
-
-
-def markdown(found: Mapping[str, Any], setting: Setting, title: str) -> str:
-    """The tables."""
-    text = [title, ""]
-    for key, what in (
-        ("pretrain", f"Pre-training, {setting.steps} steps"),
-        ("lora", f"LoRA, {setting.lora_steps} steps"),
-    ):
-        losses = final_losses(found, key)
-        text += [f"{what}:", "", "| recipe | held-out loss | gap to bf16 | bar |", "| --- | --- | --- | --- |"]
-        for name, loss in losses.items():
-            gap = f"{loss / losses['bf16'] - 1:+.2%}" if "bf16" in losses else ""
-            text.append(f"| {name} | {loss:.4f} | {gap} | {f'+{BARS[name]:.1%}' if name in BARS else ''} |")
-        text.append("")
-    sizes = " | ".join(f"to {size}" for size in parity_text.LARGEST)
-    text += [
-        f"| model | exact match ± standard error | problems | {sizes} |",
-        "| --- " * (3 + len(parity_text.LARGEST)) + "|",
-    ]
-    for which, names in (("untuned", ["bf16"]), ("tuned", list(RECIPES))):
-        for name in names:
-            task = found.get(f"lora-{name}", {}).get("task", {}).get(which)
-            if task:
-                label = f"{name}, {which}"
-                share = f"{task['exact_match']:.4f} ± {task['standard_error']:.4f}"
-                sizes = " | ".join(f"{share:.3f}" for share in task["by_largest"].values())
-                text.append(f"| {label} | {share} | {task['problems']} | {sizes} |")
-    return "\n".join(text) + "\n"
-
-
-def picture(found: Mapping[str, Any]) -> str:
-    """SVG: held-out losses by step of pre-training and of LoRA, and their gaps to bf16."""
-    figures: list[tuple[str, list[Curve]]] = []
-    for key, what in (("pretrain", "Pre-training"), ("lora", "LoRA fine-tuning")):
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for name in RECIPES:
-            at = found.get(f"{key}-{name}", {})
-            held = (at.get("headers", {}) if key == "lora" else at).get("held", [])
-            # The loss before the first step would leave no height for the rest.
-            curves[name] = [(step, loss) for step, loss in held if step]
-        wide = dict(curves["bf16"])
-        gaps = {n: [(s, 100 * (v / wide[s] - 1)) for s, v in points if s in wide] for n, points in curves.items()}
-        for title, each in ((f"{what}: held-out loss", curves), (f"{what}: gap to bf16, %", gaps)):
-            figures.append((title, [Curve(label=n, points=points) for n, points in each.items()]))
-    return stacked(figures)
-
-
 # ------------------------------------------------------------------------------------- main
 
 
@@ -541,7 +496,7 @@ def compare(setting: Setting) -> int:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         running = {
             f"{part}-{name}": subprocess.Popen([*command, part, name], env=environment)
-            for part in PARTS
+            for part in setting.parts.split(",")
             for name in setting.recipes.split(",")
         }
         codes = {name: process.wait() for name, process in running.items()}
@@ -553,9 +508,10 @@ def compare(setting: Setting) -> int:
         f"parameters, {setting.rows} × {setting.length} tokens a step, seed {setting.seed}; {facts}; "
         f"{time.monotonic() - started:.0f} s."
     )
-    _write(setting.out / "loss_parity.md", markdown(found, setting, title))
-    _write(setting.out / "loss_parity.svg", picture(found))
-    print(markdown(found, setting, title))
+    tables = parity_report.markdown(found, {"pretrain": setting.steps, "lora": setting.lora_steps}, title)
+    _write(setting.out / "loss_parity.md", tables)
+    _write(setting.out / "loss_parity.svg", parity_report.picture(found))
+    print(tables)
     print({name: (round(at.get("setup", 0)), round(at.get("seconds", 0))) for name, at in found.items()}, codes)
     return sum(code != 0 for code in codes.values())
 

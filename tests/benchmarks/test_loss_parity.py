@@ -15,6 +15,7 @@ from typing import Any
 
 import loss_parity
 import numpy as np
+import parity_report
 import parity_text
 import pytest
 import torch
@@ -141,20 +142,40 @@ def test_exact_match_counts_problems_whose_every_token_is_the_likeliest(tokenize
     assert found["problems"] == 12
 
 
-def test_tables_and_picture(tmp_path: Path) -> None:
+def test_tables_and_picture() -> None:
     found: dict[str, Any] = {}
     for number, name in enumerate(loss_parity.RECIPES):
         held = [[0, 9.0], [4, 2.0 + 0.01 * number]]
         task = {"exact_match": 0.5, "standard_error": 0.01, "problems": 9, "by_kind": {}, "by_largest": {"10": 0.5}}
-        found[f"pretrain-{name}"] = {"held": held}
+        found[f"pretrain-{name}"] = {"starts": {"0": {"held": held}}}
         found[f"lora-{name}"] = {"headers": {"held": held}, "task": {"untuned": task, "tuned": task}}
-    text = loss_parity.markdown(found, SETTING, "title")
-    assert "| fp8-hybrid | 2.0100 | +0.50% | +0.5% |" in text
-    assert "| nvfp4 | 2.0200 | +1.00% | +1.5% |" in text
+    steps = {"pretrain": 4, "lora": 4}
+    text = parity_report.markdown(found, steps, "title")
+    assert text.count("| fp8-hybrid | 2.0100 | +0.50% | +0.5% |") == 2
+    assert text.count("| nvfp4 | 2.0200 | +1.00% | +1.5% |") == 2
     assert text.count("0.5000 ± 0.0100") == 4
-    ElementTree.fromstring(loss_parity.picture(found))
+    assert "mean" not in text
+    ElementTree.fromstring(parity_report.picture(found))
     del found["pretrain-nvfp4"]
-    assert "| nvfp4 | 2.0200" in loss_parity.markdown(found, SETTING, "title"), "a part that failed leaves the others"
+    text = parity_report.markdown(found, steps, "title")
+    assert text.count("| nvfp4 | 2.0200") == 1, "a part that failed leaves the others"
+
+
+def test_a_gap_is_to_bf16_from_the_same_weights_and_has_an_error_over_starts() -> None:
+    losses = {"bf16": {"0": 2.0, "1": 3.0}, "fp8-hybrid": {"0": 2.02, "1": 3.0}}
+    found = {
+        f"pretrain-{name}": {"starts": {start: {"held": [[0, 9.0], [4, loss]]} for start, loss in of.items()}}
+        for name, of in losses.items()
+    }
+    text = parity_report.markdown(found, {"pretrain": 4, "lora": 4}, "title")
+    assert "| bf16, start 1 | 3.0000 |  |  |" in text
+    assert "| fp8-hybrid | 2.0200 | +1.00% | +0.5% |" in text
+    assert "| fp8-hybrid, start 1 | 3.0000 | +0.00% | +0.5% |" in text
+    assert "| fp8-hybrid, mean ± standard error | | +0.50% ± 0.50% | +0.5% |" in text
+    assert "LoRA, " not in text
+    picture = parity_report.picture(found)
+    assert picture.count(">fp8-hybrid, start 1</text>") == 1
+    assert "LoRA fine-tuning" not in picture
 
 
 def test_options_give_the_setting_to_every_process() -> None:
@@ -167,11 +188,14 @@ def test_options_give_the_setting_to_every_process() -> None:
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     setting = replace(
         SETTING, out=tmp_path, steps=4, drill_steps=4, lora_steps=2, task_steps=2, problems=12, held_rows=4,
-        megabytes=2, evaluate=2, recipes="bf16,fp8-hybrid",
+        megabytes=2, evaluate=2, recipes="bf16,fp8-hybrid", starts="0,3",
     )  # fmt: skip
     assert loss_parity.compare(setting) == 0
     pretrained = json.loads((tmp_path / "pretrain-fp8-hybrid.json").read_text())
-    assert [step for step, _ in pretrained["held"]] == [0, 2, 4]
+    held = {start: figures["held"] for start, figures in pretrained["starts"].items()}
+    assert held.keys() == {"0", "3"}
+    assert [step for step, _ in held["0"]] == [step for step, _ in held["3"]] == [0, 2, 4]
+    assert held["0"] != held["3"]
     tuned = json.loads((tmp_path / "lora-fp8-hybrid.json").read_text())
     assert tuned["task"]["tuned"]["problems"] == 12
     assert "fp8-hybrid" in (tmp_path / "loss_parity.md").read_text()

@@ -397,3 +397,14 @@ def test_tab_completion(
     captured = capsys.readouterr()
     assert set(expected) <= set(captured.out.split())
     assert not captured.err
+
+
+@pytest.mark.parametrize("recipe", ["fp8-hybrid", "nvfp4"])
+def test_a_device_without_a_recipes_products_is_told_in_one_line(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"recipe={recipe}", "recipe.emulate=never", "device=cpu", f"output_dir={tmp_path}"]
+    assert main(["sft", *keys]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"surogate: recipe={recipe} with recipe.emulate=never: cpu has no ")
+    assert "Fix: set recipe.emulate=auto to emulate, or recipe=" in line

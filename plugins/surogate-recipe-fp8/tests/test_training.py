@@ -224,6 +224,23 @@ def test_the_plan_counts_packed_weights_and_scales() -> None:
     assert held["recipe state"] == sum(t.nbytes for t in made.recipe_state.state().values())
 
 
+@pytest.mark.parametrize(("capability", "native"), [((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_which_gpus_multiply_natively(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], native: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert (RECIPE.unavailable(device) is None) == native
+    assert RECIPE.prepare(FP8Options(), RecipeSettings(), device).native == native
+    if not native:
+        expected = (
+            r"recipe\.emulate=never: SM86 has no FP8 products, SM89 and newer have\. Fix: set recipe\.emulate=auto"
+        )
+        with pytest.raises(MachineError, match=expected) as info:
+            RECIPE.prepare(FP8Options(emulate="never"), RecipeSettings(), device)
+        assert "\n" not in str(info.value)
+
+
 def test_where_it_runs() -> None:
     assert "EMULATED FP8 (cpu has no FP8 products)" in (RECIPE.note(OPTIONS) or "")
     assert "no FP8 products" in (RECIPE.unavailable(CPU) or "")

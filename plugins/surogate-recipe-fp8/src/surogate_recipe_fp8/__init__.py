@@ -29,7 +29,7 @@ def unavailable(device: torch.device) -> str | None:
     from surogate_core.kernels.native import capability
 
     if device.type != "cuda":
-        return f"{device.type} has no FP8 products; recipe fp8-hybrid is emulated there"
+        return f"{device.type} has no FP8 products, GPUs of SM89 and newer have; recipe fp8-hybrid is emulated there"
     major, minor = capability(device)
     if (major, minor) >= (8, 9):
         return None

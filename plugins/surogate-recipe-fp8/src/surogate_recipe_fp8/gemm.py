@@ -55,13 +55,13 @@ class Prepared:
         """`reason`: why the device has no FP8 products, or None. `MachineError` where emulation is off."""
         if reason is not None and options.emulate == "never":
             raise MachineError(
-                f"recipe=fp8-hybrid with recipe.emulate=never: {device.type} has no FP8 products, GPUs of SM89 and "
-                f"newer have. Fix: set recipe.emulate=auto to emulate, or recipe=bf16."
+                f"recipe=fp8-hybrid with recipe.emulate=never: {reason.partition(';')[0]}. "
+                f"Fix: set recipe.emulate=auto to emulate, or recipe=bf16."
             )
         native = reason is None and options.emulate != "always"
         note = "recipe fp8-hybrid multiplies in e4m3, gradients in e5m2 × e4m3; model_dtype is of what is between."
         if not native:
-            why = "recipe.emulate=always" if reason is None else reason.partition(";")[0]
+            why = "recipe.emulate=always" if reason is None else reason.partition(";")[0].partition(",")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
         return cls(native=native, margin=options.margin, history=settings.fp8_amax_history, note=note)
 

@@ -1,0 +1,92 @@
+"""A run under native FP8 that is saved and goes on in another engine, by its checkpoint's files, bit for bit."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from surogate_recipe_fp8 import FP8Options, surogate_recipe
+from tiny_engine import lora, make_batch, make_engine, noisy_source, random_documents, tiny_config
+from torch import Tensor
+
+from surogate_core.bundles import RecipeSettings
+from surogate_core.data.batch import MicroBatch
+from surogate_core.engine.engine import Engine
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.train.checkpoint import CheckpointDir
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+TOKENS, BORDERS, HISTORY = 256, 8, 4
+SAVED, STEPS = 6, 12
+"""The ring is full and has been written over by then, before the save and after it."""
+CONFIG = tiny_config(
+    hidden_size=256, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=512
+)
+
+
+def engine(mode: str) -> Engine:
+    """Sides that panels take, so that with LoRA a pack that multiplies adapted projections in FP8 has its part."""
+    device = torch.device("cuda")
+    recipe = surogate_recipe()
+    options = recipe.prepare(FP8Options(emulate="never"), RecipeSettings(fp8_amax_history=HISTORY), device)
+    return make_engine(
+        CONFIG,
+        device="cuda",
+        tokens=TOKENS,
+        borders=BORDERS,
+        lora=lora(16, dropout=0.1) if mode == "lora" else None,
+        source=noisy_source(std=0.05),
+        packs=[TORCH_PACK, import_module("surogate_kernels_triton").surogate_kernel_pack()],
+        recipe=recipe,
+        recipe_options=options,
+        dtype=torch.bfloat16,
+        compiler="inductor",
+        cuda_graphs=True,
+    )
+
+
+def batches(step: int) -> list[MicroBatch]:
+    """Two micro-batches with padding."""
+    documents = ([100, 1, 90, 40], [130, 17])
+    return [
+        make_batch(random_documents(lengths, vocab=512, seed=2 * step + i), tokens=TOKENS, borders=BORDERS)
+        for i, lengths in enumerate(documents)
+    ]
+
+
+def train(made: Engine, steps: range) -> list[tuple[float, float]]:
+    return [made.train_step(batches(step), step=step, lr=3e-3).read() for step in steps]
+
+
+def live(made: Engine) -> dict[str, Tensor]:
+    """Masters, the optimizer's state, ring and scales."""
+    return {f"{file}/{name}": tensor.cpu() for file, named in made.state().items() for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_resumed_run_is_the_same_bit_for_bit(mode: str, tmp_path: Path) -> None:
+    """Losses and norms of each step, weights, ring and scales; a lost scale or ring would be seen."""
+    whole = engine(mode)
+    losses = train(whole, range(SAVED))
+    CheckpointDir(tmp_path, limit=1).save(SAVED, tensors=whole.state(), state={})
+    losses += train(whole, range(SAVED, STEPS))
+    checkpoint = CheckpointDir(tmp_path, limit=1).latest_good()
+    assert checkpoint is not None
+    saved = {group: checkpoint.tensors(group) for group in checkpoint.groups}
+
+    resumed = engine(mode)
+    assert bool(resumed.parameters.panels) == (mode == "lora")
+    resumed.load_state(saved)
+    assert train(resumed, range(SAVED, STEPS)) == losses[SAVED:]
+    expected = live(whole)
+    assert {"recipe/scales", "recipe/amax_history", "recipe/amax_position"} < expected.keys()
+    for name, tensor in live(resumed).items():
+        assert torch.equal(tensor, expected[name]), name
+
+    for lost in ("scales", "amax_history"):
+        resumed.load_state(saved)
+        resumed.state()["recipe"][lost].zero_()
+        assert train(resumed, range(SAVED, STEPS)) != losses[SAVED:], lost
