@@ -68,7 +68,6 @@ class WeightPlan:
         joins = plan_joins(
             found,
             recipe=recipe,
-            offloader=offloader,
             compiler=compiler,
             dtype=dtype,
             tokens=tokens,
@@ -135,7 +134,6 @@ def plan_joins(
     found: Sequence[Piece],
     *,
     recipe: Recipe,
-    offloader: Offloader,
     compiler: Compiler,
     dtype: torch.dtype,
     tokens: int,
@@ -146,7 +144,7 @@ def plan_joins(
 
     None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
     """
-    if not recipe.plain or offloader.moves("weights"):
+    if not recipe.plain:
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
     for piece in found if compiler == "inductor" else ():

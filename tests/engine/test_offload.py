@@ -133,9 +133,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(device: str) -> None:
 def test_inductors_graphs_change_no_bit(adapters: bool) -> None:
     settings: dict[str, Any] = {"compiler": "inductor", "dtype": torch.bfloat16}
     settings["lora"] = lora(8, dropout=0.1) if adapters else None
-    # Trained weights that leave the device are not joined, and products of other shapes have other bits.
-    kinds = [kind for kind in KINDS if adapters or kind != "weights"]
-    assert_same(engine("cuda", offloader=host(*kinds), **settings), engine("cuda", **settings))
+    assert_same(engine("cuda", offloader=host(*KINDS), **settings), engine("cuda", **settings))
 
 
 def test_tensors_are_where_they_are_said_to_be() -> None:
