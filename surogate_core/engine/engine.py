@@ -6,7 +6,6 @@ Shape suffixes: N tokens of a micro-batch, D features, S document borders, L lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +38,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.engine.weight_plan import WeightPlan, plain_layers
+from surogate_core.kernels.cpu_updates import COMPILED_UPDATES
 from surogate_core.kernels.registry import KernelTable, using
 
 
@@ -280,8 +280,11 @@ class Engine:
             compiler=settings.compiler,
             progress=progress,
         )
-        self._zero = torch.zeros((), dtype=torch.int32, device=settings.device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._host_kernels = KernelTable.build(
+            torch.device("cpu"), [COMPILED_UPDATES] if settings.compiler == "inductor" else []
+        )
+        """Of an optimizer step that the CPU takes."""
         self._lr = torch.zeros((), dtype=torch.float32, device=updating)
         ranges = self.recipe_state.rows.numel() if isinstance(self.recipe_state, RangedState) else 0
         self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)
@@ -459,8 +462,7 @@ class Engine:
         if self.settings.max_grad_norm > 0:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
-        # Kernels are chosen for the device; a step on the CPU takes the references.
-        with nullcontext() if on_host else using(self.programs.kernels):
+        with using(self._host_kernels if on_host else self.programs.kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
         self._figures[:2].copy_(torch.stack((self.loss_sum, norm.to(self.settings.device))))
         if self.recipe_state is not None:
