@@ -133,6 +133,12 @@ def make_engine(options: argparse.Namespace, device: torch.device) -> Engine:
         config["num_hidden_layers"] = options.layers
     kinds = PLACES[options.place]
     offloader = replace(surogate_offloader(), kinds=frozenset(kinds)) if kinds else NO_OFFLOAD
+    started = time.perf_counter()
+
+    def progress(task: str, done: int, total: int) -> None:
+        if done in (0, total):
+            print(f"{time.perf_counter() - started:6.1f} s  {task} {done} of {total}", flush=True)
+
     optimizer = importlib.import_module(f"surogate_optimizer_{options.optimizer}").surogate_optimizer()
     packs = [importlib.import_module(f"surogate_kernels_{n}").surogate_kernel_pack() for n in options.packs]
     cuda = device.type == "cuda"
@@ -166,12 +172,13 @@ def make_engine(options: argparse.Namespace, device: torch.device) -> Engine:
         kernels=KernelTable.build(device, [TORCH_PACK, *packs]),
         lora=None,
         source=RandomSource(seed=0, std=0.02, device=device),
+        progress=progress,
     )
 
 
 def bus_rates(device: torch.device) -> dict[str, float]:
     """GB/s of copies between pinned memory and the device: each way alone, and each way with the other."""
-    size = GIB // 2
+    size = GIB // 4
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]

@@ -329,6 +329,9 @@ class Offloader:
     """(kind, elements, dtype, compute device, options) → the same zeroed [elements] twice, as a tensor of the compute
     device and as one of the CPU. Of master, gradients and optimizer, which kernels of the optimizer step read and write
     where they live, and of trained weights."""
+    addressable: bool = True
+    """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. Where
+    they cannot, both tensors of `allocate` are the CPU's, and it takes the optimizer step."""
     options: type = NoOptions
 
     def __post_init__(self) -> None:

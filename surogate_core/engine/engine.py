@@ -291,7 +291,7 @@ class Engine:
         self._compile()
         self._micro_step: Callable[[bool], None] = self._run_training
         self._update: Callable[[], None] = self._run_update
-        if settings.device.type == "cuda" and settings.cuda_graphs:
+        if settings.device.type == "cuda" and settings.cuda_graphs and offloader.addressable:
             from surogate_core.engine.graphs import capture
 
             progress("capturing CUDA graphs", 0, 1)

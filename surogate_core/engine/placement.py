@@ -76,7 +76,9 @@ class Placement:
         if not self.moves(kind):
             yield
             return
-        with _Allocating(lambda elements, dtype: self.zeros(kind, elements, dtype)[0], self.device):
+        # What a GPU cannot address, the CPU's optimizer asks for.
+        device = self.device if self.offloader.addressable else torch.device("cpu")
+        with _Allocating(lambda elements, dtype: self.zeros(kind, elements, dtype)[0], device):
             yield
 
 

@@ -43,21 +43,22 @@ def _update(
     second: Tensor,
     rates: Tensor,
     key: Tensor,
-    weight_decay: float,
     beta1: float,
     beta2: float,
     epsilon: float,
 ) -> None:
-    clip, lr, c1, root = rates.unbind()
+    clip, lr, c1, root, weight_decay, skip = rates.unbind()
+    keep = skip > 0
     gradient = grad * clip
     m = first + (gradient - first) * (1 - beta1)
     v = second * beta2 + gradient * gradient * (1 - beta2)
     wide = master.float() * (1 - lr * weight_decay)
     wide = wide - lr / c1 * m / (v.sqrt() / root + epsilon)
-    first.copy_(m)
-    second.copy_(v)
     counter = torch.arange(master.numel(), dtype=torch.int32)
-    master.copy_(stochastic_bf16(wide, hashed(counter ^ key)))
+    rounded = stochastic_bf16(wide, hashed(counter ^ key))
+    first.copy_(torch.where(keep, first, m))
+    second.copy_(torch.where(keep, second, v))
+    master.copy_(torch.where(keep, master, rounded))
 
 
 def adamw_update(
@@ -74,10 +75,8 @@ def adamw_update(
     epsilon: float,
 ) -> None:
     """As `kernels.updates.adamw_update` on bf16 masters: equal to the rounding of fp32, with the same random bits."""
-    if skip:
-        return
-    correction = 1 - torch.tensor([beta1, beta2], dtype=torch.float64) ** count
-    rates = torch.stack([clip, lr, correction[0].float(), correction[1].sqrt().float()])
+    c1, c2 = (1 - torch.tensor([beta1, beta2], dtype=torch.float64) ** count).unbind()
+    rates = torch.stack([clip, lr, c1, c2.sqrt(), torch.tensor(group.weight_decay), skip]).float()
     for start in range(0, group.master.numel(), PERIOD):
         part = slice(start, start + PERIOD)
         _compiled()(
@@ -87,7 +86,6 @@ def adamw_update(
             second[part],
             rates,
             master_key(group, start),
-            group.weight_decay,
             beta1,
             beta2,
             epsilon,

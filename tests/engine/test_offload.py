@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_offload_disk import surogate_offloader as disk
 from surogate_offload_host import surogate_offloader
 from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
 from surogate_optimizer_normuon import surogate_optimizer as normuon
@@ -107,6 +108,17 @@ def test_the_cpu_takes_a_gpus_optimizer_step(adapters: bool) -> None:
     for mine, theirs in zip(train(found), train(expected), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     assert all(t.device.type == "cpu" for t in found.optimizer.state().values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_files_have_the_bits_of_host_memory(adapters: bool, device: str) -> None:
+    kinds: frozenset[TensorKind] = frozenset({"weights", "master", "gradients", "optimizer"})
+    settings = {"lora": lora() if adapters else None, "update_on_cpu": True, "recompute": Recompute(block=True)}
+    found = engine(device, offloader=replace(disk(), kinds=kinds), **settings)
+    assert all(t.device.type == "cpu" for t in found.parameters.masters().values())
+    expected = engine(device, offloader=host("weights", "master", "gradients"), **settings)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,62 @@
+"""Surogate plugin: tensors in memory-mapped files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from surogate_core import bundles, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SUROGATE_API = ">=1,<2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """Options of `offload=disk`."""
+
+    dir: str | None = None
+    """Directory of the files; None is the system's own for temporary files."""
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the option `offload=disk` is."""
+    return "pkg://surogate_offload_disk.conf"
+
+
+@hookimpl
+def surogate_offloader() -> bundles.Offloader:
+    """Every kind of tensor but residuals in files."""
+    return bundles.Offloader(
+        name="disk",
+        kinds=frozenset({"weights", "gradients", "master", "optimizer"}),
+        place="disk",
+        store=_store,
+        allocate=_allocate,
+        addressable=False,
+        options=DiskOptions,
+    )
+
+
+def _store(kind: bundles.TensorKind, device: torch.device, options: DiskOptions | None) -> bundles.Store:
+    # torch is imported when the engine is built, not when a configuration is checked.
+    from surogate_offload_disk.store import GradientStore, WeightStore
+
+    return (GradientStore if kind == "gradients" else WeightStore)(device, _directory(options))
+
+
+def _allocate(
+    kind: bundles.TensorKind, elements: int, dtype: torch.dtype, device: torch.device, options: DiskOptions | None
+) -> tuple[Tensor, Tensor]:
+    from surogate_offload_disk.files import mapped
+
+    tensor = mapped(elements * dtype.itemsize, _directory(options)).view(dtype)
+    return tensor, tensor
+
+
+def _directory(options: DiskOptions | None) -> str | None:
+    return None if options is None else options.dir
