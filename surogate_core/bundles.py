@@ -333,6 +333,8 @@ class Offloader:
     """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. Where
     they cannot, both tensors of `allocate` are the CPU's, and it takes the optimizer step."""
     options: type = NoOptions
+    prepare: Callable[[Any, str], Any] = lambda options, directory: options
+    """(options, directory for scratch files) → what `store` and `allocate` receive as options."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` where kinds are placed that there is no `allocate` for."""

@@ -12,23 +12,30 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
+def warm_up(engine: Engine) -> None:
+    """Run a micro-step and an optimizer step that leave no trace, so that kernels are loaded and workspaces exist.
+
+    The gradients are not finite in that optimizer step, in which by contract nothing may change.
+    """
+    engine._run_training()
+    for group in engine.parameters.groups:
+        # One is enough, of a parameter: what lies between parameters need not be written again.
+        group.grad[:1].fill_(float("nan"))
+    if engine._norms is not None:
+        engine._norms.fill_(float("nan"))
+    engine._run_update()
+
+
+@torch.no_grad()
 def capture(engine: Engine) -> tuple[Callable[[bool], None], Callable[[], None]]:
     """Replays of the engine's micro-step and, where the device carries it out, of the optimizer step.
 
     A first micro-step has a graph of its own where sums of gradients come to the device piece by piece.
-    Micro-step and optimizer step run once before capture, so that kernels are loaded and workspaces
-    exist. The gradients are not finite in that first optimizer step, in which by contract nothing may change.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        engine._run_training(True)
-        for group in engine.parameters.groups:
-            # One is enough, of a parameter: what lies between parameters is never written again.
-            group.grad[:1].fill_(float("nan"))
-        if engine._norms is not None:
-            engine._norms.fill_(float("nan"))
-        engine._run_update()
+        warm_up(engine)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

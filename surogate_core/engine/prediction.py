@@ -280,7 +280,7 @@ class Counts:
             ),
             (
                 "optimizer state",
-                "host" if update_on_cpu else place("optimizer"),
+                "host" if update_on_cpu and offloader.addressable else place("optimizer"),
                 state,
                 f"{optimizer.name}, {optimizer.state_bytes_per_parameter:g} bytes a parameter",
             ),

@@ -394,6 +394,7 @@ def build_engine(
     )
     recipe, recipe_options = prepare_recipe(config, registry, device)
     weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    offloader = resolve_offloader(config, registry)
     return Engine(
         resolved.model,
         settings=settings,
@@ -410,8 +411,8 @@ def build_engine(
             normuon_cautious_wd=config.normuon_cautious_wd,
         ),
         optimizer_options=config.optimizer.options,
-        offloader=resolve_offloader(config, registry),
-        offloader_options=config.offload.options,
+        offloader=offloader,
+        offloader_options=offloader.prepare(config.offload.options, config.offload_dir or config.output_dir),
         kernels=kernel_table(config, registry, device),
         lora=lora,
         source=_source(config, resolved, device, weight_format, weight_settings),

@@ -19,6 +19,7 @@ from surogate_core.bundles import Offloader, TensorKind
 from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.graphs import warm_up
 
 KINDS: tuple[TensorKind, ...] = ("residuals", "optimizer", "master", "gradients", "weights")
 CUDA = [
@@ -75,6 +76,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_kinds_on_the_host_change_no_bit(case: str, device: str) -> None:
     assert_same(engine(device, offloader=host(*KINDS), **CASES[case]), engine(device, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["8-bit, recomputed", "lora, dropout"])
+def test_what_precedes_a_capture_leaves_no_trace(case: str) -> None:
+    """Sums that are not cleared may keep nothing of its gradients, which are not finite."""
+    warm = engine("cpu", offloader=host(*KINDS), **CASES[case])
+    warm_up(warm)
+    assert_same(warm, engine("cpu", **CASES[case]))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -237,7 +237,7 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora", "disk"])
 def test_twenty_kills_change_no_bit(mode: str, tmp_path: Path) -> None:
     kill_test(tmp_path, mode=mode, kills=20)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_offload_disk import DiskOptions, surogate_offloader
+from surogate_offload_disk import surogate_offloader
 from surogate_offload_disk.files import mapped
 from surogate_offload_disk.store import BUFFER, GradientStore, WeightStore
 from torch import Tensor
@@ -27,7 +27,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 
 def in_directory(directory: Path) -> Any:
     """The offloader, with its files in the directory whatever options it is called with."""
-    offloader, options = surogate_offloader(), DiskOptions(dir=str(directory))
+    offloader = surogate_offloader()
+    options = offloader.prepare(None, str(directory))
     allocate = offloader.allocate
     assert allocate is not None
     return replace(
@@ -75,7 +76,7 @@ def test_a_disk_without_room_is_one_error_and_leaves_nothing(tmp_path: Path) -> 
         mapped(1 << 21, str(tmp_path))
     assert "The disk is full: 0.00 GiB" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
-    assert "offload.dir" in str(caught.value)
+    assert "offload_dir" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(MachineError, match="No file can be made"):
         mapped(10, os.devnull)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
@@ -12,14 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUROGATE_API = ">=1,<2"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskOptions:
-    """Options of `offload=disk`."""
-
-    dir: str | None = None
-    """Directory of the files; None is the system's own for temporary files."""
 
 
 @hookimpl
@@ -38,25 +29,26 @@ def surogate_offloader() -> bundles.Offloader:
         store=_store,
         allocate=_allocate,
         addressable=False,
-        options=DiskOptions,
+        prepare=lambda options, directory: directory,
     )
 
 
-def _store(kind: bundles.TensorKind, device: torch.device, options: DiskOptions | None) -> bundles.Store:
+def _store(kind: bundles.TensorKind, device: torch.device, directory: object) -> bundles.Store:
     # torch is imported when the engine is built, not when a configuration is checked.
     from surogate_offload_disk.store import GradientStore, WeightStore
 
-    return (GradientStore if kind == "gradients" else WeightStore)(device, _directory(options))
+    return (GradientStore if kind == "gradients" else WeightStore)(device, _named(directory))
 
 
 def _allocate(
-    kind: bundles.TensorKind, elements: int, dtype: torch.dtype, device: torch.device, options: DiskOptions | None
+    kind: bundles.TensorKind, elements: int, dtype: torch.dtype, device: torch.device, directory: object
 ) -> tuple[Tensor, Tensor]:
     from surogate_offload_disk.files import mapped
 
-    tensor = mapped(elements * dtype.itemsize, _directory(options)).view(dtype)
+    tensor = mapped(elements * dtype.itemsize, _named(directory)).view(dtype)
     return tensor, tensor
 
 
-def _directory(options: DiskOptions | None) -> str | None:
-    return None if options is None else options.dir
+def _named(directory: object) -> str | None:
+    """The run's directory; None, the system's own for temporary files, for an engine without a run."""
+    return directory if isinstance(directory, str) else None

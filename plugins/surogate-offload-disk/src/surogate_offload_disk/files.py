@@ -32,7 +32,7 @@ def mapped(nbytes: int, directory: str | None) -> Tensor:
         what = "The disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "No file can be made"
         raise MachineError(
             f"{what}: {nbytes / 2**30:.2f} GiB for tensors off the device in {place} ({error.strerror}). "
-            f"Fix: free space there, set offload.dir to a directory of another disk, or offload less; "
+            f"Fix: free space there, set offload_dir to a directory of another disk, or offload less; "
             f"see `surogate plan`."
         ) from error
     return torch.frombuffer(pages, dtype=torch.uint8)
