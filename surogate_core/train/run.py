@@ -223,13 +223,12 @@ class _Run:
             essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"
             path = str(Path(given.stack[-1].source).resolve())
             made_with["adapter"] = {"path": path, "mode": given.mode, "fingerprint": given.fingerprint}
-        # The plugins whose bundles shape the weights; monitors may come and go.
+        # The plugins whose bundles shape the weights; monitors may come and go, and so may where tensors live.
         used = self.registry.plugins_used(
             [
                 ("model", resolved.family.name),
                 ("recipe", config.recipe.name),
                 ("optimizer", config.optimizer.name),
-                ("offload", config.offload.name),
                 ("objective", config.objective),
                 *([("quant", weight_format.name)] if weight_format is not None else []),
             ]
