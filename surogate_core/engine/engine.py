@@ -250,8 +250,8 @@ class Engine:
             seed=self._rounding_seed,
             placement=placement,
         )
-        loading = "loading and quantising weights" if self.parameters.packed else "loading weights"
-        self.parameters.fill(source, progress=lambda done, total: progress(loading, done, total))
+        quantising = " and quantising" if any(p.rounded for p in plan.packed.values()) else ""
+        self.parameters.fill(source, progress=lambda done, total: progress(f"loading{quantising} weights", done, total))
         self._groups = self.parameters.host_groups if settings.update_on_cpu else self.parameters.groups
         for piece in found:
             self.gradients.put(piece.key, self.parameters.resting_gradients(piece))

@@ -45,6 +45,8 @@ class Packed:
     unpack: Callable[[Tensor, Tensor], None] | None = None
     """(what is kept, room [O, I] in the model's dtype): writes the weight there. Programs receive the room, or what is
     kept where this is None."""
+    rounded: bool = True
+    """Whether what is kept is other than the weight."""
 
     @property
     def nbytes(self) -> int:

@@ -201,6 +201,7 @@ class Counts:
                 if not any(tensor is room for room in parameters.shared):
                     held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
                     panel_copies += tensor.nbytes - held_weights * settings.dtype.itemsize
+        quantised = any(packed.rounded for packed in parameters.packed.values())
         train_embedding = embed.specs[0].trainable
         return cls(
             settings=settings,
@@ -209,7 +210,7 @@ class Counts:
             trainable_parameters=trainable,
             flat=sum(g.master.numel() for g in parameters.groups),
             frozen=frozen,
-            kept_in=(recipe.name if weight_format is None else weight_format.name) if parameters.packed else None,
+            kept_in=(recipe.name if weight_format is None else weight_format.name) if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
             copies=sum(copy.nbytes for copy, _ in parameters.copies),
             panel_copies=panel_copies,
