@@ -3,7 +3,7 @@
 Prints one line a kill and a verdict: PASS when the final weights, the optimizer's state, the checkpoint's state,
 the export and every loss are bit-identical to those of a run that was never killed. Exit 0 then, else 1.
 
-    python scripts/kill_test.py [--mode full|lora] [--kills 20] [--steps 160] [--seed 0] [--dir DIRECTORY]
+    python scripts/kill_test.py [--mode full|lora|disk] [--kills 20] [--steps 160] [--seed 0] [--dir DIRECTORY]
 
 A third of the kills come anywhere in a process's life (set-up included), a third at a random step, a third
 while a checkpoint or an export is being written; for the last the child writes slowly, in small pieces.
@@ -43,7 +43,11 @@ SETTINGS = (
     "run_name=kill-test",
     "device=cpu",
 )
-MODES = {"full": ("lora=false",), "lora": ("lora=true", "lora_rank=4", "lora_dropout=0.1")}
+MODES = {
+    "full": ("lora=false",),
+    "lora": ("lora=true", "lora_rank=4", "lora_dropout=0.1"),
+    "disk": ("lora=false", "offload=disk", "cpu_training=true"),
+}
 KINDS = ("life", "step", "save")
 
 

@@ -300,6 +300,20 @@ class Store(Protocol):
         """Bytes held now, by place."""
 
 
+@runtime_checkable
+class GradientStore(Store, Protocol):
+    """The fp32 sums of trained tensors' gradients, a piece's at a time on the compute device.
+
+    What a piece adds to the fetched tensors between `fetch` and `release` is kept. A tied tensor is under two keys.
+    """
+
+    def begin(self, *, first: bool) -> None:
+        """A micro-step begins; in the first of an optimizer step all sums count as zeros, whatever was left in them."""
+
+    def finish(self) -> None:
+        """A micro-step ends: what the current stream runs from here on finds the sums where they live."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offloader:
     """A place for some kinds of tensor."""
@@ -309,12 +323,18 @@ class Offloader:
     place: Literal["device", "host", "disk", "sharded"]
     """For the plan's table."""
     store: Callable[[TensorKind, torch.device, Any], Store]
-    """(kind, compute device, options) → the store of weights or residuals, which go and come as blocks run."""
+    """(kind, compute device, options) → the store of weights, residuals or gradients (a `GradientStore`), which go and
+    come as blocks run."""
     allocate: Callable[[TensorKind, int, torch.dtype, torch.device, Any], tuple[Tensor, Tensor]] | None = None
     """(kind, elements, dtype, compute device, options) → the same zeroed [elements] twice, as a tensor of the compute
-    device and as one of the CPU. Of master, gradients and optimizer, which kernels read and write where they live, and
-    of trained weights."""
+    device and as one of the CPU. Of master, gradients and optimizer, which kernels of the optimizer step read and write
+    where they live, and of trained weights."""
+    addressable: bool = True
+    """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. Where
+    they cannot, both tensors of `allocate` are the CPU's, and it takes the optimizer step."""
     options: type = NoOptions
+    prepare: Callable[[Any, str], Any] = lambda options, directory: options
+    """(options, directory for scratch files) → what `store` and `allocate` receive as options."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` where kinds are placed that there is no `allocate` for."""

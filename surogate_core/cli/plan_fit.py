@@ -163,8 +163,8 @@ def _seconds(config: RunConfig, prediction: Prediction) -> float:
     if config.offload_master:
         seconds += 3 * masters / BUS
     if config.offload_grads:
-        # Read and written by each micro-step; read for the norm and the update, written to be cleared.
-        seconds += (2 * times + 3) * gradients / BUS
+        # Written by each micro-step and read by all but the first; read for the norm and the update.
+        seconds += (2 * times + 1) * gradients / BUS
     if config.offload_quants:
         seconds += times * 2 * weights / BUS
     if config.cpu_training:

@@ -230,6 +230,8 @@ class RunConfig:
     # ------------------------------------------------------------------------- placement
     offload: Selection = field(default_factory=lambda: Selection(name="none"))
     """Where the tensors live that the keys below move; an offloader alone moves every kind that it can."""
+    offload_dir: str | None = None
+    """Directory of an offloader's files; null is `output_dir`. They are scratch, and gone when the run is."""
     offload_residual: bool = False
     """Move what the blocks keep for the backward off the device; it comes back block by block."""
     offload_optimizer: bool = False

@@ -6,7 +6,6 @@ Shape suffixes: N tokens of a micro-batch, D features, S document borders, L lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import (
+    GradientStore,
     Objective,
     Offloader,
     Optimizer,
@@ -24,6 +24,7 @@ from surogate_core.bundles import (
     Recipe,
     RecipeState,
     Store,
+    TensorKind,
     WeightFormat,
     WeightSettings,
 )
@@ -32,11 +33,12 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.host_memory import keep_freed_pages
-from surogate_core.engine.parameters import Parameters, Source, pieces
+from surogate_core.engine.parameters import Parameters, Piece, Source, pieces
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.engine.weight_plan import WeightPlan, plain_layers
+from surogate_core.kernels.cpu_updates import COMPILED_UPDATES
 from surogate_core.kernels.registry import KernelTable, using
 
 
@@ -205,6 +207,13 @@ class Engine:
         placement = Placement(offloader=offloader, options=offloader_options, device=settings.device)
         self.weights: Store = placement.store("weights")
         self.residuals: Store = placement.store("residuals")
+        self.gradients: GradientStore = placement.gradients()
+        self.streams_gradients = placement.moves("gradients")
+        """Whether a piece's sums are on the device only while its backward runs."""
+        self._sums_hold = False
+        """Whether the sums of gradients hold micro-steps; if not, they count as zeros."""
+        self._norms: Tensor | None = None
+        """[trained tensors] fp32: the norms of their sums, of a CUDA device whose optimizer step the CPU takes."""
         self.inputs = Inputs.allocate(settings, len(layers))
         tables = {name: Signature.of(t) for name, t in self._tables().items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
@@ -241,9 +250,13 @@ class Engine:
             seed=self._rounding_seed,
             placement=placement,
         )
-        loading = "loading and quantising weights" if self.parameters.packed else "loading weights"
-        self.parameters.fill(source, progress=lambda done, total: progress(loading, done, total))
+        quantising = " and quantising" if any(p.rounded for p in plan.packed.values()) else ""
+        self.parameters.fill(source, progress=lambda done, total: progress(f"loading{quantising} weights", done, total))
         self._groups = self.parameters.host_groups if settings.update_on_cpu else self.parameters.groups
+        for piece in found:
+            self.gradients.put(piece.key, self.parameters.resting_gradients(piece))
+        if settings.update_on_cpu and settings.device.type == "cuda" and self.streams_gradients:
+            self._number_norms(found)
         with placement.allocating("optimizer"):
             self.optimizer: Optimizer = optimizer.build(self._groups, optimizer_settings, optimizer_options)
         self.train_embedding = self.embed.specs[0].trainable
@@ -267,15 +280,18 @@ class Engine:
             compiler=settings.compiler,
             progress=progress,
         )
-        self._zero = torch.zeros((), dtype=torch.int32, device=settings.device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._host_kernels = KernelTable.build(
+            torch.device("cpu"), [COMPILED_UPDATES] if settings.compiler == "inductor" else []
+        )
+        """Of an optimizer step that the CPU takes."""
         self._lr = torch.zeros((), dtype=torch.float32, device=updating)
         ranges = self.recipe_state.rows.numel() if isinstance(self.recipe_state, RangedState) else 0
         self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)
         self._compile()
-        self._micro_step: Callable[[], None] = self._run_training
+        self._micro_step: Callable[[bool], None] = self._run_training
         self._update: Callable[[], None] = self._run_update
-        if settings.device.type == "cuda" and settings.cuda_graphs:
+        if settings.device.type == "cuda" and settings.cuda_graphs and offloader.addressable:
             from surogate_core.engine.graphs import capture
 
             progress("capturing CUDA graphs", 0, 1)
@@ -293,6 +309,15 @@ class Engine:
             self.recipe_state = recipe.state(count, self.settings.device, options)
             self._observed = torch.zeros_like(self.recipe_state.rows)
 
+    def _number_norms(self, found: Sequence[Piece]) -> None:
+        names = [spec.hf_name for spec in self.parameters.specs.values() if spec.trainable]
+        places = {name: place for place, name in enumerate(names)}
+        device = self.settings.device
+        self._norms = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self._norms_of = {
+            p.key: torch.tensor([places[s.hf_name] for s in p.specs if s.trainable], device=device) for p in found
+        }
+
     def _compile(self) -> None:
         for piece in self.layers.values():
             self.programs.layer(piece)
@@ -308,12 +333,22 @@ class Engine:
     def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
         seed = self.inputs.seeds_L[self._layer_number[key]]
         piece = self.layers[key]
-        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece)]
+        tensors = self.parameters.inputs(piece)
+        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         panels = (tensor for _, tensor in shared)
         rows = []
         if self.recipe_state is not None and self.programs.reads_rows(piece):
             rows.append(self.recipe_state.rows[self._rows[key]])
-        return [*self.parameters.inputs(piece), *panels, *rows, x, *flow.tables, seed]
+        return [*tensors, *panels, *rows, x, *flow.tables, seed]
+
+    def _store(self, kind: TensorKind | None) -> Store:
+        """The store that an action of the schedule is about."""
+        match kind:
+            case "residuals":
+                return self.residuals
+            case "gradients":
+                return self.gradients
+        return self.weights
 
     def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
         flow = _Flow()
@@ -322,12 +357,15 @@ class Engine:
                 case "tables":
                     flow.tables = list(self._tables().values())
                 case "prefetch":
-                    (self.residuals if action.kind == "residuals" else self.weights).prefetch(action.key)
+                    self._store(action.kind).prefetch(action.key)
                 case "fetch":
                     if action.kind == "residuals":
                         flow.residuals = self.residuals.fetch(action.key)
                 case "release":
-                    (self.residuals if action.kind == "residuals" else self.weights).release(action.key)
+                    if action.kind == "gradients" and self.streams_gradients:
+                        flow.add_pending()
+                        self._measure(action.key)
+                    self._store(action.kind).release(action.key)
                 case "forward":
                     self._forward(action.key, flow, training=training)
                 case "put":
@@ -362,7 +400,7 @@ class Engine:
         tensors = self.parameters.inputs(self.head)
         labels = self.inputs.labels
         dx = torch.empty_like(x) if training else None
-        sums = self.parameters.gradients(self.head) if training else []
+        sums = self.gradients.fetch(self.head.key) if training else ()
         totals: list[tuple[Tensor, Tensor]] = []
         for chunk in self.programs.chunks():
             program = self.programs.head(self.head, chunk.stop - chunk.start, training=training)
@@ -395,13 +433,13 @@ class Engine:
             # NaN stays NaN: the recipe is to see that there was one.
             observed = self._observed[self._rows[key]]
             torch.maximum(observed, gradients.pop(), out=observed)
-        flow.gradients = list(zip(self.parameters.gradients(piece), gradients, strict=True))
+        flow.gradients = list(zip(self.gradients.fetch(key), gradients, strict=True))
 
     def _reduce(self, key: str, flow: _Flow) -> None:
         if key == EMBED:
             assert flow.dx is not None
             flow.add_pending()  # a tied head's share comes first
-            (gradient,) = self.parameters.gradients(self.embed)
+            (gradient,) = self.gradients.fetch(EMBED)
             _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
         else:
             flow.pending += add_products(flow.gradients)
@@ -409,21 +447,22 @@ class Engine:
                 flow.add_pending()
         flow.gradients = ()
 
-    def _run_training(self) -> None:
+    def _run_training(self, first: bool = True) -> None:
+        self.gradients.begin(first=first)
         self._run(self.training, training=True)
+        self.gradients.finish()
 
     def _run_update(self) -> None:
         """Clip, step, refresh the compute copies, clear the gradients: the host waits only for a step of its own."""
         groups, on_host = self._groups, self.settings.update_on_cpu
         if on_host and self.settings.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.grad) for g in groups]))
+        norm = self._norm()
         clip = torch.ones_like(norm)
         if self.settings.max_grad_norm > 0:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
-        # Kernels are chosen for the device; a step on the CPU takes the references.
-        with nullcontext() if on_host else using(self.programs.kernels):
+        with using(self._host_kernels if on_host else self.programs.kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
         self._figures[:2].copy_(torch.stack((self.loss_sum, norm.to(self.settings.device))))
         if self.recipe_state is not None:
@@ -433,8 +472,27 @@ class Engine:
             self._observed.zero_()
         self.parameters.refresh(on_host=on_host)
         self.loss_sum.zero_()
-        for group in groups:
-            group.grad.zero_()
+        if not self.streams_gradients:
+            for group in groups:
+                group.grad.zero_()
+
+    def _measure(self, key: str) -> None:
+        """Keep the norms of a piece's sums while they are on the device: a CPU reads them slower than they come."""
+        sums = self.gradients.fetch(key)
+        if self._norms is not None and sums:
+            self._norms.index_copy_(0, self._norms_of[key], torch.stack(torch._foreach_norm(list(sums))))
+
+    def _norm(self) -> Tensor:
+        """0-d fp32: the norm of all gradients, where the optimizer steps."""
+        if self._norms is not None:
+            return torch.linalg.vector_norm(self._norms).cpu()
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.grad) for g in self._groups]))
+
+    def _accumulate(self, batches: Sequence[MicroBatch], *, step: int, loss_weight: float) -> None:
+        for micro_step, batch in enumerate(batches):
+            self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
+            self._micro_step(not self._sums_hold)
+            self._sums_hold = True
 
     # --------------------------------------------------------------------------- public
 
@@ -460,12 +518,11 @@ class Engine:
         """
         label_tokens = sum(b.label_tokens for b in batches)
         loss_weight = sum(b.loss_weight for b in batches)
-        for micro_step, batch in enumerate(batches):
-            self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
-            self._micro_step()
+        self._accumulate(batches, step=step, loss_weight=loss_weight)
         self._lr.fill_(lr)
         self._rounding_seed.fill_(self.rounding_seed(step))
         self._update()
+        self._sums_hold = False
         tokens = sum(b.tokens for b in batches)
         if self.settings.device.type != "cuda":
             return StepResult(label_tokens, loss_weight, tokens, self._figures.clone(), None)
@@ -480,9 +537,7 @@ class Engine:
         """The micro-steps of a step without its update: gradients stay in the groups; the mean loss."""
         loss_weight = sum(b.loss_weight for b in batches)
         self.loss_sum.zero_()
-        for micro_step, batch in enumerate(batches):
-            self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
-            self._micro_step()
+        self._accumulate(batches, step=step, loss_weight=loss_weight)
         loss = self.loss_sum.item() / (loss_weight or 1)
         self.loss_sum.zero_()
         return loss

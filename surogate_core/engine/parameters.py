@@ -45,6 +45,8 @@ class Packed:
     unpack: Callable[[Tensor, Tensor], None] | None = None
     """(what is kept, room [O, I] in the model's dtype): writes the weight there. Programs receive the room, or what is
     kept where this is None."""
+    rounded: bool = True
+    """Whether what is kept is other than the weight."""
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +122,16 @@ def _stacked(targets_LXY: Tensor, masters: list[Tensor]) -> list[tuple[Tensor, T
     return [(targets_LXY, first.as_strided(targets_LXY.shape, strides, first.storage_offset()))]
 
 
+def _as_one(weights: Sequence[Tensor]) -> Tensor:
+    """Matrices below each other: a view where they stand in a row, as in their flat group; else a copy."""
+    first = weights[0]
+    for above, below in pairwise(weights):
+        one = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
+        if not one or above.storage_offset() + above.numel() != below.storage_offset():
+            return torch.cat(list(weights))
+    return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), first.stride())
+
+
 class Parameters:
     """Allocates, fills and hands out a model's tensors on one device."""
 
@@ -160,6 +172,8 @@ class Parameters:
         """The same groups for the CPU, where masters and gradients live in its memory."""
         self._master: dict[str, Tensor] = {}
         self._grad: dict[str, Tensor] = {}
+        self._host_grad: dict[str, Tensor] = {}
+        """The same for the CPU, where gradients live in its memory."""
         self._compute: dict[str, Tensor] = {}
         self._streamed: dict[str, Tensor] = {}
         """Of trained weights that go through the store: the CPU's tensors, which stay live."""
@@ -221,6 +235,7 @@ class Parameters:
                     count = math.prod(shape)
                     self._master[spec.hf_name] = master[offset : offset + count].view(shape)
                     self._grad[spec.hf_name] = grad[offset : offset + count].view(shape)
+                    self._host_grad[spec.hf_name] = host_grad[offset : offset + count].view(shape)
                     at = offset if compute is master else offset - start
                     into, whole = (self._streamed, resting) if streamed else (self._compute, compute)
                     into[spec.hf_name] = whole[at : at + count].view(shape)
@@ -399,16 +414,16 @@ class Parameters:
         """The panels of a piece with their tensors, which stay on the device."""
         return list(zip(self.panels.get(piece.key, ()), self._panels[piece.key], strict=True))
 
-    def join_tensors(self, piece: Piece) -> list[tuple[Join, Tensor]]:
-        """The joins of a piece with their weights as one, [Q, I]: views of the compute copies."""
-        found = []
-        for join in self.joins.get(piece.key, ()):
-            weights = [self._compute[self._spec(piece, f"{slot.name}.weight").hf_name] for slot in join.slots]
-            first, rows = weights[0], sum(weight.shape[0] for weight in weights)
-            ends = [weight.storage_offset() + weight.numel() for weight in weights[:-1]]
-            assert ends == [weight.storage_offset() for weight in weights[1:]], "joined weights stand in a row"
-            found.append((join, first.as_strided((rows, first.shape[1]), first.stride())))
-        return found
+    def join_shapes(self, piece: Piece) -> list[tuple[int, int]]:
+        """(Q, I) of the joins of a piece."""
+        joins = self.joins.get(piece.key, ())
+        return [(sum(slot.outputs for slot in join.slots), join.slots[0].inputs) for join in joins]
+
+    def join_tensors(self, piece: Piece, tensors: Sequence[Tensor]) -> list[tuple[Join, Tensor]]:
+        """The joins of a piece with their weights as one, [Q, I]. `tensors`: those of `inputs`."""
+        named = {spec.name: tensor for spec, tensor in zip(piece.specs, tensors, strict=True)}
+        joins = self.joins.get(piece.key, ())
+        return [(join, _as_one([named[f"{slot.name}.weight"] for slot in join.slots])) for join in joins]
 
     def inputs(self, piece: Piece) -> list[Tensor]:
         """The tensors of a piece in the order of its specs; those that the store has are fetched.
@@ -426,9 +441,9 @@ class Parameters:
         """Bytes of the A's and B's that rest outside of shared panels."""
         return sum(value.nbytes for edges in self._edges.values() for _, value in edges)
 
-    def gradients(self, piece: Piece) -> list[Tensor]:
-        """Views of the gradient accumulators of a piece's trainable tensors, in order."""
-        return [self._grad[s.hf_name] for s in piece.specs if s.trainable]
+    def resting_gradients(self, piece: Piece) -> list[Tensor]:
+        """Views of the gradient accumulators of a piece's trainable tensors, in order, where they live."""
+        return [self._host_grad[s.hf_name] for s in piece.specs if s.trainable]
 
     def masters(self) -> Mapping[str, Tensor]:
         """The live masters by HF name."""

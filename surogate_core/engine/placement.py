@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from surogate_core.bundles import FLAT_ALIGNMENT, Offloader, Store, TensorKind
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
+from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, Offloader, Store, TensorKind
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,14 @@ class Placement:
             return self.offloader.store(kind, self.device, self.options)
         return DeviceStore(kind)
 
+    def gradients(self) -> GradientStore:
+        """The store of gradients' sums."""
+        if not self.moves("gradients"):
+            return DeviceGradients()
+        store = self.offloader.store("gradients", self.device, self.options)
+        assert isinstance(store, GradientStore), f"offloader {self.offloader.name}: no store of gradients"
+        return store
+
     def zeros(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[elements] zeros where the kind lives, as the device's tensor and as the CPU's; on a device both are one."""
         if self.moves(kind) and self.device.type != "meta":
@@ -68,7 +76,9 @@ class Placement:
         if not self.moves(kind):
             yield
             return
-        with _Allocating(lambda elements, dtype: self.zeros(kind, elements, dtype)[0], self.device):
+        # What a GPU cannot address, the CPU's optimizer asks for.
+        device = self.device if self.offloader.addressable else torch.device("cpu")
+        with _Allocating(lambda elements, dtype: self.zeros(kind, elements, dtype)[0], device):
             yield
 
 

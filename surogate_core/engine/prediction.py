@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,6 +86,8 @@ class Counts:
     panel_copies: int
     pieces: tuple[tuple[int, int, int], ...]
     """Of each piece: bytes of its frozen weights, of its copies of masters, and of masters that it computes with."""
+    sums: tuple[int, ...]
+    """Bytes of the gradients' sums of each piece."""
     residuals: tuple[int, ...]
     """Bytes of each layer."""
     forward: tuple[int, ...]
@@ -200,6 +201,7 @@ class Counts:
                 if not any(tensor is room for room in parameters.shared):
                     held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
                     panel_copies += tensor.nbytes - held_weights * settings.dtype.itemsize
+        quantised = any(packed.rounded for packed in parameters.packed.values())
         train_embedding = embed.specs[0].trainable
         return cls(
             settings=settings,
@@ -208,11 +210,12 @@ class Counts:
             trainable_parameters=trainable,
             flat=sum(g.master.numel() for g in parameters.groups),
             frozen=frozen,
-            kept_in=(recipe.name if weight_format is None else weight_format.name) if parameters.packed else None,
+            kept_in=(recipe.name if weight_format is None else weight_format.name) if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
             copies=sum(copy.nbytes for copy, _ in parameters.copies),
             panel_copies=panel_copies,
             pieces=tuple(_split(parameters, piece) for piece in found),
+            sums=tuple(sum(4 * math.prod(s.shape) for s in piece.specs if s.trainable) for piece in found),
             residuals=tuple(kept[key] for key in of_layers),
             forward=tuple(footprints[key].forward_bytes for key in of_layers),
             backward=tuple(footprints[key].backward_bytes for key in of_layers),
@@ -247,8 +250,9 @@ class Counts:
             for frozen, copies, masters in self.pieces
         ]
         moves = on.moves("residuals")
-        in_use = _neighbours(streamed) + (resting if moves else 0)
-        peak, what = self._peak(streamed, moves=moves, head_chunks=head_chunks)
+        coming = self.sums if on.moves("gradients") else (0,) * len(self.sums)
+        in_use = _neighbours(streamed) + (resting if moves else 0) + _neighbours(coming, 3)
+        peak, what = self._peak(streamed, coming, moves=moves, head_chunks=head_chunks)
         working = max(peak - in_use - (0 if moves else residuals), 0)
         state = int(self.flat * optimizer.state_bytes_per_parameter)
         masters = self.flat * settings.master_dtype.itemsize
@@ -270,8 +274,14 @@ class Counts:
             ("masters", place("master"), masters, f"trained, {settings.master_dtype}".replace("torch.", "")),
             ("gradients", place("gradients"), self.flat * 4, "accumulated, float32"),
             (
+                "gradients in use",
+                "device",
+                _neighbours(coming, 3),
+                "a piece's, the next one's coming and the last one's going",
+            ),
+            (
                 "optimizer state",
-                "host" if update_on_cpu else place("optimizer"),
+                "host" if update_on_cpu and offloader.addressable else place("optimizer"),
                 state,
                 f"{optimizer.name}, {optimizer.state_bytes_per_parameter:g} bytes a parameter",
             ),
@@ -301,10 +311,13 @@ class Counts:
             again=self.again,
         )
 
-    def _peak(self, streamed: Sequence[int], *, moves: bool, head_chunks: int) -> tuple[int, str]:
+    def _peak(
+        self, streamed: Sequence[int], coming: Sequence[int], *, moves: bool, head_chunks: int
+    ) -> tuple[int, str]:
         """(most bytes of a micro-step on top of what rests, what they are), found by going through the schedule.
 
-        `streamed`: bytes of each piece's weights that come to the device for it. `moves`: whether residuals leave it.
+        `streamed`, `coming`: bytes of each piece's weights, and of its sums of gradients, that come to the device for
+        it. `moves`: whether residuals leave it.
         """
         tokens, layers = self.settings.tokens, len(self.residuals)
         keys = [EMBED, *(layer_key(i) for i in range(layers)), HEAD]
@@ -314,13 +327,16 @@ class Counts:
             dict(zip(keys[1:], self.backward, strict=False)),
         )
         chunk, counted = -(-tokens // head_chunks), -(-tokens // self.settings.head_chunks)
-        here: dict[TensorKind, dict[str, int]] = {"weights": {}, "residuals": {}}
+        here: dict[TensorKind, dict[str, int]] = {"weights": {}, "residuals": {}, "gradients": {}}
+        of_kind = {"weights": weights, "residuals": residuals, "gradients": dict(zip(keys, coming, strict=True))}
         leaving: dict[str, int] = {}
         """Residuals on their way out: one layer's, which need not be brought back if they are wanted at once."""
+        going = 0
+        """Sums on their way out: one piece's."""
         found = (0, "")
         for action in training_schedule(layers, train_embedding=self.train_embedding):
             key, now = action.key, 0
-            sizes = residuals if action.kind == "residuals" else weights
+            sizes = of_kind[action.kind or "weights"]
             match action.verb:
                 case "put" if moves:
                     leaving = {key: residuals[key]}
@@ -329,7 +345,8 @@ class Counts:
                     if action.kind == "residuals":
                         leaving.pop(key, None)
                 case "release":
-                    here[action.kind or "weights"].pop(key, None)
+                    gone = here[action.kind or "weights"].pop(key, 0)
+                    going = gone if action.kind == "gradients" else going
                 case "forward":
                     now, what = self.activation + forward.get(key, 0), "the forward of a layer"
                 case "loss":
@@ -341,7 +358,7 @@ class Counts:
                 case "backward":
                     now, what = self.activation + backward[key], "the backward of a layer"
             if now:
-                total = now + sum(sum(sizes.values()) for sizes in (*here.values(), leaving))
+                total = now + going + sum(sum(sizes.values()) for sizes in (*here.values(), leaving))
                 found = max(found, (total, what))
         return found
 
@@ -373,9 +390,9 @@ def _split(parameters: Parameters, piece: Piece) -> tuple[int, int, int]:
     return frozen, copies, masters
 
 
-def _neighbours(sizes: Sequence[int]) -> int:
-    """The largest sum of two that follow each other: while one is in use, the other is on its way."""
-    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+def _neighbours(sizes: Sequence[int], count: int = 2) -> int:
+    """The largest sum of so many that follow each other: while one is in use, others are on their way."""
+    return max(sum(sizes[i : i + count]) for i in range(max(len(sizes) - count + 1, 1)))
 
 
 def predict(

@@ -79,8 +79,8 @@ class ProgramBuilder:
     def _layer_inputs(self, piece: Piece) -> list[Signature]:
         seed = Signature((), torch.int32, self.device)
         activation = self._activation(self.tokens, requires_grad=True)
-        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece)]
-        panels = [Signature(tuple(tensor.shape), tensor.dtype, self.device) for _, tensor in shared]
+        panels = [Signature(tuple(t.shape), t.dtype, self.device) for _, t in self.parameters.panel_tensors(piece)]
+        panels += [Signature(s, self.parameters.dtype, self.device) for s in self.parameters.join_shapes(piece)]
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))

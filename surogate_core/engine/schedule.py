@@ -49,28 +49,47 @@ def training_schedule(layers: int, *, train_embedding: bool) -> tuple[Action, ..
     keys = [layer_key(i) for i in range(layers)]
     actions = [*_forward(keys, keep=True)]
     actions += [
-        Action("prefetch", keys[-1], "weights"),
-        Action("prefetch", keys[-1], "residuals"),
+        *_prefetch(keys[-1]),
         Action("fetch", HEAD, "weights"),
+        Action("fetch", HEAD, "gradients"),
         Action("loss", HEAD),
         Action("reduce", HEAD, "gradients"),
+        Action("release", HEAD, "gradients"),
         Action("release", HEAD, "weights"),
     ]
     backward = keys[::-1]
     for key, following in zip(backward, [*backward[1:], None], strict=True):
         if following:
-            actions += [Action("prefetch", following, "weights"), Action("prefetch", following, "residuals")]
+            actions += _prefetch(following)
+        elif train_embedding:
+            actions.append(Action("prefetch", EMBED, "gradients"))
         actions += [
             Action("fetch", key, "weights"),
             Action("fetch", key, "residuals"),
+            Action("fetch", key, "gradients"),
             Action("backward", key),
             Action("reduce", key, "gradients"),
+            Action("release", key, "gradients"),
             Action("release", key, "residuals"),
             Action("release", key, "weights"),
         ]
     if train_embedding:
-        actions += [Action("backward", EMBED), Action("reduce", EMBED, "gradients")]
+        actions += [
+            Action("fetch", EMBED, "gradients"),
+            Action("backward", EMBED),
+            Action("reduce", EMBED, "gradients"),
+            Action("release", EMBED, "gradients"),
+        ]
     return tuple(actions)
+
+
+def _prefetch(key: str) -> tuple[Action, ...]:
+    """What a layer's backward reads, and the sums that it adds to."""
+    return (
+        Action("prefetch", key, "weights"),
+        Action("prefetch", key, "residuals"),
+        Action("prefetch", key, "gradients"),
+    )
 
 
 def evaluation_schedule(layers: int) -> tuple[Action, ...]:
@@ -94,6 +113,7 @@ def _forward(keys: Sequence[str], *, keep: bool) -> tuple[Action, ...]:
     for key, following in zip(keys, [*keys[1:], HEAD], strict=True):
         actions += [
             Action("prefetch", following, "weights"),
+            *([Action("prefetch", HEAD, "gradients")] if keep and following == HEAD else []),
             Action("fetch", key, "weights"),
             Action("forward", key),
         ]

@@ -46,8 +46,21 @@ class DeviceStore:
         return {"device": sum(storages.values()), "host": 0, "disk": 0}
 
 
+class DeviceGradients(DeviceStore):
+    """Sums that stay on the device; the engine clears them, all at once."""
+
+    def __init__(self) -> None:
+        super().__init__("gradients")
+
+    def begin(self, *, first: bool) -> None:
+        """Nothing to do: they are zeros in an optimizer step's first micro-step."""
+
+    def finish(self) -> None:
+        """Nothing to do: they are where they live."""
+
+
 def _device_store(kind: TensorKind, device: torch.device, options: Any) -> DeviceStore:
-    return DeviceStore(kind)
+    return DeviceGradients() if kind == "gradients" else DeviceStore(kind)
 
 
 NO_OFFLOAD = Offloader(

@@ -58,8 +58,6 @@ class WeightPlan:
             recipe_options=recipe_options,
             plain=plain,
             formatted=weight_format is not None,
-            skips=skips,
-            offloader=offloader,
             kernels=kernels,
             dtype=dtype,
             tokens=tokens,
@@ -69,7 +67,6 @@ class WeightPlan:
         joins = plan_joins(
             found,
             recipe=recipe,
-            offloader=offloader,
             compiler=compiler,
             dtype=dtype,
             tokens=tokens,
@@ -79,7 +76,30 @@ class WeightPlan:
         packed = plan_format(found, weight_format, weight_settings, skips) or plan_packing(
             found, recipe=recipe, recipe_options=recipe_options, plain=plain, panels=panels, dtype=dtype
         )
+        if offloader.moves("weights"):
+            packed = {**_into_panels(found, panels, dtype), **packed}
         return cls(panels=panels, joins=joins, packed=packed)
+
+
+def _into_panels(
+    found: Sequence[Piece], panels: Mapping[str, Sequence[Panel]], dtype: torch.dtype
+) -> dict[str, Packed]:
+    """Weights of panels that come from elsewhere: as they are, copied into one panel that the layers share."""
+    packed: dict[str, Packed] = {}
+    for piece in found:
+        frozen = {s.name: s for s in piece.specs if not s.trainable}
+        slots = [slot for panel in panels.get(piece.key, ()) if panel.shape.frozen for slot in panel.slots]
+        for spec in (frozen[f"{slot.name}.weight"] for slot in slots):
+            packed[spec.hf_name] = Packed(pack=_kept, shape=spec.shape, dtype=dtype, unpack=_copied, rounded=False)
+    return packed
+
+
+def _kept(weight_OI: Tensor) -> Tensor:
+    return weight_OI
+
+
+def _copied(kept_OI: Tensor, room_OI: Tensor) -> None:
+    room_OI.copy_(kept_OI)
 
 
 def plan_panels(
@@ -89,22 +109,16 @@ def plan_panels(
     recipe_options: Any,
     plain: frozenset[str],
     formatted: bool = False,
-    skips: Callable[[str], bool] = lambda name: False,
-    offloader: Offloader,
     kernels: registry.KernelTable,
     dtype: torch.dtype,
     tokens: int,
     width: int,
     tables: Mapping[str, Signature],
 ) -> dict[str, tuple[Panel, ...]]:
-    """The panels of each piece, by key: where a kernel multiplies with panels and the weights stay on the device.
+    """The panels of each piece, by key: where a kernel multiplies with panels.
 
-    `formatted`: whether frozen weights rest in a weight format, but for those that it `skips`; a recipe then keeps them
-    in none of its own. They are unpacked into panels on the device, wherever they rest.
+    `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
     """
-    moves = offloader.moves("weights")
-    if moves and not formatted:
-        return {}
     margin = None if formatted else recipe.scaled_margin(recipe_options)
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
@@ -119,10 +133,7 @@ def plan_panels(
             groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
             made = [Panel.of(group, margin=None if wide else margin) for group in groups]
             planned[kind] = tuple(p for p in made if p and (wide or scaled.fits(p.shape, tokens)))
-        names = {spec.name: spec.hf_name for spec in piece.specs} if moves else {}
-        panels[piece.key] = tuple(
-            p for p in planned[kind] if not any(skips(names[f"{slot.name}.weight"]) for slot in p.slots if names)
-        )
+        panels[piece.key] = planned[kind]
     return panels
 
 
@@ -142,7 +153,6 @@ def plan_joins(
     found: Sequence[Piece],
     *,
     recipe: Recipe,
-    offloader: Offloader,
     compiler: Compiler,
     dtype: torch.dtype,
     tokens: int,
@@ -153,7 +163,7 @@ def plan_joins(
 
     None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
     """
-    if not recipe.plain or offloader.moves("weights"):
+    if not recipe.plain:
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
     for piece in found if compiler == "inductor" else ():

@@ -166,13 +166,18 @@ def _attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor
     return torch.einsum("hnm,mhe->nhe", weights, _wide(v)).to(q_NHE.dtype)
 
 
-def _hash32(x: Tensor) -> Tensor:
-    """Avalanche of int32 bits: Chris Wellons' lowbias32 (nullprogram.com/blog/2018/07/31)."""
+def hashed(x: Tensor) -> Tensor:
+    """Avalanche of int32 bits, each depending on all: Chris Wellons' lowbias32 (nullprogram.com/blog/2018/07/31)."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * (0x846CA68B - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def random_key(seed: Tensor, salt: int) -> Tensor:
+    """0-d int32: what the counter of `random_bits` is mixed with."""
+    return hashed(seed + salt * 0x1E3779B9)
 
 
 def random_bits(shape: torch.Size, seed: Tensor, *, salt: int, first: int = 0) -> Tensor:
@@ -181,9 +186,9 @@ def random_bits(shape: torch.Size, seed: Tensor, *, salt: int, first: int = 0) -
     Counter-based, so that recomputed blocks, replayed graphs and resumed runs draw the same
     bits, and CPUs and GPUs agree. `seed`: 0-d int32. Elements are counted from `first`.
     """
-    key = _hash32(seed + salt * 0x1E3779B9)
+    key = random_key(seed, salt)
     counter = torch.arange(first, first + shape.numel(), dtype=torch.int32, device=seed.device)
-    return _hash32(counter ^ key).view(shape)
+    return hashed(counter ^ key).view(shape)
 
 
 def dropout_mask(shape: torch.Size, seed: Tensor, *, salt: int, p: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
-from surogate_core.kernels.ops import random_bits
+from surogate_core.kernels.ops import random_bits, random_key
 
 PERIOD = 1 << 30
 """Elements that are counted under one salt; a counter is an int32."""
@@ -29,6 +29,16 @@ def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isfinite(), raised, x).to(torch.bfloat16)
 
 
+def _salt(group: ParamGroup, start: int) -> int:
+    return group.number * SALTS + start // PERIOD
+
+
+def master_key(group: ParamGroup, start: int) -> Tensor:
+    """0-d int32 that the numbers of elements of bf16 masters are mixed with from element `start` on, a `PERIOD` far."""
+    assert group.seed is not None
+    return random_key(group.seed, _salt(group, start))
+
+
 def write_master(group: ParamGroup, start: int, value: Tensor) -> None:
     """Set the masters of the group from element `start` on to an fp32 `value` of any shape.
 
@@ -37,6 +47,6 @@ def write_master(group: ParamGroup, start: int, value: Tensor) -> None:
     """
     target = group.master[start : start + value.numel()].view(value.shape)
     if group.seed is not None:
-        salt = group.number * SALTS + start // PERIOD
+        salt = _salt(group, start)
         value = stochastic_bf16(value, random_bits(value.shape, group.seed, salt=salt, first=start % PERIOD))
     target.copy_(value)

@@ -19,8 +19,8 @@ OVERRIDES = "base_config_overrides.json"
 
 _OF_THE_PLACE = frozenset(
     """
-    run_name output_dir checkpoint_dir data_cache_dir log_file resume_from_checkpoint monitor plugins launcher
-    dataloader_num_workers
+    run_name output_dir checkpoint_dir offload_dir data_cache_dir log_file resume_from_checkpoint monitor plugins
+    launcher dataloader_num_workers
     """.split()  # noqa: SIM905
 )
 """Keys that shape no weight: where a run was and who watched it."""

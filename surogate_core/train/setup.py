@@ -271,10 +271,18 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
 
 
 def resolve_offloader(config: RunConfig, registry: Registry) -> Offloader:
-    """The offloader, narrowed to the kinds that the keys move: to all of its own where none is set."""
+    """The offloader, narrowed to the kinds that the keys move: to all of its own where none is set.
+
+    Raises `ConfigError` where a GPU would have to step in memory that it cannot address.
+    """
     offloader: Offloader = registry.get("offload", config.offload.name)
-    kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS})
-    return replace(offloader, kinds=kinds) if kinds else offloader
+    kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
+    stepped = kinds & {"master", "gradients", "optimizer"}
+    if stepped and not offloader.addressable and not config.cpu_training and resolve_device(config).type == "cuda":
+        message = f"{offloader.name} keeps {', '.join(sorted(stepped))} where no GPU can address them."
+        problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offload.DEFAULT}")
+        raise ConfigError([problem])
+    return replace(offloader, kinds=kinds)
 
 
 def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) -> tuple[Recipe, Any]:
@@ -386,6 +394,7 @@ def build_engine(
     )
     recipe, recipe_options = prepare_recipe(config, registry, device)
     weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    offloader = resolve_offloader(config, registry)
     return Engine(
         resolved.model,
         settings=settings,
@@ -402,8 +411,8 @@ def build_engine(
             normuon_cautious_wd=config.normuon_cautious_wd,
         ),
         optimizer_options=config.optimizer.options,
-        offloader=resolve_offloader(config, registry),
-        offloader_options=config.offload.options,
+        offloader=offloader,
+        offloader_options=offloader.prepare(config.offload.options, config.offload_dir or config.output_dir),
         kernels=kernel_table(config, registry, device),
         lora=lora,
         source=_source(config, resolved, device, weight_format, weight_settings),

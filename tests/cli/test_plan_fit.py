@@ -36,7 +36,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize("share", [1.2, 0.6, 0.45])
+@pytest.mark.parametrize("share", [1.2, 0.6, 0.5])
 def test_proposals_fit_and_mean_what_they_say(capsys: Any, share: float) -> None:
     before = plan(capsys)
     budget = int(before["device_bytes"] * share)

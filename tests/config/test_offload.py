@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from surogate_core.config.offload import KINDS, chosen
+from surogate_core.errors import ConfigError
 from surogate_core.plugins import Registry
+from surogate_core.train import setup
 from surogate_core.train.setup import resolve_offloader
 
 
@@ -23,6 +26,7 @@ from surogate_core.train.setup import resolve_offloader
         (["offload=host", "offload_grads=true"], "host", {"gradients"}),
         (["offload_quants=true", "persistent_quants=true", "lora=true", "recipe=fp8-hybrid"], "host", {"weights"}),
         (["offload_quants=true", "persistent_quants=true", "lora=true", "qlora_bnb=true"], "host", {"weights"}),
+        (["offload=disk"], "disk", set.union(*map(set, KINDS.values())) - {"residuals"}),
     ],
 )
 def test_keys_choose_an_offloader_and_its_kinds(
@@ -53,6 +57,7 @@ def test_keys_choose_an_offloader_and_its_kinds(
         ),
         (["offload_residual=3"], {"offload_residual": "true or false"}),
         (["cpu_training=true", "offload=hots"], {"offload=hots": "no such"}),
+        (["offload=disk", "offload_residual=true"], {"offload_residual": "disk does not place residuals"}),
     ],
 )
 def test_contradictions_are_all_told(problems: Any, arguments: list[str], expected: dict[str, str]) -> None:
@@ -77,3 +82,17 @@ def test_an_offloader_that_does_not_place_a_kind_is_refused(
 def test_the_keys_name_the_distribution_that_they_need(problems: Any) -> None:
     (problem,) = problems("offload_residual=true", "plugins.block=[offload-host]", fresh=True)
     assert "surogate-offload-host" in problem.message
+
+
+def test_a_gpu_does_not_step_in_files(load: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "resolve_device", lambda config: torch.device("cuda"))
+    for arguments in (["offload=disk"], ["offload=disk", "offload_optimizer=true"]):
+        with pytest.raises(ConfigError) as caught:
+            resolve_offloader(load(*arguments), registry)
+        (problem,) = caught.value.problems
+        assert problem.key == "offload"
+        assert "where no GPU can address them" in problem.message
+        assert problem.fix == "cpu_training: true, or offload: host"
+    assert resolve_offloader(load("offload=disk", "cpu_training=true"), registry).name == "disk"
+    quants = ["offload=disk", "offload_quants=true", "persistent_quants=true", "lora=true", "recipe=fp8-hybrid"]
+    assert resolve_offloader(load(*quants), registry).kinds == {"weights"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_offload_host import surogate_offloader
 from tiny_engine import gradients, lora, make_batch, make_engine, noisy_source, random_documents, tiny_config, worst
 
 from surogate_core.engine.engine import Engine
@@ -34,8 +35,9 @@ def test_projections_of_one_input_are_joined(joined: Engine) -> None:
 
 def test_a_join_is_a_view_of_the_weights(joined: Engine) -> None:
     piece = next(iter(joined.layers.values()))
-    weights = {s.name: tensor for s, tensor in zip(piece.specs, joined.parameters.inputs(piece), strict=True)}
-    for join, tensor in joined.parameters.join_tensors(piece):
+    tensors = joined.parameters.inputs(piece)
+    weights = {s.name: tensor for s, tensor in zip(piece.specs, tensors, strict=True)}
+    for join, tensor in joined.parameters.join_tensors(piece, tensors):
         parts = [weights[f"{slot.name}.weight"] for slot in join.slots]
         assert torch.equal(tensor, torch.cat(parts))
         assert tensor.data_ptr() == parts[0].data_ptr()
@@ -48,6 +50,25 @@ def test_gradients_are_those_of_single_products(joined: Engine) -> None:
     error, name = worst(gradients(joined, batches), gradients(plain, batches))
     assert error <= 2e-6, f"{name}: {error:.1e}"
     assert joined.evaluate(batches)[0] == pytest.approx(plain.evaluate(batches)[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_weights_that_come_from_the_host_are_joined_too(joined: Engine) -> None:
+    """Copied as one they stand in a row on the device: the bits of a run without offloading, and no other copy."""
+    e = engine(offloader=surogate_offloader(), dtype=torch.bfloat16)
+    assert names(e) == names(joined)
+    piece = next(iter(e.layers.values()))
+    tensors = e.parameters.inputs(piece)
+    found = {s.name: tensor for s, tensor in zip(piece.specs, tensors, strict=True)}
+    for join, tensor in e.parameters.join_tensors(piece, tensors):
+        parts = [found[f"{slot.name}.weight"] for slot in join.slots]
+        assert torch.equal(tensor, torch.cat(parts))
+        assert tensor.data_ptr() == parts[0].data_ptr()
+    e.weights.release(piece.key)
+    plain, batch = engine(dtype=torch.bfloat16), make_batch(random_documents((30, 1), vocab=128), tokens=64, borders=6)
+    assert [e.train_step([batch], step=s, lr=1e-2).read() for s in range(2)] == [
+        plain.train_step([batch], step=s, lr=1e-2).read() for s in range(2)
+    ]
 
 
 def test_what_is_not_joined() -> None:

@@ -10,6 +10,7 @@ from panel_pack import PACK
 from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, strict_offloader, tiny_config, worst
 
 from surogate_core.bundles import KernelPack
+from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 
@@ -62,12 +63,29 @@ def test_the_same_gradients_as_slot_by_slot(dropout: float) -> None:
     assert plain.evaluate(BATCHES)[0] == pytest.approx(found.evaluate(BATCHES)[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_come_from_elsewhere_are_copied_into_panels(recompute: bool) -> None:
+    """The layers share one panel of each shape, and every bit is that of weights that stay."""
+    offloader, stores = strict_offloader()
+    packs, settings = [TORCH_PACK, PACK], {"recompute": Recompute(block=recompute)}
+    found, plain = engine(packs, offloader=offloader, **settings), engine(packs, **settings)
+    assert found.parameters.panels == plain.parameters.panels
+    first, second = ([t for _, t in found.parameters.panel_tensors(p)] for p in found.layers.values())
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    for step in range(3):
+        assert (
+            found.train_step(BATCHES, step=step, lr=1e-2).read() == plain.train_step(BATCHES, step=step, lr=1e-2).read()
+        )
+    assert found.evaluate(BATCHES) == plain.evaluate(BATCHES)
+    exported = [{n: t.clone() for n, t in e.parameters.base_tensors()} for e in (found, plain)]
+    assert all(torch.equal(exported[0][name], t) for name, t in exported[1].items())
+    assert not stores["weights"].out
+
+
 def test_where_there_are_none() -> None:
-    """Ranks that no tile has, some slots without adapters, weights that move, no adapters at all."""
+    """Ranks that no tile has, some slots without adapters, no adapters at all."""
     packs = [TORCH_PACK, PACK]
     assert not any(engine(packs, lora=lora(4)).parameters.panels.values())
     some = engine(packs, lora=lora(16, targets=["q_proj", "o_proj"])).parameters.panels
     assert {tuple(s.name for p in found for s in p.slots) for found in some.values()} == {("o",)}
-    offloader, _ = strict_offloader()
-    assert not engine(packs, offloader=offloader).parameters.panels
     assert not engine(packs, lora=None).parameters.panels

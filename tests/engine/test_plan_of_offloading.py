@@ -64,7 +64,8 @@ class Measured:
             engine.weights.release(piece.key)
         self.rows = rows | {"weights": sum(t.nbytes for t in frozen.values())}
         self.most: dict[str, int] = {}
-        for kind, store in (("weights in use", engine.weights), ("residuals in use", engine.residuals)):
+        stores = {"weights": engine.weights, "residuals": engine.residuals, "gradients": engine.gradients}
+        for kind, store in ((f"{name} in use", store) for name, store in stores.items()):
             self._watch(kind, store)
         self.kept = 0
         put = engine.residuals.put
@@ -117,7 +118,7 @@ def test_the_plan_counts_what_there_is(name: str) -> None:
     held = {h.kind: h for h in prediction.held}
     engine.inputs.load(make_batch(random_documents([20, 12], vocab=127)), engine.seeds(0, 0), 1.0)
     with torch.no_grad():
-        engine._run_training()
+        engine._run_training(True)
 
     def bytes_of(kind: str) -> int:
         return held[kind].nbytes if kind in held else 0
@@ -128,7 +129,8 @@ def test_the_plan_counts_what_there_is(name: str) -> None:
         else:
             assert bytes_of(kind) == nbytes, kind
     assert bytes_of("residuals") == measured.kept
-    for kind, source in (("residuals in use", "residuals"), ("weights in use", "weights")):
+    for source in ("residuals", "weights", "gradients"):
+        kind = f"{source} in use"
         if source in kinds:
             most = measured.most[kind]
             assert most <= bytes_of(kind) <= 1.05 * most, (kind, most, bytes_of(kind))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.errors import UserError
+from surogate_core.errors import MachineError, UserError
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -26,6 +28,9 @@ KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 OTHERS = [
     *[pytest.param((f"optimizer={name}",), id=name) for name in ("adamw", "normuon")],
     pytest.param(("master_dtype=bf16",), id="bf16-masters"),
+    pytest.param(("offload=host",), id="host", marks=pytest.mark.slow),
+    pytest.param(("offload=disk", "cpu_training=true"), id="disk", marks=pytest.mark.slow),
+    pytest.param(("offload=disk", *LORA), id="disk-lora", marks=pytest.mark.slow),
     *[
         pytest.param((f"optimizer={name}", "master_dtype=bf16"), marks=pytest.mark.slow, id=f"{name}-bf16-masters")
         for name in ("adamw", "normuon")
@@ -56,6 +61,39 @@ def test_every_checkpoint_continues_bit_identically(
         assert digests(copy / "checkpoint-6") == digests(whole)
         states = [json.loads((path / "state.json").read_text()) for path in (copy / "checkpoint-6", whole)]
         assert states[0] == states[1]
+
+
+def test_a_run_goes_on_with_its_tensors_elsewhere(
+    tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
+) -> None:
+    keys = [*base, "save_steps=2", "eval_steps=2", f"offload_dir={tmp_path / 'scratch'}"]
+    run_here(tmp_path / "whole", *keys)
+    run_here(tmp_path / "run", *keys, "offload=disk", "cpu_training=true")
+    assert list((tmp_path / "scratch").iterdir()) == []
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    run_here(tmp_path / "run", *keys, "offload=host")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    run_here(tmp_path / "run", *keys)
+    assert history(tmp_path / "run") == history(tmp_path / "whole")
+    assert digests(tmp_path / "run" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
+
+
+def test_a_full_disk_under_offloading_is_one_error_and_harms_no_checkpoint(
+    tmp_path: Path, base: list[str], run_here: RunHere, digests: Digests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(tmp_path, *base, "save_steps=2", "max_steps=2")
+    before = digests(tmp_path / "checkpoint-2")
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MachineError, match=r"The disk is full: .* offload_dir"):
+        run_here(tmp_path, *base, "save_steps=2", "max_steps=4", "offload=disk")
+    assert digests(tmp_path / "checkpoint-2") == before
+    monkeypatch.undo()
+    assert run_here(tmp_path, *base, "save_steps=2", "max_steps=4") == 0
 
 
 def test_resuming_evaluates_nothing_twice_and_says_where_it_stands(
@@ -241,7 +279,7 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora", "disk"])
 def test_twenty_kills_change_no_bit(mode: str, tmp_path: Path) -> None:
     kill_test(tmp_path, mode=mode, kills=20)
 

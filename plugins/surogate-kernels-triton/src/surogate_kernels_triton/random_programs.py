@@ -10,7 +10,7 @@ import triton
 
 @triton.jit
 def hash32(x):
-    """`ops._hash32`, an avalanche of int32 bits."""
+    """`ops.hashed`, an avalanche of int32 bits."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

@@ -33,9 +33,10 @@ def surogate_offloader() -> bundles.Offloader:
 
 def _store(kind: bundles.TensorKind, device: torch.device, options: Any) -> bundles.Store:
     # torch is imported when the engine is built, not when a configuration is checked.
-    from surogate_offload_host.store import ResidualStore, WeightStore
+    from surogate_offload_host.store import GradientStore, ResidualStore, WeightStore
 
-    return ResidualStore(device) if kind == "residuals" else WeightStore(device)
+    stores = {"residuals": ResidualStore, "gradients": GradientStore}
+    return stores.get(kind, WeightStore)(device)
 
 
 def _allocate(

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_offload_host.memory import HostBlock
 
 _ALIGNMENT = 256
 """Bytes that a tensor's place in a buffer is a multiple of."""
+_PADDING = FLAT_ALIGNMENT * 4
+"""Bytes that may lie between tensors that are copied as one."""
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -36,6 +39,48 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return tensor.numel() > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Tensors of one host storage that follow each other there: they are copied as one, and stand so on the device."""
+
+    home: Tensor
+    """[n] uint8 on the host."""
+    members: tuple[tuple[int, int], ...]
+    """(place among the key's tensors, offset in bytes)."""
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its first element is or, of an empty one, would be."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _stretches(homes: Sequence[Tensor]) -> tuple[_Stretch, ...]:
+    """The stretches that tensors of the host form, each tensor in one."""
+    ordered = sorted(range(len(homes)), key=lambda i: _address(homes[i]))
+    runs: list[list[int]] = []
+    for i in ordered:
+        last = homes[runs[-1][-1]] if runs else None
+        if last is not None and _near(last, homes[i]):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    found = []
+    for run in runs:
+        start = _address(homes[run[0]])
+        storage = homes[run[0]].untyped_storage()
+        length = _address(homes[run[-1]]) + homes[run[-1]].nbytes - start
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage, start - storage.data_ptr(), (length,), (1,))
+        found.append(_Stretch(whole, tuple((i, _address(homes[i]) - start) for i in run)))
+    return tuple(found)
+
+
+def _near(above: Tensor, below: Tensor) -> bool:
+    """Whether one begins where the other ends, but for what aligns it."""
+    if above.untyped_storage().data_ptr() != below.untyped_storage().data_ptr() or not above.nbytes:
+        return False
+    return 0 <= _address(below) - _address(above) - above.nbytes <= _PADDING
 
 
 class _Side:
@@ -80,6 +125,7 @@ class WeightStore:
         self._device = device
         self._homes: dict[str, tuple[Tensor, ...]] = {}
         """Host tensors by key, with the strides of the device's."""
+        self._stretches: dict[str, tuple[_Stretch, ...]] = {}
         self._locked = WeakIdKeyDictionary()
         """Tensor that was put → its host tensor: a tied weight has one."""
         self._blocks: list[HostBlock] = []
@@ -88,7 +134,11 @@ class WeightStore:
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors to the host; those that are in (locked) host memory stay where they are, live."""
-        self._homes[key] = tuple(self._home(t) for t in tensors)
+        self._rest(key, tuple(self._home(t) for t in tensors))
+
+    def _rest(self, key: str, homes: tuple[Tensor, ...]) -> None:
+        self._homes[key] = homes
+        self._stretches[key] = _stretches(homes)
 
     def _home(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and _is_dense(tensor) and (self._device.type == "cpu" or tensor.is_pinned()):
@@ -107,12 +157,24 @@ class WeightStore:
         """Start the copies to the device."""
         if key in self._here:
             return
-        homes = self._homes[key]
-        tensors = tuple(torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device=self._device) for h in homes)
+        tensors, rooms = self._rooms(key)
         with self._in.after_compute():
-            for tensor, home in zip(tensors, homes, strict=True):
-                _flat(tensor).copy_(_flat(home), non_blocking=True)
+            for stretch, room in zip(self._stretches[key], rooms, strict=True):
+                room.copy_(stretch.home, non_blocking=True)
         self._here[key] = _Copies(tensors, self._in.done())
+
+    def _rooms(self, key: str) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """(the key's tensors on the device, not filled; what they are views of, a stretch each)."""
+        tensors: dict[int, Tensor] = {}
+        rooms = []
+        for stretch in self._stretches[key]:
+            room = torch.empty_like(stretch.home, device=self._device)
+            rooms.append(room)
+            for i, offset in stretch.members:
+                home = self._homes[key][i]
+                part = room[offset : offset + home.nbytes].view(home.dtype)
+                tensors[i] = part.as_strided(home.shape, home.stride())
+        return tuple(tensors[i] for i in range(len(tensors))), rooms
 
     def fetch(self, key: str) -> tuple[Tensor, ...]:
         """The copies, when they are complete."""
@@ -157,7 +219,7 @@ class ResidualStore(WeightStore):
         layout = [(t.shape, t.stride(), t.dtype) for t in dense]
         if self._layouts.get(key) != layout:
             self._layouts[key] = layout
-            self._homes[key] = self._buffers(dense)
+            self._rest(key, self._buffers(dense))
         with self._out.after_compute():
             for tensor, home in zip(dense, self._homes[key], strict=True):
                 _flat(home).copy_(_flat(tensor), non_blocking=True)
@@ -194,3 +256,74 @@ class ResidualStore(WeightStore):
         """Forget the tensors."""
         super().release(key)
         self._staying.pop(key, None)
+
+
+class GradientStore(WeightStore):
+    """Sums that come to the device for a piece's backward and go back after it; at most one key's are on their way out.
+
+    In an optimizer step's first micro-step none come: they begin as zeros.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._out = _Side(device)
+        self._leaving: _Copies | None = None
+        self._rooms_here: dict[str, list[Tensor]] = {}
+        self._zeros = False
+        self._begun: set[int] = set()
+        """Addresses of the tensors that were here in this micro-step."""
+
+    def begin(self, *, first: bool) -> None:
+        """A micro-step begins."""
+        self._zeros = first
+        self._begun.clear()
+
+    def prefetch(self, key: str) -> None:
+        """Start the copies to the device, or make zeros there."""
+        if key in self._here:
+            return
+        homes = self._homes[key]
+        begun = [home.data_ptr() in self._begun for home in homes]
+        if any(begun):
+            self._settle()  # a tied tensor may be on its way out
+        tensors, rooms = self._rooms(key)
+        self._rooms_here[key] = rooms
+        coming = []
+        for stretch, room in zip(self._stretches[key], rooms, strict=True):
+            if not self._zeros or any(begun[i] for i, _ in stretch.members):
+                coming.append((stretch, room))
+            else:
+                room.zero_()
+        with self._in.after_compute():
+            for stretch, room in coming:
+                room.copy_(stretch.home, non_blocking=True)
+                for i, _ in stretch.members:
+                    if self._zeros and not begun[i]:
+                        tensors[i].zero_()
+        self._here[key] = _Copies(tensors, self._in.done())
+        self._begun.update(home.data_ptr() for home in homes)
+
+    def release(self, key: str) -> None:
+        """Start the copies to the host, when those of the key before are complete."""
+        copies = self._here.pop(key)
+        self._in.join(copies.mark)
+        self._settle()
+        with self._out.after_compute():
+            for stretch, room in zip(self._stretches[key], self._rooms_here.pop(key), strict=True):
+                stretch.home.copy_(room, non_blocking=True)
+        self._leaving = _Copies(copies.tensors, self._out.done())
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held, by place; those that are on their way out are on the device too."""
+        leaving = sum(t.nbytes for t in self._leaving.tensors) if self._leaving is not None else 0
+        places = super().nbytes()
+        return {**places, "device": places["device"] + leaving}
+
+    def finish(self) -> None:
+        """The sums are on the host for all that the compute stream is given from here on."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._leaving is not None:
+            self._out.join(self._leaving.mark)
+            self._leaving = None
