@@ -361,13 +361,16 @@ def _split(
         _mark(joint, recompute)
         with functorch_config.patch(recompute_views=True):
             forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
-        _keep_whole(forward, backward)
         if recompute.budget < 1:
             # The partitioner left other nodes in the joint graph, under the same names.
             names = {n.name for n in _returned(forward)} - inputs
             found = [n for n in joint.graph.nodes if n.name in names]
             assert len(found) == len(names), "every residual is a value of the joint graph"
+            whole = _wholes(found)
+            found = list(dict.fromkeys(whole.get(n, n) for n in found))
             forward, backward = _cut_at(joint, _within_budget(joint, found, recompute.budget))
+        else:
+            _keep_whole(forward, backward)
     output = next(iter(reversed(forward.graph.nodes)))
     kept = [n for n in _returned(forward) if n.name not in inputs]
     output.args = ([output.args[0][0], *kept],)
@@ -395,52 +398,50 @@ def _is_result(node: fx.Node) -> bool:
     return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
 
 
-def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone."""
-    (output,) = (n for n in forward.graph.nodes if n.op == "output")
-    result, *returned = output.args[0]
+def _wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Of the kept nodes that are parts of a value all of which is kept: the value."""
     parts: dict[fx.Node, list[fx.Node]] = {}
-    for node in returned:
+    for node in kept:
         base = node
         while is_view(base):
             base = base.all_input_nodes[0]
         parts.setdefault(base, []).append(node)
+    found: dict[fx.Node, fx.Node] = {}
+    for base, members in parts.items():
+        whole = base.op == "call_function" and isinstance(base.meta["val"], Tensor) and base not in kept
+        if whole and sum(_own_bytes(n) for n in members) >= nbytes(base):
+            found |= dict.fromkeys(members, base)
+    return found
+
+
+def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone."""
+    (output,) = (n for n in forward.graph.nodes if n.op == "output")
+    result, *returned = output.args[0]
+    whole = _wholes(returned)
+    if not whole:
+        return
     given = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
-    replaced: dict[fx.Node, fx.Node] = {}
-    for base, members in parts.items():
-        whole = base.op == "call_function" and isinstance(base.meta["val"], Tensor) and base not in returned
-        if not whole or sum(_own_bytes(n) for n in members) < nbytes(base):
-            continue
-        with backward.graph.inserting_before(given[members[0].name]):
-            copies = {base: _placeholder(backward.graph, base.name)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, base in enumerate(dict.fromkeys(whole.values())):
+        member = next(n for n in returned if whole.get(n) is base)
+        with backward.graph.inserting_before(given[member.name]):
+            copies[base] = backward.graph.placeholder(f"whole_{number}")
         copies[base].meta = dict(base.meta)
-        for member in members:
-            with backward.graph.inserting_before(first):
-                _copy_views(backward.graph, member, copies)
-            given[member.name].replace_all_uses_with(copies[member])
-            backward.graph.erase_node(given[member.name])
-            replaced[member] = base
-    kept = list(dict.fromkeys(replaced.get(n, n) for n in returned))
-    output.args = ([result, *kept],)
+        # The graphs have their names apart, and what the one returns the other is given by its name.
+        base._rename(f"whole_{number}")
+        assert base.name == copies[base].name, f"{base.name} and {copies[base].name}"
+    for member in whole:
+        with backward.graph.inserting_before(first):
+            _copy_views(backward.graph, member, copies)
+        given[member.name].replace_all_uses_with(copies[member])
+        backward.graph.erase_node(given[member.name])
+    output.args = ([result, *dict.fromkeys(whole.get(n, n) for n in returned)],)
     for module in (forward, backward):
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
-
-
-def _placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """A placeholder of exactly this name; it takes the place of a node that has it.
-
-    A graph gives no name twice, not even that of a node that it has no more.
-    """
-    made = graph.placeholder(name)
-    for node in graph.nodes:
-        if node.name == name and node is not made:
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
-    made.name = name
-    return made
 
 
 def _own_bytes(node: fx.Node) -> int:

@@ -171,7 +171,6 @@ def planned(config: dict[str, Any], first: int) -> dict[str, tuple[Panel, ...]]:
         recipe=NATIVE,
         recipe_options=OPTIONS,
         plain=plain_layers(found, first=first, last=0),
-        offloader=NO_OFFLOAD,
         kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK, PACK]),
         dtype=torch.float32,
         tokens=128,
