@@ -20,7 +20,6 @@ from surogate_core.dsl.slots import LinearSlot, Panel, TracedSlot
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import pieces
-from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.engine.weight_plan import plain_layers, plan_panels
 from surogate_core.kernels import ops, scaled
 from surogate_core.kernels.attention import TORCH_PACK
