@@ -42,11 +42,13 @@ import parity_text
 import torch
 from safetensors.torch import load_file, save_file
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw.adamw import AdamW
+from surogate_optimizer_adamw import surogate_optimizer as adamw
+from surogate_optimizer_normuon import NorMuonOptions
+from surogate_optimizer_normuon import surogate_optimizer as normuon
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
+from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, RecipeSettings
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
@@ -79,6 +81,8 @@ class Setting:
     vocabulary: int = 8192
     steps: int = 2000
     """Of pre-training."""
+    optimizer: str = "adamw"
+    """Of pre-training; with normuon, embeddings and norms have a tenth of the rate."""
     rate: float = 1e-3
     drill_steps: int = 800
     """Of the bf16 model's training on text and drills."""
@@ -248,6 +252,8 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
     cuda = device.type == "cuda"
     recipe = importlib.import_module(RECIPES[name]).surogate_recipe()
     adapter = Adapter(rank=setting.rank, scale=2.0, dropout=0.0, dtype=torch.float32)
+    of_matrices = setting.optimizer == "normuon" and not lora
+    optimizer = normuon() if of_matrices else adamw()
     return Engine(
         build(setting.config),
         settings=EngineSettings(
@@ -269,9 +275,9 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
         recipe=recipe,
         recipe_options=recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        optimizer=optimizer,
         optimizer_settings=OptimizerSettings(adamw_beta2=0.95),
-        optimizer_options=None,
+        optimizer_options=NorMuonOptions(rest_lr_factor=0.1) if of_matrices else optimizer.options(),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, packs_of(device)),

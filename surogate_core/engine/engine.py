@@ -22,7 +22,6 @@ from surogate_core.bundles import (
     OptimizerSpec,
     RangedState,
     Recipe,
-    RecipeState,
     Store,
     TensorKind,
     WeightFormat,
@@ -299,21 +298,20 @@ class Engine:
             progress("capturing CUDA graphs", 1, 1)
 
     def _allocate_recipe_state(self, recipe: Recipe, options: Any) -> None:
-        self.recipe_state: RecipeState | None = None
         self._rows: dict[str, slice] = {}
         count = 0
         for piece in self.layers.values():
             self._rows[piece.key] = slice(count, count + len(piece.slots))
             count += len(piece.slots)
-        if recipe.state is not None:
-            self.recipe_state = recipe.state(count, self.settings.device, options)
+        self.recipe_state = None if recipe.state is None else recipe.state(count, self.settings.device, options)
+        if self.recipe_state is not None:
             self._observed = torch.zeros_like(self.recipe_state.rows)
 
     def _number_norms(self, found: Sequence[Piece]) -> None:
-        names = [spec.hf_name for spec in self.parameters.specs.values() if spec.trainable]
-        places = {name: place for place, name in enumerate(names)}
+        trained = (spec.hf_name for spec in self.parameters.specs.values() if spec.trainable)
+        places = {name: place for place, name in enumerate(trained)}
         device = self.settings.device
-        self._norms = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self._norms = torch.zeros(len(places), dtype=torch.float32, device=device)
         self._norms_of = {
             p.key: torch.tensor([places[s.hf_name] for s in p.specs if s.trainable], device=device) for p in found
         }
