@@ -37,7 +37,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 from surogate_core.engine.weight_plan import WeightPlan, plain_layers
-from surogate_core.kernels.cpu_updates import COMPILED_UPDATES
+from surogate_core.kernels.cpu_updates import host_kernels
 from surogate_core.kernels.registry import KernelTable, using
 
 
@@ -280,10 +280,7 @@ class Engine:
             progress=progress,
         )
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
-        self._host_kernels = KernelTable.build(
-            torch.device("cpu"), [COMPILED_UPDATES] if settings.compiler == "inductor" else []
-        )
-        """Of an optimizer step that the CPU takes."""
+        self._host_kernels = host_kernels(compiled=settings.compiler == "inductor")
         self._lr = torch.zeros((), dtype=torch.float32, device=updating)
         ranges = self.recipe_state.rows.numel() if isinstance(self.recipe_state, RangedState) else 0
         self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)

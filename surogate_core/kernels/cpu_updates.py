@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel, KernelPack, ParamGroup
 from surogate_core.kernels.ops import hashed
+from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.rounding import PERIOD, master_key, stochastic_bf16
 
 
@@ -106,3 +107,8 @@ def _kernels() -> Iterable[Kernel]:
 
 COMPILED_UPDATES = KernelPack(name="inductor", kernels=_kernels, unavailable=_no_compiler)
 """For an engine whose programs are Inductor's."""
+
+
+def host_kernels(*, compiled: bool) -> KernelTable:
+    """The kernels of an optimizer step that the CPU takes; `compiled`: whether the engine's programs are Inductor's."""
+    return KernelTable.build(torch.device("cpu"), [COMPILED_UPDATES] if compiled else [])
