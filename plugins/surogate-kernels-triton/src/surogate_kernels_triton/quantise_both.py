@@ -49,8 +49,9 @@ def _(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor
 def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`scaled.quantise_both`."""
     codes, transposed, figures = _quantise_both(x_RC, row, role, margin)
-    _, inverse, amax, _ = figures[0].unbind(0)
-    return codes, transposed, amax, inverse
+    scale, _, amax, _ = figures[0].unbind(0)
+    # Not the inverse in the figures: Inductor (torch 2.11) takes a view of one value as a product's scale for its base.
+    return codes, transposed, amax, 1 / scale
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:
