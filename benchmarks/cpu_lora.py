@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 256,
     "intermediate_size": 768,

@@ -42,9 +42,7 @@ import parity_text
 import torch
 from safetensors.torch import load_file, save_file
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw import surogate_optimizer as adamw
 from surogate_optimizer_normuon import NorMuonOptions
-from surogate_optimizer_normuon import surogate_optimizer as normuon
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -62,6 +60,7 @@ from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.lr import learning_rate
 from surogate_core.train.precision import PrecisionWatch
 
+REST = 0.1
 RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8", "nvfp4": "surogate_recipe_nvfp4"}
 PARTS = ("pretrain", "lora")
 PROMPT_END = "\nAnswer:"
@@ -82,7 +81,7 @@ class Setting:
     steps: int = 2000
     """Of pre-training."""
     optimizer: str = "adamw"
-    """Of pre-training; with normuon, embeddings and norms have a tenth of the rate."""
+    """Of pre-training; with normuon, embeddings and norms have `REST` times the rate."""
     rate: float = 1e-3
     drill_steps: int = 800
     """Of the bf16 model's training on text and drills."""
@@ -252,8 +251,8 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
     cuda = device.type == "cuda"
     recipe = importlib.import_module(RECIPES[name]).surogate_recipe()
     adapter = Adapter(rank=setting.rank, scale=2.0, dropout=0.0, dtype=torch.float32)
-    of_matrices = setting.optimizer == "normuon" and not lora
-    optimizer = normuon() if of_matrices else adamw()
+    chosen = "adamw" if lora else setting.optimizer
+    optimizer = importlib.import_module(f"surogate_optimizer_{chosen}").surogate_optimizer()
     return Engine(
         build(setting.config),
         settings=EngineSettings(
@@ -277,7 +276,7 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=optimizer,
         optimizer_settings=OptimizerSettings(adamw_beta2=0.95),
-        optimizer_options=NorMuonOptions(rest_lr_factor=0.1) if of_matrices else optimizer.options(),
+        optimizer_options=NorMuonOptions(rest_lr_factor=REST) if chosen == "normuon" else optimizer.options(),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, packs_of(device)),
@@ -298,7 +297,7 @@ class Base:
 
 
 @torch.no_grad()
-def restart(engine: Engine, source: Source) -> None:
+def restart(engine: Engine, source: Callable[[TensorSpec], Tensor]) -> None:
     """Adapters, optimizer and the recipe's scales as at their start."""
     for name, master in engine.parameters.masters().items():
         master.copy_(source(engine.parameters.specs[name]))

@@ -3,7 +3,7 @@
 A Qwen3 of 29M parameters is pre-trained on Python sources and documentation of this machine (`parity_text.py`); its
 held-out loss is taken on files that are kept apart. Learning rates are chosen first: `adamw` and `normuon` are trained
 with seed 0 for `--sweep-steps` at each of their rates, and the one with the lowest held-out loss is taken for the
-other seeds; `adamw_8bit` has that of `adamw`. With `normuon` embeddings and norms have `REST` times its rate. Then each
+other seeds; `adamw_8bit` has that of `adamw`. With `normuon` embeddings and norms have a tenth of its rate. Then each
 optimizer is trained with each of `--seeds`, which decides the initial weights and the order of the rows: the same for
 all. Every run warms up for a twentieth of its steps and falls to a tenth by a cosine.
 
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -31,20 +31,9 @@ from typing import Any
 import loss_parity
 import numpy as np
 import parity_text
-import surogate_optimizer_adamw
-import surogate_optimizer_adamw_8bit
-import surogate_optimizer_normuon
-import surogate_recipe_bf16
 import torch
-from surogate_model_qwen3.model import build
 
-from surogate_core.bundles import Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
-from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.kernels.ops import cross_entropy
-from surogate_core.kernels.registry import KernelTable
 from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 
@@ -54,12 +43,6 @@ RATES: Mapping[str, tuple[float, ...]] = {
     "normuon": (0.01, 0.02, 0.04),
 }
 """Of each optimizer what the sweep tries; one that tries none takes the first optimizer's."""
-REST = 0.1
-SPECS: Mapping[str, OptimizerSpec] = {
-    "adamw": surogate_optimizer_adamw.surogate_optimizer(),
-    "adamw_8bit": surogate_optimizer_adamw_8bit.surogate_optimizer(),
-    "normuon": surogate_optimizer_normuon.surogate_optimizer(),
-}
 SWEEP_SEED = 0
 
 
@@ -100,43 +83,6 @@ def prepare(setting: Setting, work: Path) -> dict[str, Any]:
     return facts
 
 
-def make_engine(name: str, setting: Setting) -> Engine:
-    """The model with an optimizer, from the sweep's initial weights."""
-    device = torch.device(setting.device)
-    cuda = device.type == "cuda"
-    recipe, spec = surogate_recipe_bf16.surogate_recipe(), SPECS[name]
-    options = surogate_optimizer_normuon.NorMuonOptions(rest_lr_factor=REST) if name == "normuon" else spec.options()
-    return Engine(
-        build(setting.config),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.bfloat16,
-            adapter_dtype=torch.float32,
-            compiler="inductor" if cuda else "fx",
-            cuda_graphs=cuda,
-            tokens=setting.rows * setting.length,
-            borders=setting.borders,
-            max_seqlen=setting.length,
-            head_chunks=1,
-            recompute=Recompute(block=False),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=SWEEP_SEED,
-        ),
-        recipe=recipe,
-        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=spec,
-        optimizer_settings=OptimizerSettings(adamw_beta2=0.95),
-        optimizer_options=options,
-        offloader=NO_OFFLOAD,
-        offloader_options=None,
-        kernels=KernelTable.build(device, loss_parity.packs_of(device)),
-        lora=None,
-        source=source(SWEEP_SEED, setting),
-    )
-
-
 def source(seed: int, setting: Setting) -> RandomSource:
     """Initial weights."""
     return RandomSource(seed=seed, std=0.02, device=torch.device(setting.device))
@@ -159,7 +105,7 @@ def swept(setting: Setting, work: Path, name: str) -> dict[float, float]:
 def work_on(name: str, seed: int, setting: Setting, work: Path) -> None:
     """A process: its share of the sweep, and then its run."""
     torch.set_float32_matmul_precision("high")
-    engine = make_engine(name, setting)
+    engine = loss_parity.make_engine("bf16", replace(setting, optimizer=name), source(SWEEP_SEED, setting), lora=False)
     while not (work / "train.npy").exists():
         time.sleep(0.1)
     rows, held = np.load(work / "train.npy"), loss_parity.held_batches(np.load(work / "held.npy"), setting)
@@ -167,7 +113,8 @@ def work_on(name: str, seed: int, setting: Setting, work: Path) -> None:
     def run(steps: int, rate: float, seed: int) -> dict[str, Any]:
         loss_parity.restart(engine, source(seed, setting))
         batches = loss_parity.text_batches(rows, setting, seed=100 + seed)
-        return loss_parity.train(engine, batches, steps, rate, held=held, every=setting.evaluate)
+        (found,) = loss_parity.train([engine], batches, steps, rate, held=held, every=setting.evaluate)
+        return found
 
     for rate in RATES[name][setting.seeds.index(seed) :: len(setting.seeds)]:
         loss = run(setting.sweep_steps, rate, SWEEP_SEED)["held"][-1][1]

@@ -221,8 +221,9 @@ def main() -> None:
     parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        side, *paths = options.side
-        print(json.dumps({"ours": ours, "trl": theirs}[side](*map(Path, paths), options.processes)))
+        side, data, tokenizer, cache = options.side
+        measure = {"ours": ours, "trl": theirs}[side]
+        print(json.dumps(measure(Path(data), Path(tokenizer), Path(cache), options.processes)))
         return
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.work) as name:

@@ -33,7 +33,7 @@ import sysconfig
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -225,7 +225,7 @@ def make_engine(
 
 
 @torch.no_grad()
-def restart(engine: Engine, source: Source) -> None:
+def restart(engine: Engine, source: Callable[[TensorSpec], Tensor]) -> None:
     """Set every weight from the source and the optimizer to its start, in place: nothing is compiled again."""
     parameters = engine.parameters
     for piece in parameters.pieces:
@@ -258,7 +258,7 @@ def runs(setting: Setting, packs: Sequence[str], perturbed: int) -> Iterator[tup
         engine = make_engine(setting, packs, dtype, same, borders)
         return engine, train(engine, setting, batches)
 
-    def again(engine: Engine, source: Source, factor: float = 1.0) -> Run:
+    def again(engine: Engine, source: Callable[[TensorSpec], Tensor], factor: float = 1.0) -> Run:
         restart(engine, source)
         return train(engine, setting, batches, factor)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from typing import Any
 
 import optimizer_training
@@ -51,3 +54,12 @@ def test_the_picture_has_a_curve_for_each_optimizer() -> None:
     root = ElementTree.fromstring(optimizer_training.picture(runs(), SETTING))
     lines = [e for e in root.iter() if e.tag.endswith("polyline")]
     assert len(lines) == 2 * len(RATES)
+
+
+@pytest.mark.slow
+def test_every_optimizer_trains_on_a_cpu(tmp_path: Path) -> None:
+    words = "--tiny --device cpu --rows 2 --length 128 --vocabulary 512 --steps 4 --sweep-steps 2 --held-rows 4"
+    command = [sys.executable, optimizer_training.__file__, "--out", str(tmp_path), *words.split()]
+    subprocess.run([*command, "--megabytes", "2", "--evaluate", "2", "--seeds", "1", "2"], check=True)
+    table = (tmp_path / "optimizer_training.md").read_text()
+    assert all(f"| `{name}` |" in table for name in RATES)
