@@ -34,6 +34,7 @@ COMMON = (
     "eval_steps=50",
     "monitor=[jsonl]",
     "device=cpu",
+    "optimizer=adamw",
 )
 HEALTHY = ("max_steps=400",)
 RUNS: dict[str, tuple[str, ...]] = {

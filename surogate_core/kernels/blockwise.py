@@ -24,7 +24,7 @@ SMALLEST = 4096
 """Elements of the smallest tensor whose moments are 8-bit; those of smaller ones are fp32."""
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Elements updated at a time: what stays in a core's cache, for each thread, and what bounds the reference's
-temporary memory (about 0.4 GiB) while it fills a GPU."""
+temporary memory (about half a GiB) while it fills a GPU."""
 
 
 def dynamic_map(*, signed: bool) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels import scaled as formats
-from surogate_core.kernels.native import Module, missing_cupy
+from surogate_core.kernels.native import Module, capability, missing_cupy
 from surogate_kernels_triton import scaled
 
 QUANTISE_BOTH = Module(scaled.NATIVE, "quantise_both", specific=True)
@@ -57,7 +57,7 @@ def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Te
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype != torch.bfloat16 or missing_cupy() is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return capability(device) >= (8, 9)
 
 
 def _takes(x_RC: Tensor, row: Tensor, role: int, margin: int) -> bool:
