@@ -86,14 +86,12 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     gpu = None if "--gpu" not in values else parse_gpu(values["--gpu"])
-    if gpu is not None and not any(word.startswith("device=") for word in arguments.overrides):
-        arguments.overrides.append("device=cuda")
     from surogate_core import logs
 
     logs.configure()
     config, registry = load(arguments, None)
     if gpu is not None and config.device == "cpu":
-        raise UserError("--gpu: the configuration says device=cpu. Fix: leave --gpu, or set device=cuda.")
+        raise UserError("--gpu: the configuration says device=cpu. Fix: leave --gpu, or set device=auto.")
     with ExitStack() as stack:
         if gpu is not None:
             from surogate_core.kernels.native import assuming

@@ -10,10 +10,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OptimizerSpec
+from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
-from surogate_core.config.offload import DEFAULT
 from surogate_core.config.schema import RunConfig, Selection
-from surogate_core.errors import UserError
+from surogate_core.errors import ConfigError, UserError
 from surogate_core.train.atomic import human_bytes
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         switches.append("offload_quants")
     offloaders = registry.all("offload")
     if config.offload.name == "none":
-        able = DEFAULT in offloaders
-        offload = Selection(name=DEFAULT, options=offloaders[DEFAULT].options() if able else None)
+        able = offload.DEFAULT in offloaders
+        selected = Selection(name=offload.DEFAULT, options=offloaders[offload.DEFAULT].options() if able else None)
     else:
         # Chosen without keys it moves all that it can already.
-        able, offload = any(getattr(config, s) for s in switches), config.offload
+        able, selected = any(getattr(config, s) for s in switches), config.offload
     free = [s for s in switches if not getattr(config, s)] if able else []
     sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
     for (recompute, budget), head, optimizer, chosen in product(_policies(config), chunks, optimizers, sets):
@@ -123,11 +123,25 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         if "offload_quants" in chosen:
             changes["persistent_quants"] = True
         if chosen:
-            changes["offload"] = offload
+            changes["offload"] = selected
         changed = replace(config, lmhead_chunks=head, optimizer=optimizer, **changes)
         values = {f.name: getattr(changed, f.name) for f in fields(RunConfig)}
-        if not any(check.wrong(values) for check in CHECKS):
+        if not any(check.wrong(values) for check in CHECKS) and _placed(changed, registry):
             yield changed
+
+
+def _placed(config: RunConfig, registry: Registry) -> bool:
+    """Whether the offloader places what the keys move."""
+    from surogate_core.train.setup import resolve_offloader
+
+    moved = offload.chosen({key: getattr(config, key) for key in offload.KINDS})
+    if not moved <= registry.get("offload", config.offload.name).kinds:
+        return False
+    try:
+        resolve_offloader(config, registry)
+    except ConfigError:
+        return False
+    return True
 
 
 def _policies(config: RunConfig) -> list[tuple[bool, float]]:

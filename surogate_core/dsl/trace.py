@@ -63,7 +63,7 @@ class Recompute:
     """What the backward computes again instead of receiving it."""
 
     block: bool
-    """Everything: only the inputs are kept."""
+    """Everything: kept are the inputs, and what a product makes that is small beside computing it again."""
     regions: frozenset[str] = frozenset()
     """Outputs of these regions (`kernels.ops.region`)."""
     budget: float = 1.0

@@ -299,7 +299,7 @@ class Counts:
         ]
         if settings.device.type == "cuda":
             # Graphs are captured on one stream, after a step on another.
-            streams = 2 if settings.cuda_graphs else 1
+            streams = 2 if settings.cuda_graphs and offloader.addressable else 1
             rows.append(("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"))
             rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"))
         return Prediction(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup
 from surogate_core.kernels.registry import op
-from surogate_core.kernels.rounding import write_master
+from surogate_core.kernels.rounding import PERIOD, write_master
 
 BLOCK = 256
 """Elements that share one absmax."""
@@ -216,8 +216,10 @@ class BlockwiseAdamW:
             moments.append(tuple(tensors.values()))
         done, step = 0, CHUNK[device.type] * (torch.get_num_threads() if device.type == "cpu" else 1)
         for start, stop in ranges:
-            for low in range(start, stop, step):
-                high = min(low + step, stop)
+            low = high = start
+            while high < stop:
+                # No range crosses a PERIOD, from which on masters draw other bits, however long `step` is.
+                low, high = high, min(high + step, stop, (high // PERIOD + 1) * PERIOD)
                 rows = slice(done, done + (high - low) // BLOCK)
                 done = rows.stop
                 self._chunks.append(

@@ -83,10 +83,12 @@ class ResolvedModel:
 def resolve_device(config: RunConfig) -> torch.device:
     """The compute device, be it assumed (`kernels.native.assuming`); `MachineError` when a GPU is asked for and there
     is none."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    if config.device == "cpu":
         return torch.device("cpu")
     if assumed() is not None:
         return torch.device("cuda", 0)
+    if not torch.cuda.is_available() and config.device == "auto":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MachineError("device=cuda: torch sees no CUDA GPU here. Fix: set device=auto, or see `surogate doctor`.")
     return torch.device("cuda", torch.cuda.current_device())

@@ -76,6 +76,14 @@ def test_a_quantised_base_may_leave_the_device(capsys: Any) -> None:
     assert found[0]["device_bytes"] == moved["device_bytes"]
 
 
+def test_proposals_are_of_what_the_offloader_places(capsys: Any) -> None:
+    keys = ["lora=true", "qlora_bnb=true", "offload_quants=true", "persistent_quants=true", "recompute=false"]
+    for proposal in plan(capsys, *keys, "offload=disk", "--gpu", "h200", "--fit", "4GiB")["fit"]:
+        moved = {word.partition("=")[0] for word in proposal["overrides"] if word.startswith("offload_")}
+        assert "offload_residual" not in moved
+        assert not moved or "cpu_training=true" in proposal["overrides"]
+
+
 def test_nothing_fits(capsys: Any) -> None:
     assert main(["plan", *SMALL, "--fit", "1MiB"]) == 3
     out = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_name_that_is_not_known() -> None:
 
 def test_kernels_are_those_of_the_gpu(capsys: Any) -> None:
     found = {name: plan(capsys, "--gpu", name) for name in ("h200", "a100")}
-    assert all(p["device"] == "cuda:0" and p["config"]["device"] == "cuda" for p in found.values())
+    assert all(p["device"] == "cuda:0" for p in found.values())
     assert found["h200"]["kernels"]["attention bfloat16"] == "hopper"
     assert found["a100"]["kernels"]["attention bfloat16"] != "hopper"
     assert "sm_80" in found["a100"]["kernels_left_out"]["hopper"]
@@ -56,6 +57,19 @@ def test_kernels_are_those_of_the_gpu(capsys: Any) -> None:
     assert held["workspace"] == 2 * CUBLAS_WORKSPACE
     assert held["CUDA context"] == CUDA_CONTEXT
     assert native.assumed() is None, "only the plan is made so"
+
+
+def test_the_gpu_stands_for_any_device_but_a_cpu(capsys: Any, tmp_path: Path) -> None:
+    assert plan(capsys, "device=auto", "--gpu", "a100")["device"] == "cuda:0"
+    (tmp_path / "on_cpu.yaml").write_text("device: cpu\n")
+    assert main(["plan", str(tmp_path / "on_cpu.yaml"), "--gpu", "a100"]) == 2
+    assert "device=cpu" in capsys.readouterr().err
+
+
+def test_attention_counts_alike_whichever_kernel_takes_it(capsys: Any) -> None:
+    """torch's own formula for its flash kernel is of other work."""
+    again = [plan(capsys, "--gpu", gpu, "recompute=true")["recomputed_flops"] for gpu in ("h200", "a100")]
+    assert again[0] / 1.5 < again[1] < again[0] * 1.5
 
 
 def test_what_is_computed_again(capsys: Any) -> None:

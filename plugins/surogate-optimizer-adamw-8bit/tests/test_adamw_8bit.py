@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 import struct
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -15,7 +16,7 @@ from surogate_optimizer_adamw_8bit.adamw_8bit import build
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels import blockwise
+from surogate_core.kernels import blockwise, rounding
 from surogate_core.kernels.blockwise import BLOCK, BlockwiseAdamW, DynamicCode, dynamic_map
 
 CPU = torch.device("cpu")
@@ -375,6 +376,22 @@ def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (BLOCK, 1 << 16):
         monkeypatch.setitem(blockwise.CHUNK, "cpu", size)
         groups = make_groups()
+        optimizer = build(groups, OptimizerSettings(), None)
+        for number in range(3):
+            set_gradients(groups, number)
+            step(optimizer, 1e-2)
+        found.append(snapshot(groups, optimizer))
+    assert_equal(*found)
+
+
+def test_chunks_draw_the_same_bits_for_bf16_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their length follows the number of threads, and what elements draw follows their place alone."""
+    for module in (blockwise, rounding):
+        monkeypatch.setattr(module, "PERIOD", 8 * BLOCK)
+    found = []
+    for size in (3 * BLOCK, 1 << 16):
+        monkeypatch.setitem(blockwise.CHUNK, "cpu", size)
+        groups = [replace(group, master=group.master.bfloat16(), seed=torch.tensor(7)) for group in make_groups()]
         optimizer = build(groups, OptimizerSettings(), None)
         for number in range(3):
             set_gradients(groups, number)
