@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, Offloader, Store, TensorKind
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore
+from surogate_core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,11 @@ class Placement:
         if not self.moves("gradients"):
             return DeviceGradients()
         store = self.offloader.store("gradients", self.device, self.options)
-        assert isinstance(store, GradientStore), f"offloader {self.offloader.name}: no store of gradients"
+        if not isinstance(store, GradientStore):
+            raise UserError(
+                f"offload={self.offloader.name}: it moves gradients, but its store of them is no GradientStore "
+                f"(docs/hooks.md). Fix: set offload_grads=false, or choose an offloader that has one."
+            )
         return store
 
     def zeros(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

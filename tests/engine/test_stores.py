@@ -6,8 +6,11 @@ import pytest
 import torch
 from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, strict_offloader
 
+from surogate_core.bundles import Offloader
 from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.placement import Placement
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
+from surogate_core.errors import UserError
 
 
 def test_the_device_store_keeps_what_it_was_given() -> None:
@@ -76,3 +79,15 @@ def test_the_engine_asks_the_stores_what_the_schedule_says() -> None:
     for kind, store in stores.items():
         said = [(a.verb, a.key) for a in engine.training if a.kind == kind]
         assert store.log == said
+
+
+def test_an_offloader_without_a_store_of_gradients_is_told_so() -> None:
+    offloader = Offloader(
+        name="old",
+        kinds=frozenset({"gradients"}),
+        place="host",
+        store=lambda kind, device, options: DeviceStore(kind),
+        allocate=lambda kind, elements, dtype, device, options: (torch.zeros(elements, dtype=dtype),) * 2,
+    )
+    with pytest.raises(UserError, match=r"offload=old: .*GradientStore.*Fix: set offload_grads=false"):
+        Placement(offloader=offloader, options=None, device=torch.device("cpu")).gradients()
