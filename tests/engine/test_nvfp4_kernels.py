@@ -28,15 +28,7 @@ TOKENS = 40
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
-    if name == "cuda":
-        reason = surogate_kernels_cuda.unavailable(torch.device("cuda"))
-        if reason is not None:
-            pytest.skip(reason)
-    elif host_cuda.COMPILER is None:
-        pytest.skip("g++ is not installed")
-    else:
-        monkeypatch.setattr(nvfp4, "_MODULE", host_cuda.HostModule(nvfp4._MODULE.native, "nvfp4"))
-        monkeypatch.setattr(nvfp4, "THREADS", host_cuda.THREADS)
+    host_cuda.device_for(name, nvfp4, "nvfp4", surogate_kernels_cuda.unavailable, monkeypatch)
     return name
 
 

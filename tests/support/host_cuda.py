@@ -10,11 +10,14 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from surogate_core.kernels.native import source_of
@@ -64,3 +67,26 @@ class HostModule:
         wide = (ctypes.c_float * FLOATS)(*floats, *[0.0] * (FLOATS - len(floats)))
         kernel = ctypes.cast(getattr(library, function), ctypes.c_void_p)
         library.launch(kernel, ctypes.c_uint(grid[0]), ctypes.c_uint(block), slots, wide)
+
+
+def device_for(
+    place: str,
+    kernels: ModuleType,
+    name: str,
+    unavailable: Callable[[torch.device], str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> torch.device:
+    """The GPU if `place` is "cuda"; else the CPU, for which `kernels`, a pack's module, gets its source compiled.
+
+    Skips the test where a GPU or a compiler is missing.
+    """
+    if place == "cuda":
+        reason = unavailable(torch.device("cuda"))
+        if reason is not None:
+            pytest.skip(reason)
+        return torch.device("cuda")
+    if COMPILER is None:
+        pytest.skip("g++ is not installed")
+    monkeypatch.setattr(kernels, "_MODULE", HostModule(kernels._MODULE.native, name))
+    monkeypatch.setattr(kernels, "THREADS", THREADS)
+    return torch.device("cpu")

@@ -26,16 +26,7 @@ SHAPES = ((37, 128), (40,), (4095,), (5000,), (96, 80))
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    if request.param == "cuda":
-        reason = surogate_kernels_cuda.unavailable(torch.device("cuda"))
-        if reason is not None:
-            pytest.skip(reason)
-        return torch.device("cuda")
-    if host_cuda.COMPILER is None:
-        pytest.skip("g++ is not installed")
-    monkeypatch.setattr(adamw_8bit, "_MODULE", host_cuda.HostModule(adamw_8bit._MODULE.native, "adamw_8bit"))
-    monkeypatch.setattr(adamw_8bit, "THREADS", host_cuda.THREADS)
-    return torch.device("cpu")
+    return host_cuda.device_for(request.param, adamw_8bit, "adamw_8bit", surogate_kernels_cuda.unavailable, monkeypatch)
 
 
 def make_group(device: torch.device, dtype: torch.dtype) -> ParamGroup:

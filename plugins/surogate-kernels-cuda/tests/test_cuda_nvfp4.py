@@ -28,16 +28,7 @@ CASES = [(how, seed) for how in OPERANDS for seed in ((None,) if how.square else
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    if request.param == "cuda":
-        reason = surogate_kernels_cuda.unavailable(torch.device("cuda"))
-        if reason is not None:
-            pytest.skip(reason)
-        return torch.device("cuda")
-    if host_cuda.COMPILER is None:
-        pytest.skip("g++ is not installed")
-    monkeypatch.setattr(nvfp4, "_MODULE", host_cuda.HostModule(nvfp4._MODULE.native, "nvfp4"))
-    monkeypatch.setattr(nvfp4, "THREADS", host_cuda.THREADS)
-    return torch.device("cpu")
+    return host_cuda.device_for(request.param, nvfp4, "nvfp4", surogate_kernels_cuda.unavailable, monkeypatch)
 
 
 def hostile(rows: int, inner: int, seed: int = 0) -> Tensor:
