@@ -153,17 +153,20 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
             update_on_cpu=config.cpu_training,
         )
 
-    prediction = place(config, count(config))
-    fitting = None if budget is None else plan_fit.proposals(config, registry, count, place)
+    counts = count(config)
+    prediction = place(config, counts)
     settings = settings_of(config)
     here = assumed() is None
     reasons = {} if here else {n: pack.unavailable(device) for n, pack in registry.all("kernels").items()}
-    measured = here and prediction.again > 0
+    measured = here and (prediction.again > 0 or budget is not None)
     told = plan_view.Device(
         flops=gemm_flops_per_second(device, settings.dtype) if measured else ARITHMETIC,
         source="measured here" if measured else "assumed",
         left_out={name: reason for name, reason in reasons.items() if reason and name != TORCH_PACK.name},
     )
+    fitting = None
+    if budget is not None:
+        fitting = plan_fit.proposals(config, registry, count, place, counts=counts, flops=told.flops)
     host = plan_fit.host_memory()
     if as_json:
         extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, host=host)}

@@ -29,8 +29,6 @@ HOST = 50e9
 """Bytes a second of the optimizer step on a CPU, assumed."""
 BLOCKWISE = 16.0
 """Times that 8-bit AdamW takes of AdamW's time on a CPU: 8.0 against 0.5 ns a parameter on one core (EPYC)."""
-ARITHMETIC = 200e12
-"""FLOP/s of what is computed again, assumed."""
 BUDGETS = (0.75, 0.5, 0.25)
 """Of `recompute_budget`, that are proposed."""
 STREAMING = frozenset({"cpu_training", "offload_quants"})
@@ -68,24 +66,30 @@ def proposals(
     registry: Registry,
     count: Callable[[RunConfig], Counts],
     place: Callable[[RunConfig, Counts], Prediction],
+    *,
+    counts: Counts,
+    flops: float,
 ) -> list[Proposal]:
     """All sound combinations of changes, the cheapest first, then the one with fewer changes.
 
-    `count` traces a configuration, `place` predicts it from such counts. Nothing that the configuration asks for is
-    taken back.
+    `count` traces a configuration, `place` predicts it from such counts; `counts` are those of `config`. `flops` is
+    the rate of what is computed again, in FLOP/s. Nothing that the configuration asks for is taken back.
     """
-    traced: dict[Any, Counts] = {}
+
+    def key(changed: RunConfig) -> tuple[bool, float, bool]:
+        return changed.recompute, changed.recompute_budget, changed.cpu_training or changed.offload_quants
+
+    traced = {key(config): counts}
 
     def predicted(changed: RunConfig) -> Prediction:
-        key = changed.recompute, changed.recompute_budget, changed.cpu_training or changed.offload_quants
-        if key not in traced:
-            traced[key] = count(changed)
-        return place(changed, traced[key])
+        if key(changed) not in traced:
+            traced[key(changed)] = count(changed)
+        return place(changed, traced[key(changed)])
 
-    before, found = _seconds(config, predicted(config)), []
+    before, found = _seconds(config, predicted(config), flops), []
     for changed in _candidates(config, registry):
         prediction = predicted(changed)
-        seconds = _seconds(changed, prediction) - before
+        seconds = _seconds(changed, prediction, flops) - before
         found.append(
             Proposal(changes=_overrides(config, changed), config=changed, prediction=prediction, seconds=seconds)
         )
@@ -162,14 +166,14 @@ def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _seconds(config: RunConfig, prediction: Prediction) -> float:
+def _seconds(config: RunConfig, prediction: Prediction, flops: float) -> float:
     """Time of an optimizer step that goes into offloading, computing again and the pieces of the head."""
     size = {h.kind: h.nbytes for h in prediction.held}
     times = config.gradient_accumulation_steps
     gradients, masters = size.get("gradients", 0), size.get("masters", 0)
     weights = size.get("weights", 0)
     # Each piece of the head is a few launches; a product of fewer rows is slower too.
-    seconds = times * config.lmhead_chunks * 2e-5 + times * prediction.again / ARITHMETIC
+    seconds = times * config.lmhead_chunks * 2e-5 + times * prediction.again / flops
     if config.offload_residual:
         seconds += times * 2 * size.get("residuals", 0) / BUS
     if config.offload_optimizer:

@@ -86,8 +86,8 @@ def flops(node: fx.Node) -> int:
     formula = flop_registry.get(base_op(node))
     if formula is None or node.op != "call_function":
         return 0
-    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if base_op(node) == torch.ops.aten._flash_attention_forward:
         # torch's formula counts every document as the longest, and takes no groups of query heads (2.11).
         return attention_flops(node.all_input_nodes[0].meta["val"].shape)
+    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(formula(*arguments, **named, out_val=node.meta["val"]))
