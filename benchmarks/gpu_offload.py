@@ -17,6 +17,7 @@ import argparse
 import importlib
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -272,6 +273,8 @@ def measure(options: argparse.Namespace) -> Result:
     setup = time.perf_counter() - started
     print(f"set-up {setup:.1f} s", flush=True)
     tokens = options.rows * options.length
+    if options.wait:
+        sys.stdin.readline()
     vocabulary = PRESETS[options.preset]["vocab_size"]
     batches = [batch(tokens, options.length, vocabulary, seed) for seed in range(4)]
     later, first = bus_bytes(engine, first=False), bus_bytes(engine, first=True)
@@ -345,6 +348,7 @@ def main() -> None:
     parser.add_argument("--limit-gib", type=float, default=0.0, help="let torch take no more of the GPU")
     parser.add_argument("--floor-milliseconds", type=float, default=0.0, help="of a micro-step, all on the device")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--wait", action="store_true", help="for a line of input before timing: other work may end")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = measure(options)

@@ -9,10 +9,11 @@ two steps (exact match). `parity_text.py` has the texts.
 Exact match is greedy decoding's: the answer is decoded greedily exactly if at each of its tokens, given the
 right ones before, the right one is the likeliest. So one forward of the whole problem decides it.
 
-Pre-training may be repeated from other initial weights on the same rows (`--starts`): how far chance takes a
-loss is part of what a gap means. nvfp4 leaves the last `--plain-last` blocks alone. Each (recipe, part) is a
-process of its own, all at the same time on one device, so no time is measured here. Files are written when a
-part is done; `parity_report.py` makes the tables and the picture of them.
+What a recipe has trained is evaluated under it, and at the end in bf16 too: the one is the run's loss, the other
+that of the weights it exports. Pre-training may be repeated from other initial weights on the same rows
+(`--starts`): how far chance takes a loss is part of what a gap means. nvfp4 leaves the last `--plain-last` blocks
+alone. Each (recipe, part) is a process of its own, all at the same time on one device, so no time is measured here.
+Files are written when a part is done; `parity_report.py` makes the tables and the picture of them.
 
     python benchmarks/loss_parity.py --out DIR [--steps 2000 …] [--device cpu --tiny]
 
@@ -298,13 +299,20 @@ class Base:
 
 @torch.no_grad()
 def restart(engine: Engine, source: Callable[[TensorSpec], Tensor]) -> None:
-    """Adapters, optimizer and the recipe's scales as at their start."""
+    """Trained weights, optimizer and the recipe's scales as at their start."""
     for name, master in engine.parameters.masters().items():
         master.copy_(source(engine.parameters.specs[name]))
     states = [engine.optimizer.state(), engine.recipe_state.state() if engine.recipe_state else {}]
     for tensor in (tensor for state in states for tensor in state.values()):
         tensor.zero_()
     engine.parameters.refresh()
+
+
+def evaluate_weights(engine: Engine, other: Engine, held: Sequence[MicroBatch]) -> float:
+    """The held-out loss of an engine's weights in another, which takes them over."""
+    masters = engine.parameters.masters()
+    restart(other, lambda spec: masters[spec.hf_name])
+    return other.evaluate(held)[0]
 
 
 def train(
@@ -400,6 +408,10 @@ def pretrain(name: str, setting: Setting, work: Path, keep: Callable[[dict[str, 
         say(found)
 
     found = train(engines, batches, setting.steps, setting.rate, held=held, every=setting.evaluate, told=progress)
+    if name != "bf16":
+        plain = make_engine("bf16", setting, sources[0], lora=False)
+        for engine, figures in zip(engines, found, strict=True):
+            figures["held_in_bf16"] = evaluate_weights(engine, plain, held)
     told |= {"starts": dict(zip(starts, found, strict=True)), "kernels": _kernels(engines[0])}
     told["seconds"] = time.monotonic() - started
     keep(told)

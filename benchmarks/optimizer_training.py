@@ -38,7 +38,7 @@ from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 
 RATES: Mapping[str, tuple[float, ...]] = {
-    "adamw": (1e-3, 2e-3, 4e-3),
+    "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3),
     "adamw_8bit": (),
     "normuon": (0.01, 0.02, 0.04),
 }

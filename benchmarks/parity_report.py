@@ -42,6 +42,16 @@ def gaps_of(curves: Curves) -> Curves:
     return answer
 
 
+def _exported(found: Mapping[str, Any], curves: Curves) -> dict[tuple[str, str], tuple[float, float]]:
+    """Of each but bf16's: (loss of the trained weights in bf16, its gap to bf16's own from the same start)."""
+    return {
+        (name, start): (figures["held_in_bf16"], figures["held_in_bf16"] / curves["bf16", start][-1][1] - 1)
+        for name in BARS
+        for start, figures in found.get(f"pretrain-{name}", {}).get("starts", {}).items()
+        if "held_in_bf16" in figures and ("bf16", start) in curves
+    }
+
+
 def _label(name: str, start: str) -> str:
     return name if start == "0" else f"{name}, start {start}"
 
@@ -53,17 +63,23 @@ def markdown(found: Mapping[str, Any], steps: Mapping[str, int], title: str) -> 
         curves = curves_of(found, part)
         if not curves:
             continue
-        gaps = gaps_of(curves)
+        gaps, exported = gaps_of(curves), _exported(found, curves) if part == "pretrain" else {}
         text += [f"{what}, {steps[part]} steps:", ""]
-        text += ["| recipe | held-out loss | gap to bf16 | bar |", "| --- | --- | --- | --- |"]
+        text += ["| recipe | held-out loss | gap to bf16 | bar | its weights in bf16 | gap |", "| --- " * 6 + "|"]
         for name in RECIPES:
             bar = f"+{BARS[name]:.1%}" if name in BARS else ""
             for (_, start), points in ((key, value) for key, value in curves.items() if key[0] == name):
                 gap = f"{gaps[name, start][-1][1]:+.2%}" if gaps.get((name, start)) else ""
-                text.append(f"| {_label(name, start)} | {points[-1][1]:.4f} | {gap} | {bar} |")
+                wide = exported.get((name, start))
+                text.append(
+                    f"| {_label(name, start)} | {points[-1][1]:.4f} | {gap} | {bar} | "
+                    + (f"{wide[0]:.4f} | {wide[1]:+.2%} |" if wide else "| |")
+                )
             of_starts = [points[-1][1] for key, points in gaps.items() if key[0] == name and points]
             if len(of_starts) > 1:
-                text.append(f"| {name}, mean ± standard error | | {_mean(of_starts)} | {bar} |")
+                in_bf16 = [gap for key, (_, gap) in exported.items() if key[0] == name]
+                last = f"{_mean(in_bf16)} |" if len(in_bf16) > 1 else "|"
+                text.append(f"| {name}, mean ± standard error | | {_mean(of_starts)} | {bar} | | {last}")
         text.append("")
     sizes = " | ".join(f"to {size}" for size in LARGEST)
     head = [

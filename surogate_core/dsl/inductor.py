@@ -1,9 +1,9 @@
-"""Inductor without timing: equal graphs become kernels that sum in the same order.
+"""Inductor without timing: equal graphs become equal kernels.
 
-Inductor times several tilings of a reduction and keeps the fastest, in each process that finds
-nothing cached. The tiling decides the order of a sum, so two runs of one configuration could differ
-in their last bits. Here the tiling is chosen by a rule. Kernels without a reduction may be timed:
-their tiling changes no bit.
+Inductor times several tilings of a kernel and keeps the fastest, anew each time a program is loaded.
+The tiling of a reduction decides the order of its sum, and that of any other kernel which product of
+a·b + c·d is rounded before the addition, so two runs of one configuration could differ in their last
+bits. Here the tiling is chosen by a rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch import fx
 
 ELEMENTS = 1024
-"""Elements that a program reduces at a time, as near as the offered tilings come."""
+"""Elements that a program works on at a time, as near as the offered tilings come."""
+KINDS = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION", "SPLIT_SCAN")
+"""Of Inductor's kinds of kernels those that it makes in several tilings."""
 
 _settled: set[int] = set()
 
@@ -55,15 +57,13 @@ def _keep_additions(module: fx.GraphModule) -> None:
 
 
 def settle_kernels() -> None:
-    """Leave each reduction that was compiled since the last call with one of its tilings."""
+    """Leave each kernel that was compiled since the last call with one of its tilings."""
     from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    reductions = (HeuristicType.REDUCTION, HeuristicType.PERSISTENT_REDUCTION, HeuristicType.SPLIT_SCAN)
     for loaded in PyCodeCache.modules:
         for kernel in vars(loaded).values():
-            if not isinstance(kernel, CachingAutotuner) or kernel.heuristic_type not in reductions:
+            if not isinstance(kernel, CachingAutotuner) or kernel.heuristic_type.name not in KINDS:
                 continue
             if id(kernel) in _settled:
                 continue

@@ -31,6 +31,7 @@ from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
+from surogate_core.engine.device_memory import grow_segments
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.parameters import Parameters, Piece, Source, pieces
 from surogate_core.engine.placement import Placement
@@ -198,6 +199,8 @@ class Engine:
     ):
         if settings.device.type == "cpu":
             keep_freed_pages()
+        else:
+            grow_segments()
         self.model, self.settings = model, settings
         found = pieces(model, lora=lora, max_seqlen=settings.max_seqlen)
         self.embed, *layers, self.head = found

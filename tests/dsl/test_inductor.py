@@ -77,8 +77,18 @@ def test_a_looped_reduction_too(loaded: types.ModuleType) -> None:
     assert [one.config.kwargs for one in loaded.sums.launchers] == [{"XBLOCK": 1, "R0_BLOCK": 1024}]
 
 
-def test_what_changes_no_bit_may_be_timed(loaded: types.ModuleType) -> None:
-    tilings = [tiling(XBLOCK=128), tiling(XBLOCK=256)]
+def test_kernels_without_a_sum_too(loaded: types.ModuleType) -> None:
+    """Their tiling may decide which product of a·b + c·d is rounded, seen on an H200."""
+    tilings = [tiling(XBLOCK=128), tiling(XBLOCK=1024), tiling(XBLOCK=256)]
     loaded.add = kernel(HeuristicType.POINTWISE, {"x": 4096}, tilings)  # type: ignore[attr-defined]
+    planes = [tiling(XBLOCK=64, YBLOCK=64), tiling(XBLOCK=32, YBLOCK=32), tiling(XBLOCK=1, YBLOCK=256)]
+    loaded.turn = kernel(HeuristicType.POINTWISE, {"x": 64, "y": 64}, planes)  # type: ignore[attr-defined]
     inductor.settle_kernels()
-    assert len(loaded.add.launchers) == 2
+    assert [one.config.kwargs for one in loaded.add.launchers] == [{"XBLOCK": 1024}]
+    assert [one.config.kwargs for one in loaded.turn.launchers] == [{"XBLOCK": 32, "YBLOCK": 32}]
+
+
+def test_kernels_of_other_kinds_are_left_alone(loaded: types.ModuleType) -> None:
+    loaded.given = kernel(HeuristicType.TEMPLATE, {"x": 64}, [tiling(XBLOCK=1), tiling(XBLOCK=8)])  # type: ignore[attr-defined]
+    inductor.settle_kernels()
+    assert len(loaded.given.launchers) == 2
