@@ -1,36 +1,34 @@
 """Inductor without timing: equal graphs become equal kernels.
 
-Inductor times several tilings of a kernel and keeps the fastest, anew each time a program is loaded.
-The tiling of a reduction decides the order of its sum, and that of any other kernel which product of
-a·b + c·d is rounded before the addition, so two runs of one configuration could differ in their last
-bits. Here the tiling is chosen by a rule.
+Inductor times several tilings of a kernel and keeps the fastest, anew each time a program is loaded. The tiling of a
+reduction decides the order of its sum, and that of any other kernel may decide which product of a·b + c·d is rounded
+before the addition, so two runs of one configuration could differ in their last bits. Here torch's own rules choose,
+while the code is written: kernels that another process compiled and left on disk have one tiling too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-ELEMENTS = 1024
-"""Elements that a program works on at a time, as near as the offered tilings come."""
-KINDS = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION", "SPLIT_SCAN")
-"""Of Inductor's kinds of kernels those that it makes in several tilings."""
-
-_settled: set[int] = set()
+UNTIMED = {
+    "deterministic": True,
+    # Of kernels without a reduction it would still time two.
+    "triton.autotune_pointwise": False,
+    # What another process timed and left on disk would be taken without being asked.
+    "autotune_local_cache": False,
+}
+"""Inductor's settings."""
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph for inputs like these (fake tensors)."""
     _keep_additions(module)
-    # What another process timed and left on disk would be taken without being asked.
-    with torch.no_grad(), torch._inductor.config.patch(autotune_local_cache=False):
-        compiled = torch._inductor.compile(module, list(inputs))
-    settle_kernels()
-    return compiled
+    with torch.no_grad(), torch._inductor.config.patch(UNTIMED):
+        return torch._inductor.compile(module, list(inputs))
 
 
 def _keep_additions(module: fx.GraphModule) -> None:
@@ -54,30 +52,3 @@ def _keep_additions(module: fx.GraphModule) -> None:
         node.replace_all_uses_with(narrow)
         module.graph.erase_node(node)
     module.recompile()
-
-
-def settle_kernels() -> None:
-    """Leave each kernel that was compiled since the last call with one of its tilings."""
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    for loaded in PyCodeCache.modules:
-        for kernel in vars(loaded).values():
-            if not isinstance(kernel, CachingAutotuner) or kernel.heuristic_type.name not in KINDS:
-                continue
-            if id(kernel) in _settled:
-                continue
-            _settled.add(id(kernel))
-            if not kernel.launchers and len(kernel.compile_results or ()) != 1:
-                kernel.precompile()
-            if len(kernel.launchers) > 1:
-                kernel.launchers = [min(kernel.launchers, key=lambda one: _rank(one.config, kernel.size_hints))]
-
-
-def _rank(config: Any, sizes: dict[str, int]) -> tuple[float, ...]:
-    """The order of tilings: the first is taken."""
-    blocks = config.kwargs
-    reduced = math.prod(blocks.get(f"{name.upper()}BLOCK", size) for name, size in sizes.items() if name[0] == "r")
-    kept = math.prod(value for name, value in blocks.items() if name in ("XBLOCK", "YBLOCK", "ZBLOCK"))
-    distance = abs(math.log2(max(1, reduced * kept)) - math.log2(ELEMENTS))
-    return distance, -kept, config.num_warps, config.num_stages

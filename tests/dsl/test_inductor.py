@@ -1,38 +1,17 @@
-"""The tilings of reductions are chosen by a rule, not by timing."""
+"""Inductor's kernels are chosen by rules, not by timing."""
 
 from __future__ import annotations
 
-import types
-from typing import Any
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.runtime.hints import HeuristicType
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from surogate_core.dsl import inductor
-
-
-def tiling(**blocks: int) -> Any:
-    config = types.SimpleNamespace(kwargs=blocks, num_warps=2, num_stages=1)
-    return types.SimpleNamespace(config=config)
-
-
-def kernel(kind: HeuristicType, sizes: dict[str, int], launchers: list[Any]) -> CachingAutotuner:
-    """One that was compiled, with several tilings; made without a GPU."""
-    made = CachingAutotuner.__new__(CachingAutotuner)
-    made.heuristic_type, made.size_hints, made.launchers = kind, sizes, launchers
-    made.compile_results = []
-    return made
-
-
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    module = types.ModuleType("compiled")
-    monkeypatch.setattr(PyCodeCache, "modules", [module])
-    monkeypatch.setattr(inductor, "_settled", set())
-    return module
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,37 +37,55 @@ def test_additions_to_products_are_kept_apart_in_16_bits(dtype: torch.dtype) -> 
     assert torch.equal(module(*values)[0], (x_value + product_value) + product_value)
 
 
-def test_a_reduction_keeps_one_tiling_whatever_their_order(loaded: types.ModuleType) -> None:
-    tilings = [tiling(XBLOCK=x) for x in (1, 8, 32, 128)]
-    sizes = {"x": 4096, "r0_": 128}
-    loaded.first = kernel(HeuristicType.PERSISTENT_REDUCTION, sizes, tilings)  # type: ignore[attr-defined]
-    loaded.second = kernel(HeuristicType.PERSISTENT_REDUCTION, sizes, tilings[::-1])  # type: ignore[attr-defined]
-    loaded.wide = kernel(HeuristicType.PERSISTENT_REDUCTION, {"x": 4096, "r0_": 4096}, tilings)  # type: ignore[attr-defined]
-    inductor.settle_kernels()
-    assert [one.config.kwargs for one in loaded.first.launchers] == [{"XBLOCK": 8}]
-    assert [one.config.kwargs for one in loaded.second.launchers] == [{"XBLOCK": 8}]
-    assert [one.config.kwargs for one in loaded.wide.launchers] == [{"XBLOCK": 1}]
+def test_nothing_is_timed_and_the_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, ...]] = []
+
+    def settings() -> tuple[bool, ...]:
+        config = torch._inductor.config
+        return config.deterministic, config.triton.autotune_pointwise, config.autotune_local_cache
+
+    before = settings()
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: seen.append(settings()))
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    inductor.compile_graph(torch.fx.GraphModule(torch.nn.Module(), graph), [torch.zeros(1)])
+    assert seen == [(True, False, False)]
+    assert settings() == before
 
 
-def test_a_looped_reduction_too(loaded: types.ModuleType) -> None:
-    tilings = [tiling(XBLOCK=1, R0_BLOCK=2048), tiling(XBLOCK=64, R0_BLOCK=8), tiling(XBLOCK=1, R0_BLOCK=1024)]
-    loaded.sums = kernel(HeuristicType.REDUCTION, {"x": 64, "r0_": 100_000}, tilings)  # type: ignore[attr-defined]
-    inductor.settle_kernels()
-    assert [one.config.kwargs for one in loaded.sums.launchers] == [{"XBLOCK": 1, "R0_BLOCK": 1024}]
+KERNELS = """
+import json, torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from surogate_core.dsl.inductor import compile_graph
+
+def run(x, y):
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return normed, (x * y + normed * x).sum(0, dtype=torch.float32), x.t() * y.t() + x.t().cos()
+
+inputs = [torch.randn(4096, 192, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+compile_graph(make_fx(run)(*inputs), inputs)(*inputs)
+found = {}
+for module in PyCodeCache.modules:
+    for name, kernel in vars(module).items():
+        if isinstance(kernel, CachingAutotuner):
+            found[name] = [[str(one.config), len(kernel.compile_results)] for one in kernel.launchers]
+print(json.dumps(found))
+"""
 
 
-def test_kernels_without_a_sum_too(loaded: types.ModuleType) -> None:
-    """Their tiling may decide which product of a·b + c·d is rounded, seen on an H200."""
-    tilings = [tiling(XBLOCK=128), tiling(XBLOCK=1024), tiling(XBLOCK=256)]
-    loaded.add = kernel(HeuristicType.POINTWISE, {"x": 4096}, tilings)  # type: ignore[attr-defined]
-    planes = [tiling(XBLOCK=64, YBLOCK=64), tiling(XBLOCK=32, YBLOCK=32), tiling(XBLOCK=1, YBLOCK=256)]
-    loaded.turn = kernel(HeuristicType.POINTWISE, {"x": 64, "y": 64}, planes)  # type: ignore[attr-defined]
-    inductor.settle_kernels()
-    assert [one.config.kwargs for one in loaded.add.launchers] == [{"XBLOCK": 1024}]
-    assert [one.config.kwargs for one in loaded.turn.launchers] == [{"XBLOCK": 32, "YBLOCK": 32}]
-
-
-def test_kernels_of_other_kinds_are_left_alone(loaded: types.ModuleType) -> None:
-    loaded.given = kernel(HeuristicType.TEMPLATE, {"x": 64}, [tiling(XBLOCK=1), tiling(XBLOCK=8)])  # type: ignore[attr-defined]
-    inductor.settle_kernels()
-    assert len(loaded.given.launchers) == 2
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_kernels_from_disk_are_those_of_the_process_that_compiled_them(tmp_path: Path) -> None:
+    """What an earlier process leaves on disk was once timed anew, each time a program was loaded."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", KERNELS]
+    first, second = (
+        json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    )
+    assert len(first) >= 2
+    assert all(len(tilings) == 1 and tilings[0][1] == 1 for tilings in first.values()), first
+    assert second == first

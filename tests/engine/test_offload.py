@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_kernels_triton import surogate_kernel_pack as triton
 from surogate_offload_disk import surogate_offloader as disk
 from surogate_offload_host import surogate_offloader
 from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
@@ -21,7 +20,6 @@ from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
-from surogate_core.kernels.attention import TORCH_PACK
 
 KINDS: tuple[TensorKind, ...] = ("residuals", "optimizer", "master", "gradients", "weights")
 CUDA = [
@@ -45,11 +43,7 @@ def batches(step: int) -> list[MicroBatch]:
 
 
 def engine(device: str, **settings: Any) -> Engine:
-    """On a GPU with the attention of a pack: torch's does not repeat each last bit at heads of 16 features."""
-    cuda = device == "cuda"
-    config = {**CONFIG, "head_dim": 64} if cuda else CONFIG
-    packs = (TORCH_PACK, triton()) if cuda else (TORCH_PACK,)
-    return make_engine(config, device=device, packs=packs, **{"cuda_graphs": cuda, **settings})
+    return make_engine(CONFIG, device=device, **{"cuda_graphs": device == "cuda", **settings})
 
 
 def train(e: Engine, steps: Sequence[int] = range(4)) -> list[tuple[float, float]]:

@@ -15,7 +15,7 @@ import torch
 from tiny_engine import make_batch, make_engine, random_documents, tiny_config
 from torch import Tensor
 
-from surogate_core.bundles import KernelPack, OptimizerSpec
+from surogate_core.bundles import OptimizerSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 
@@ -31,7 +31,6 @@ SPECS: dict[str, OptimizerSpec] = {
         surogate_optimizer_normuon.surogate_optimizer(),
     )
 }
-SUFFIXES = ("_update", "_momentum")
 CASES = [
     pytest.param(name, device, dtype, marks=CUDA if device == "cuda" else (), id=f"{name}-{device}-{dtype}")
     for name, device, dtype in product(SPECS, ("cpu", "cuda"), (torch.float32, torch.bfloat16))
@@ -43,15 +42,10 @@ CONFIG = tiny_config(hidden_size=64, intermediate_size=96, vocab_size=127)
 PACKS = surogate_kernels_triton, surogate_kernels_cuda
 
 
-def only_updates(pack: KernelPack) -> KernelPack:
-    """Its kernels of the optimizer step: the rest of the step is torch's."""
-    return KernelPack(name=pack.name, kernels=lambda: [k for k in pack.kernels() if k.op.endswith(SUFFIXES)])
-
-
 def made(name: str, device: str, master: torch.dtype, *, graphs: bool = True) -> Engine:
     settings: dict[str, Any] = {}
     if device == "cuda":
-        packs = [only_updates(module.surogate_kernel_pack()) for module in PACKS]
+        packs = [module.surogate_kernel_pack() for module in PACKS]
         settings = {"compiler": "inductor", "cuda_graphs": graphs, "packs": [TORCH_PACK, *packs]}
     return make_engine(
         CONFIG, device=device, optimizer=SPECS[name], dtype=torch.bfloat16, master_dtype=master, **settings
