@@ -103,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
 def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bool) -> int:
     """Predict, and print; the exit code."""
     from surogate_core.cli import plan_fit, plan_view
+    from surogate_core.cli.plan_room import Room
     from surogate_core.dsl.budget import ARITHMETIC
     from surogate_core.engine.prediction import Counts, Prediction
     from surogate_core.kernels.attention import TORCH_PACK
@@ -167,13 +168,13 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     fitting = None
     if budget is not None:
         fitting = plan_fit.proposals(config, registry, count, place, counts=counts, flops=told.flops)
-    host = plan_fit.host_memory()
+    room = Room.here(config)
     if as_json:
-        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, host=host)}
+        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, room=room)}
         print(plan_view.as_json(config, resolved.title, settings, prediction, told, **extra), end="")
     else:
-        print(plan_view.as_text(config, resolved.title, settings, prediction, told), end="")
+        print(plan_view.as_text(config, resolved.title, settings, prediction, told, room), end="")
         if fitting is not None and budget is not None:
-            print("\n" + plan_fit.as_text(budget, fitting, host=host), end="")
+            print("\n" + plan_fit.as_text(budget, fitting, room=room), end="")
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OptimizerSpec
+from surogate_core.cli.plan_room import Room
+from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
 from surogate_core.config.schema import RunConfig, Selection
@@ -37,7 +38,7 @@ FEWEST_TOKENS = 256
 """Tokens of the smallest chunk of the head that is proposed."""
 SHOWN = 3
 ALIKE = 0.9
-"""A further proposal takes at most this share of each one's memory before it, on the device or on the host."""
+"""A further proposal takes at most this share of each one's bytes before it, in one place."""
 EIGHT_BIT = "adamw_8bit"
 
 
@@ -193,16 +194,16 @@ def _seconds(config: RunConfig, prediction: Prediction, flops: float) -> float:
     return seconds
 
 
-def as_text(budget: int, ordered: list[Proposal], *, host: int | None) -> str:
-    """For people: the cheapest that fit, or the smallest there is. `host`: bytes of this machine's memory."""
-    fitting = best(budget, ordered, host=host)
+def as_text(budget: int, ordered: list[Proposal], *, room: Room) -> str:
+    """For people: the cheapest that fit, or the smallest there is."""
+    fitting = best(budget, ordered, room=room)
     if not fitting:
         smallest = min(ordered, key=lambda p: p.prediction.total("device"))
         return (
-            f"# fit into {human_bytes(budget)}\nNothing does. The smallest is {_line(smallest, host)}\n"
+            f"# fit into {human_bytes(budget)}\nNothing does. The smallest is {_line(smallest, room)}\n"
             f"Fix: a smaller per_device_train_batch_size or sequence_len, or lora=true.\n"
         )
-    lines = [f"  {_line(p, host)}" for p in fitting]
+    lines = [f"  {_line(p, room)}" for p in fitting]
     return (
         f"# fit into {human_bytes(budget)}, with {MARGIN - 1:.0%} to spare, cheapest first\n"
         + "\n".join(lines)
@@ -215,48 +216,36 @@ def fits(proposal: Proposal, budget: int) -> bool:
     return proposal.prediction.total("device") * MARGIN <= budget
 
 
-def best(budget: int, ordered: list[Proposal], *, host: int | None) -> list[Proposal]:
-    """The cheapest that fit, those that this machine's host memory holds before others; none is like one before it."""
+def best(budget: int, ordered: list[Proposal], *, room: Room) -> list[Proposal]:
+    """The cheapest that fit, those that this machine's host memory and disk hold before others; none is like one
+    before it."""
     found: list[Proposal] = []
-    for proposal in sorted(ordered, key=lambda p: host is not None and p.prediction.total("host") > host):
-        places = [proposal.prediction.total(place) for place in ("device", "host")]
-        known = ([p.prediction.total(place) for place in ("device", "host")] for p in found)
-        differs = all(any(mine < ALIKE * theirs for mine, theirs in zip(places, k, strict=True)) for k in known)
+    for proposal in sorted(ordered, key=lambda p: bool(room.short_of(p.prediction))):
+        mine = proposal.prediction
+        differs = all(any(mine.total(at) < ALIKE * p.prediction.total(at) for at in PLACES) for p in found)
         if fits(proposal, budget) and differs and len(found) < SHOWN:
             found.append(proposal)
     return found
 
 
-def _line(proposal: Proposal, host: int | None) -> str:
-    needed = proposal.prediction.total("host")
-    text = (
-        f"{' '.join(proposal.changes) or 'the configuration as it is'}: "
-        f"device {human_bytes(proposal.prediction.total('device'))}, host {human_bytes(needed)}, "
-        f"about {proposal.seconds:.2g} s more a step"
+def _line(proposal: Proposal, room: Room) -> str:
+    parts = (
+        f"{' '.join(proposal.changes) or 'the configuration as it is'}: {totals(proposal.prediction)}, "
+        f"about {proposal.seconds:.2g} s more a step",
+        *room.short_of(proposal.prediction).values(),
     )
-    if host is not None and needed > host:
-        text += f"; this machine has {human_bytes(host)} of host memory"
-    return text
+    return "; ".join(parts)
 
 
-def as_json(budget: int, ordered: list[Proposal], *, host: int | None) -> list[dict[str, Any]]:
+def as_json(budget: int, ordered: list[Proposal], *, room: Room) -> list[dict[str, Any]]:
     """The same as JSON values."""
     return [
         {
             "overrides": list(p.changes),
             "device_bytes": p.prediction.total("device"),
             "host_bytes": p.prediction.total("host"),
+            "disk_bytes": p.prediction.total("disk"),
             "seconds": p.seconds,
         }
-        for p in best(budget, ordered, host=host)
+        for p in best(budget, ordered, room=room)
     ]
-
-
-def host_memory() -> int | None:
-    """Bytes of this machine's memory; None where it cannot be asked."""
-    import os
-
-    try:
-        return prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from surogate_core.cli.plan_room import Room
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import EngineSettings
@@ -18,11 +19,19 @@ from surogate_core.engine.prediction import Prediction
 from surogate_core.engine.schedule import render
 from surogate_core.train.atomic import human_bytes
 
+PLACES = ("device", "host", "disk")
+
 
 def tokens_per_step(config: RunConfig) -> int:
     """Token slots of an optimizer step, padding counted."""
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return rows * config.sequence_len
+
+
+def totals(prediction: Prediction) -> str:
+    """Bytes in each place, for people; a disk is named only where something rests on it."""
+    places = PLACES if prediction.total("disk") else PLACES[:2]
+    return ", ".join(f"{place} {human_bytes(prediction.total(place))}" for place in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,7 @@ def as_json(
         "held": [asdict(h) for h in prediction.held],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
+        "disk_bytes": prediction.total("disk"),
         "recomputed_flops": prediction.again,
         "recomputed_seconds": prediction.again / device.flops,
         **extra,
@@ -61,7 +71,9 @@ def as_json(
     return json.dumps(value, indent=1) + "\n"
 
 
-def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, device: Device) -> str:
+def as_text(
+    config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, device: Device, room: Room
+) -> str:
     """The plan for people."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensors")
@@ -80,6 +92,8 @@ def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction:
         if prediction.again
         else ""
     )
+    disk = room.short_of(prediction).get("disk")
+    full = f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.\n" if disk else ""
     left_out = "".join(f"without the kernels of {name}: {why}\n" for name, why in sorted(device.left_out.items()))
     parts = [
         f"# config\n{to_yaml(config)}",
@@ -89,8 +103,6 @@ def as_text(config: RunConfig, title: str, settings: EngineSettings, prediction:
         f"× {config.gradient_accumulation_steps} micro-steps, then clip and {config.optimizer.name}: "
         f"{tokens_per_step(config):,} tokens a step\n"
         f"kernels: {kernels}\n{left_out}",
-        f"# memory, predicted\n{buffer.getvalue()}"
-        f"device {human_bytes(prediction.total('device'))}, host {human_bytes(prediction.total('host'))}; "
-        f"fragmentation comes on top\n{again}",
+        f"# memory, predicted\n{buffer.getvalue()}{totals(prediction)}; fragmentation comes on top\n{full}{again}",
     ]
     return "\n".join(parts)

@@ -1,0 +1,57 @@
+"""What this machine has of the places beside the device, for `surogate plan`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surogate_core.train import atomic
+from surogate_core.train.atomic import human_bytes
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.engine.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes that this machine has; None where it cannot be asked."""
+
+    host: int | None
+    """Of memory."""
+    disk: int | None
+    """Free on the disk of `directory`."""
+    directory: str
+    """Where an offloader's files lie."""
+
+    @classmethod
+    def here(cls, config: RunConfig) -> Room:
+        """What there is now."""
+        directory = config.offload_dir or config.output_dir
+        return cls(host=_memory(), disk=_free(directory), directory=directory)
+
+    def short_of(self, prediction: Prediction) -> dict[str, str]:
+        """Place that does not hold what is predicted there → what this machine has of it."""
+        found = {}
+        if self.host is not None and prediction.total("host") > self.host:
+            found["host"] = f"this machine has {human_bytes(self.host)} of host memory"
+        if self.disk is not None and prediction.total("disk") > self.disk:
+            found["disk"] = f"the disk of {self.directory} has {human_bytes(self.disk)} free"
+        return found
+
+
+def _memory() -> int | None:
+    try:
+        return prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _free(directory: str) -> int | None:
+    try:
+        return atomic.free_bytes(Path(directory))
+    except OSError:
+        return None
