@@ -5,6 +5,7 @@ Shape suffixes: N tokens, D features.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -130,6 +131,7 @@ def engine(
     recipe_options: Any = None,
     optimizer: OptimizerSpec = DESCENT,
     offloader: Offloader = NO_OFFLOAD,
+    offload_dir: str | None = None,
     lora: LoRA | None = None,
     source: Source | None = None,
     recompute: bool = False,
@@ -138,7 +140,10 @@ def engine(
     head_chunks: int = 1,
     weight_format: WeightFormat | None = None,
 ) -> Engine:
-    """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot."""
+    """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot.
+
+    `offload_dir`: for the offloader's scratch files; by default the system's directory of temporary files.
+    """
     if recipe_options is None:
         recipe_options = recipe.prepare(recipe.options(), RecipeSettings(), CPU)
     return Engine(
@@ -165,7 +170,7 @@ def engine(
         optimizer_settings=OptimizerSettings(),
         optimizer_options=optimizer.options(),
         offloader=offloader,
-        offloader_options=offloader.options(),
+        offloader_options=offloader.prepare(offloader.options(), offload_dir or tempfile.gettempdir()),
         kernels=KernelTable.build(CPU, list(packs)),
         lora=lora,
         source=source or random_source(),
@@ -202,10 +207,17 @@ def batch(found: Sequence[Sequence[int]]) -> MicroBatch:
     )
 
 
-def train(made: Engine, steps: int, *, start: int = 0, lr: float = 1e-2, same: bool = False) -> list[float]:
+def batches(step: int, count: int = 1) -> list[MicroBatch]:
+    """The micro-batches of a step, all different."""
+    return [batch(documents(step * count + micro_step)) for micro_step in range(count)]
+
+
+def train(
+    made: Engine, steps: int, *, start: int = 0, lr: float = 1e-2, same: bool = False, micro_batches: int = 1
+) -> list[float]:
     """The losses of that many steps, on data that depends on the step's number, or is always the same."""
     return [
-        made.train_step([batch(documents(0 if same else step))], step=step, lr=lr).read()[0]
+        made.train_step(batches(0 if same else step, micro_batches), step=step, lr=lr).read()[0]
         for step in range(start, start + steps)
     ]
 

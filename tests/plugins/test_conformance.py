@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from surogate_core import bundles
 from surogate_core.cli.main import main
 from surogate_core.data.tokenize import Encoded
-from surogate_core.errors import MachineError, PluginError
+from surogate_core.engine.stores import DeviceGradients
+from surogate_core.errors import MachineError, PluginError, UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.discovery import installed_plugins
 from surogate_core.testing import (
@@ -212,8 +214,9 @@ def test_an_offloader_that_changes_a_bit_is_caught() -> None:
 
     kinds: Any = frozenset({"weights", "residuals"})
     offloader = bundles.Offloader(name="x", kinds=kinds, place="host", store=lambda kind, *a: Lossy(kind))
-    for check in (offloaders.keeps_frozen_weights, offloaders.keeps_residuals):
-        with pytest.raises(AssertionError, match=r"losses are|with offloading"):
+    changed = ("the loss of micro-step 1 is", "sums of gradients after micro-step 1")
+    for check, message in zip(BOTH_WAYS, changed, strict=True):
+        with pytest.raises(AssertionError, match=message):
             check(offloader)
 
 
@@ -237,6 +240,94 @@ def test_an_offloader_that_allocates_wrongly_is_caught(make: Any, message: str) 
         offloaders.allocates(offloader)
     with pytest.raises(ValueError, match="places master without an `allocate`"):
         bundles.Offloader(name="x", kinds=frozenset({"master"}), place="host", store=offloader.store)
+
+
+class HostSums(DeviceGradients):
+    """A right store of sums; on a CPU they are where they live."""
+
+    def begin(self, *, first: bool) -> None:
+        if first:
+            for tensor in (t for held in self._held.values() for t in held):
+                tensor.zero_()
+
+    def nbytes(self) -> Any:
+        return {"device": 0, "host": super().nbytes()["device"], "disk": 0}
+
+
+class ForgetfulSums(HostSums):
+    """Has zeros in every micro-step."""
+
+    def begin(self, *, first: bool) -> None:
+        super().begin(first=True)
+
+
+class StaleSums(HostSums):
+    """Has in a step the sums of those before too."""
+
+    def begin(self, *, first: bool) -> None:
+        """Clears nothing."""
+
+
+def moving_gradients(store: Any) -> bundles.Offloader:
+    def allocate(kind: Any, elements: int, dtype: Any, device: Any, options: Any) -> Any:
+        return (torch.zeros(elements, dtype=dtype),) * 2
+
+    kinds: Any = frozenset({"gradients"})
+    return bundles.Offloader(name="x", kinds=kinds, place="host", store=lambda *a: store(), allocate=allocate)
+
+
+BOTH_WAYS = (offloaders.keeps_frozen_weights, offloaders.keeps_residuals)
+
+
+@pytest.mark.parametrize("check", BOTH_WAYS)
+def test_an_offloader_with_wrong_sums_of_gradients_is_caught(check: Any) -> None:
+    check(moving_gradients(HostSums))
+    forgotten = r"sums of gradients after micro-step 2: \S+ differs by"
+    for store, message in ((ForgetfulSums, forgotten), (StaleSums, "losses are")):
+        with pytest.raises(AssertionError, match=message):
+            check(moving_gradients(store))
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"device": 0, "host": 0}, r"gradients: nbytes\(\) has the places \['device', 'host'\], not"),
+        ({"device": 0, "host": -4, "disk": 0}, r"gradients: nbytes\(\) of host is -4, not a count"),
+        ({"device": 0, "host": 4.0, "disk": 0}, r"gradients: nbytes\(\) of host is 4.0, not a count"),
+        ({"device": 4, "host": 0, "disk": 0}, "gradients: after a step 4 bytes are on the device still"),
+    ],
+)
+def test_an_offloader_that_miscounts_its_bytes_is_caught(places: Any, message: str) -> None:
+    store = type("Miscounting", (HostSums,), {"nbytes": lambda self: places})
+    with pytest.raises(AssertionError, match=message):
+        offloaders.keeps_frozen_weights(moving_gradients(store))
+
+
+def test_an_offloader_gets_the_options_that_it_prepares() -> None:
+    prepared: list[Path] = []
+
+    def prepare(options: Any, directory: str) -> Path:
+        place = Path(directory) / "scratch"
+        place.mkdir(parents=True)
+        prepared.append(place)
+        return place
+
+    def refuse(options: Any, directory: str) -> Any:
+        raise UserError("x: no such disk")
+
+    def allocate(kind: Any, elements: int, dtype: Any, device: Any, options: Any) -> Any:
+        (options / kind).touch()
+        return (torch.zeros(elements, dtype=dtype),) * 2
+
+    right = replace(moving_gradients(HostSums), allocate=allocate, prepare=prepare)
+    for check in offloaders.CHECKS:
+        check(right)
+        assert prepared
+        assert not any(place.parent.parent.exists() for place in prepared)
+        with pytest.raises(UserError, match="x: no such disk"):
+            check(replace(right, prepare=refuse))
+        with pytest.raises(TypeError, match="NoOptions"):
+            check(replace(right, prepare=lambda options, directory: options))
 
 
 def _uphill(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
