@@ -7,6 +7,7 @@
 // Codes are found as there: the upper 16 bits of a float name a range of numbers that holds at most one border, so one
 // look-up and one comparison decide. Ranges below 2^-23 all hold the border next to 0 or none, so that the table begins
 // there and fits into shared memory.
+#include "random.cuh"
 
 namespace surogate {
 
@@ -34,15 +35,6 @@ struct Arguments {
     const float *lr, *clip, *size, *epsilon;
     float beta1, rest1, beta2, rest2, weight_decay;
 };
-
-// Chris Wellons' lowbias32, as in surogate_core/kernels/ops.py.
-__device__ __forceinline__ unsigned hash32(unsigned x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
 
 // `rounding.stochastic_bf16`: the upper half of the float.
 __device__ __forceinline__ unsigned stochastic_bf16(float x, unsigned random) {
@@ -128,7 +120,7 @@ __device__ __forceinline__ void update(void *master, void *first, float *first_a
     const int lane = threadIdx.x % warp;
     const float clip = *a.clip, size = *a.size, epsilon = *a.epsilon;
     const float kept = __fsub_rn(1.0f, __fmul_rn(*a.lr, a.weight_decay));
-    const unsigned key = narrow ? hash32(static_cast<unsigned>(*seed) + salt * 0x1e3779b9u) : 0u;
+    const unsigned key = narrow ? key_of(seed, salt) : 0u;
     const long long stride = static_cast<long long>(gridDim.x) * (threads / warp);
     for (long long block = blockIdx.x * static_cast<long long>(threads / warp) + threadIdx.x / warp; block < blocks;
          block += stride) {

@@ -6,6 +6,7 @@
 // they run on every chip.
 //
 // R rows, K the inner dimension, which blocks lie along; Q is K up to the next multiple of 16.
+#include "random.cuh"
 
 namespace surogate {
 
@@ -35,21 +36,6 @@ struct Flags {
 };
 
 __device__ __forceinline__ Flags unpacked(int flags) { return {(flags & 1) != 0, (flags & 2) != 0}; }
-
-// ------------------------------------------------------------------------------------------ random bits
-
-// Chris Wellons' lowbias32, as in surogate_core/kernels/ops.py.
-__device__ __forceinline__ unsigned hash32(unsigned x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-__device__ __forceinline__ unsigned key_of(const int *seed, unsigned salt) {
-    return hash32(static_cast<unsigned>(*seed) + salt * 0x1e3779b9u);
-}
 
 // ------------------------------------------------------------------------------------------ codes and scales
 
