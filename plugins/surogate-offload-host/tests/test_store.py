@@ -52,6 +52,9 @@ def test_residuals_come_back_and_are_forgotten(device: str) -> None:
         for key, values in given.items():
             store.put(key, [v.clone() if v.stride()[-1:] != (0,) else v for v in values])
         keys = list(given)[::-1]
+        broadcast = 3 * 4  # bytes of the one tensor that stays, of each key
+        on_their_way = sum(t.nbytes for t in given["layer 2"][:-1])
+        assert store.nbytes()["device"] == len(given) * broadcast + on_their_way
         for key, following in zip(keys, [*keys[1:], None], strict=True):
             if following:
                 store.prefetch(following)

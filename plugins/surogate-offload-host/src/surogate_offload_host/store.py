@@ -257,6 +257,13 @@ class ResidualStore(WeightStore):
         super().release(key)
         self._staying.pop(key, None)
 
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held, by place; those that stay, and those that are on their way out, are on the device too."""
+        leaving = sum(t.nbytes for t in self._leaving[1].tensors) if self._leaving is not None else 0
+        staying = sum(t.untyped_storage().nbytes() for tensors in self._staying.values() for t in tensors.values())
+        places = super().nbytes()
+        return {**places, "device": places["device"] + leaving + staying}
+
 
 class GradientStore(WeightStore):
     """Sums that come to the device for a piece's backward and go back after it; at most one key's are on their way out.
