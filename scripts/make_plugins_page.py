@@ -88,7 +88,9 @@ optimizer-adamw conforms: 12 checks hold, 0 do not
   raises, the run and the other monitors go on.
 - `kernels`: every kernel against its op's reference in float64, forward and backward, in each dtype and on each
   device of this machine that it supports; equal bits twice.
-- `offload`: training with it has the bits of training without; what it allocates is zeros, one memory for both.
+- `offload`: training with it, two micro-batches a step, has the bits of training without, the sums of gradients after
+  each micro-step too; its options are prepared as a run's are; its stores say what they hold on device, host and disk,
+  and after a step nothing of a kind that it moves is on the device; what it allocates is zeros, one memory for both.
 - `objective`: one fp32 loss a token, and its gradient, 0 where the label is -100; a token's loss does not depend on the
   other tokens; training, whole and in chunks.
 - `launcher`: main is called, its exit code comes back, and an error in it is never exit code 0.
