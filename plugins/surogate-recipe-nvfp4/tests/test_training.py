@@ -163,6 +163,7 @@ def test_where_it_runs() -> None:
     ) as info:
         RECIPE.prepare(NVFP4Options(emulate="never"), RecipeSettings(), CPU)
     assert "\n" not in str(info.value)
+    assert "fp8-hybrid" not in str(info.value), "it would be refused too"
 
 
 @pytest.mark.parametrize(("capability", "native"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((12, 1), True)])
@@ -178,8 +179,9 @@ def test_which_gpus_multiply_natively(
     assert ("torch's scaled_mm, which is cuBLASLt" in prepared.note) == native
     assert not RECIPE.prepare(NVFP4Options(emulate="always"), RecipeSettings(), device).native
     if not native:
-        with pytest.raises(MachineError, match=f"SM{capability[0]}{capability[1]} has no NVFP4 products"):
+        with pytest.raises(MachineError, match=f"SM{capability[0]}{capability[1]} has no NVFP4 products") as info:
             RECIPE.prepare(NVFP4Options(emulate="never"), RecipeSettings(), device)
+        assert ("recipe=fp8-hybrid" in str(info.value)) == (capability >= (8, 9))
 
 
 def test_a_backend_that_torch_lacks_is_refused_where_it_would_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError, UserError
 from surogate_core.kernels import fp4
+from surogate_core.kernels.native import capability
 from surogate_core.kernels.nvfp4 import (
     BLOCK,
     E4M3,
@@ -57,9 +58,10 @@ class Prepared:
         `MachineError` where emulation is off and there are none; `UserError` for an `fp4_backend` that torch lacks.
         """
         if reason is not None and options.emulate == "never":
+            has_fp8 = device.type == "cuda" and capability(device) >= (8, 9)
             raise MachineError(
                 f"recipe=nvfp4 with recipe.emulate=never: {reason.partition(';')[0]}. "
-                f"Fix: set recipe.emulate=auto to emulate, or recipe=fp8-hybrid or recipe=bf16."
+                f"Fix: set recipe.emulate=auto to emulate, or {'recipe=fp8-hybrid or ' if has_fp8 else ''}recipe=bf16."
             )
         is_native = reason is None and options.emulate != "always"
         if is_native and settings.fp4_backend != "cutlass":
