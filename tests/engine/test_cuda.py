@@ -29,10 +29,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS, BORDERS = 256, 8
 CONFIG = tiny_config(hidden_size=64, intermediate_size=160, num_hidden_layers=3, vocab_size=509)

@@ -31,7 +31,6 @@ def test_what_the_user_set_stays(name: str, given: list[str], monkeypatch: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_torch_takes_the_setting() -> None:
     grow_segments()
     assert torch.zeros(4, device="cuda").sum().item() == 0

@@ -22,11 +22,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
 
 KINDS: tuple[TensorKind, ...] = ("residuals", "optimizer", "master", "gradients", "weights")
-CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = tiny_config(hidden_size=64, num_hidden_layers=3, vocab_size=127)
 
 
@@ -105,7 +101,6 @@ def test_the_cpu_takes_the_optimizer_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_the_cpu_takes_a_gpus_optimizer_step(adapters: bool) -> None:
     """To rounding: the CPU's AdamW orders its operations differently."""
@@ -149,7 +144,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_inductors_graphs_change_no_bit(adapters: bool) -> None:
     settings: dict[str, Any] = {"compiler": "inductor", "dtype": torch.bfloat16}
@@ -168,7 +162,6 @@ def test_tensors_are_where_they_are_said_to_be() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_device_holds_less() -> None:
     big = {**tiny_config(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=8192)}
     sizes = []

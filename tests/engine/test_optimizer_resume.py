@@ -19,10 +19,6 @@ from surogate_core.bundles import OptimizerSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 
-CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
 SPECS: dict[str, OptimizerSpec] = {
     spec.name: spec
     for spec in (
@@ -32,7 +28,7 @@ SPECS: dict[str, OptimizerSpec] = {
     )
 }
 CASES = [
-    pytest.param(name, device, dtype, marks=CUDA if device == "cuda" else (), id=f"{name}-{device}-{dtype}")
+    pytest.param(name, device, dtype, marks=pytest.mark.gpu if device == "cuda" else (), id=f"{name}-{device}-{dtype}")
     for name, device, dtype in product(SPECS, ("cpu", "cuda"), (torch.float32, torch.bfloat16))
 ]
 # The embedding and the products of the layers have 4096 elements and more, the norms fewer.
@@ -81,7 +77,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name: str, device: s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", SPECS)
 def test_graphs_change_no_bit(name: str) -> None:
     found = []

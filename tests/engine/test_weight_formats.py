@@ -159,7 +159,6 @@ def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
 def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None:

@@ -15,7 +15,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)
 TOKENS, BORDERS = 256, 8
 OPS = {"adapted_linears", "attention", "cross_entropy", "norm_rope", "swiglu"}

@@ -21,8 +21,7 @@ from torch import Tensor
 from surogate_core.errors import MachineError
 from surogate_core.testing import offloaders, tiny
 
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def in_directory(directory: Path) -> Any:
@@ -144,7 +143,6 @@ def test_weights_come_back_and_live_ones_are_live(device: str, tmp_path: Path) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_large_tensors_pass_the_lane_whole() -> None:
     store = WeightStore(torch.device("cuda"), None)
     given = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (5 * BUFFER + 3, 1, BUFFER)]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from surogate_core.testing import offloaders
 
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def tensors(device: str, seed: int = 0) -> list[Tensor]:
@@ -103,7 +102,6 @@ def test_a_tensor_in_locked_memory_stays_there_and_is_live(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_tied_weight_is_on_the_host_once() -> None:
     store = WeightStore(torch.device("cuda"))
     tied = torch.randn(16, 16, device="cuda")

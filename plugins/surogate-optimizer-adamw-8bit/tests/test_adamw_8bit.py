@@ -371,16 +371,19 @@ def test_a_gradient_that_is_not_finite_reaches_nothing_even_unannounced() -> Non
     assert_equal(found, snapshot(twins, optimizer))
 
 
+def after_three_steps(groups: list[ParamGroup]) -> dict[str, Tensor]:
+    optimizer = build(groups, OptimizerSettings(), None)
+    for number in range(3):
+        set_gradients(groups, number)
+        step(optimizer, 1e-2)
+    return snapshot(groups, optimizer)
+
+
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size in (BLOCK, 1 << 16):
         monkeypatch.setitem(blockwise.CHUNK, "cpu", size)
-        groups = make_groups()
-        optimizer = build(groups, OptimizerSettings(), None)
-        for number in range(3):
-            set_gradients(groups, number)
-            step(optimizer, 1e-2)
-        found.append(snapshot(groups, optimizer))
+        found.append(after_three_steps(make_groups()))
     assert_equal(*found)
 
 
@@ -392,11 +395,7 @@ def test_chunks_draw_the_same_bits_for_bf16_masters(monkeypatch: pytest.MonkeyPa
     for size in (3 * BLOCK, 1 << 16):
         monkeypatch.setitem(blockwise.CHUNK, "cpu", size)
         groups = [replace(group, master=group.master.bfloat16(), seed=torch.tensor(7)) for group in make_groups()]
-        optimizer = build(groups, OptimizerSettings(), None)
-        for number in range(3):
-            set_gradients(groups, number)
-            step(optimizer, 1e-2)
-        found.append(snapshot(groups, optimizer))
+        found.append(after_three_steps(groups))
     assert_equal(*found)
 
 
@@ -448,7 +447,6 @@ def test_state_is_what_the_plan_is_told() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_captured_steps_on_a_gpu_equal_the_cpu() -> None:
     cpu, cuda = make_groups(), make_groups(device="cuda")
     exact = build(cpu, OptimizerSettings(), None)

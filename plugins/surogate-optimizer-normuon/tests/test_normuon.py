@@ -291,7 +291,6 @@ def test_state_is_at_most_what_the_plan_is_told() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_captured_steps_on_a_gpu_equal_the_cpu() -> None:
     cpu, cuda = make_groups(), make_groups(device="cuda")
     exact, optimizer = make(cpu), make(cuda)

@@ -61,7 +61,6 @@ def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("block", [32, 128, 256])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 72), (257, 4096), (96, 12288), (130, 2056)], ids=str)
 def test_the_kernel_has_the_bits_of_the_reference(shape: tuple[int, int], block: int) -> None:

@@ -121,7 +121,6 @@ def hostile(shape: tuple[int, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("block", [64, 512])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 72), (257, 4096), (96, 12288), (5, 2560), (128, 2056)], ids=str)

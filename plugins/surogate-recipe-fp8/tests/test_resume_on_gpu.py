@@ -17,7 +17,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.train.checkpoint import CheckpointDir
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 
 TOKENS, BORDERS, HISTORY = 256, 8, 4
 SAVED, STEPS = 6, 12
