@@ -110,7 +110,34 @@ def _no_product(name: str, key: str, dtype: str, model: str, message: str, fix: 
     )
 
 
+MAX_MICRO_BATCH = 2**24
+"""Tokens of the largest micro-batch."""
+MAX_STEP = 2**26
+"""Tokens of the largest optimizer step; the data of a step lie in memory together."""
+
+
+def _micro_batch(v: Values) -> int:
+    """Tokens of a micro-batch."""
+    return int(v["per_device_train_batch_size"] * v["sequence_len"])
+
+
 CHECKS: tuple[Check, ...] = (
+    Check(
+        name="micro_batch_past_any_memory",
+        key="per_device_train_batch_size",
+        wrong=lambda v: _micro_batch(v) > MAX_MICRO_BATCH,
+        message=f"times `sequence_len` is more than {MAX_MICRO_BATCH:,} tokens in a micro-batch.",
+        fix="a smaller `per_device_train_batch_size` or `sequence_len`",
+    ),
+    Check(
+        name="step_past_any_memory",
+        key="gradient_accumulation_steps",
+        wrong=lambda v: (
+            _micro_batch(v) <= MAX_MICRO_BATCH and _micro_batch(v) * v["gradient_accumulation_steps"] > MAX_STEP
+        ),
+        message=f"times the tokens of a micro-batch is more than {MAX_STEP:,} tokens in an optimizer step.",
+        fix="smaller `gradient_accumulation_steps`",
+    ),
     Check(
         name="two_warmups",
         key="warmup_ratio",

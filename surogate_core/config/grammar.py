@@ -10,12 +10,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from surogate_core.config.yamlfile import MAX_DEPTH, MAX_DIGITS
+
 KEY = re.compile(r"[A-Za-z_$][\w$-]*(\.([A-Za-z_$][\w$-]*|\d+))*", re.ASCII)
 """Dotted keys that an override may name."""
 
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _DICT_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _KEYWORDS = {"true", "false", "null", "inf", "nan"}
 _NEEDS_NO_QUOTES = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+class LimitError(ValueError):
+    """An override is well formed, and larger than any that a run can mean."""
 
 
 class NotWritableError(ValueError):
@@ -59,12 +66,26 @@ def _dict_key(key: Any) -> str:
     raise NotWritableError(f"the key {key!r} has characters that a config key may not have")
 
 
+def _depth(text: str) -> int:
+    """How many brackets are open at once, at most."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{(") - (character in ")}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def parse_override(text: str) -> Override:
     """One command-line argument; raises `ValueError` with a one-line reason.
 
     A value that the grammar cannot read bare and that has no brackets, commas or quotes
     (``model=~/x``, ``run_name=naïve``) is taken as text.
     """
+    bare = _QUOTED.sub("", text)
+    if _depth(bare) > MAX_DEPTH:
+        raise LimitError(f"lists and mappings are nested too deeply; at most {MAX_DEPTH} lie inside one another")
+    if re.search(rf"[0-9_]{{{MAX_DIGITS},}}", bare) is not None:
+        raise LimitError(f"a number has fewer than {MAX_DIGITS} digits")
     parser = OverridesParser.create()
     try:
         return parser.parse_override(text)
@@ -75,5 +96,5 @@ def parse_override(text: str) -> Override:
                 return parser.parse_override(f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}")
             except HydraException:
                 pass
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(reason) from None

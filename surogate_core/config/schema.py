@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Interval
 
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Beta = Annotated[float, Interval(ge=0, lt=1)]
-Positive = Annotated[int, Ge(1)]
-NonNegative = Annotated[int, Ge(0)]
+Steps = Annotated[int, Interval(ge=0, le=10**9)]
+"""Optimizer steps, or what is counted like them."""
+Layers = Annotated[int, Interval(ge=0, le=100_000)]
+Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
+MAX_TOKENS = 2**22
+"""Tokens of the longest row: four times the longest context of a supported family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +80,11 @@ class RunConfig:
     """Start from random weights, drawn from `train_seed`."""
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights; auto is bfloat16 on a GPU and float32 on a CPU."""
-    sequence_len: Annotated[int, Ge(8)] = 1024
+    sequence_len: Annotated[int, Interval(ge=8, le=MAX_TOKENS)] = 1024
     """Tokens in a packed row; a longer sample is treated by `truncation_strategy`."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | dict[str, Any] | None = None
     """RoPE scaling in place of the model's: a kind that stretches it to `max_model_len`, or all parameters."""
-    max_model_len: Positive | None = None
+    max_model_len: Annotated[int, Interval(ge=1, le=MAX_TOKENS)] | None = None
     """Positions of the trained model, written as `max_position_embeddings`; null keeps the model's."""
 
     # ------------------------------------------------------------------------ the run
@@ -90,17 +94,17 @@ class RunConfig:
     """Where the run writes: config, metrics, checkpoints, export."""
     checkpoint_dir: str | None = None
     """Where checkpoints are written; null is `output_dir`."""
-    num_epochs: Annotated[float, Gt(0)] = 3.0
+    num_epochs: Annotated[float, Interval(gt=0, le=10**6)] = 3.0
     """Passes over the training rows."""
-    max_steps: Annotated[int, Ge(-1)] = -1
+    max_steps: Annotated[int, Interval(ge=-1, le=10**9)] = -1
     """Optimizer steps; -1 lets `num_epochs` decide."""
     resume_from_checkpoint: bool | str = True
     """true resumes from the latest good checkpoint if there is one; a path names it; false starts anew."""
-    save_steps: NonNegative = 50
+    save_steps: Steps = 50
     """Optimizer steps between checkpoints; 0 saves at the end only."""
-    save_total_limit: Positive = 5
+    save_total_limit: Annotated[int, Interval(ge=1, le=10**9)] = 5
     """Checkpoints kept; the newest good one is never deleted."""
-    eval_steps: NonNegative = 100
+    eval_steps: Steps = 100
     """Optimizer steps between evaluations; 0 evaluates at the start and the end only."""
 
     # ----------------------------------------------------------------- batch and engine
@@ -108,9 +112,9 @@ class RunConfig:
     """Where to train; auto is the first GPU if there is one."""
     compiler: Literal["auto", "fx", "inductor"] = "auto"
     """How traced blocks run; auto is inductor on CUDA and fx on a CPU."""
-    per_device_train_batch_size: Positive = 2
+    per_device_train_batch_size: Annotated[int, Interval(ge=1, le=2**16)] = 2
     """Rows of `sequence_len` in a micro-batch."""
-    gradient_accumulation_steps: Positive = 4
+    gradient_accumulation_steps: Annotated[int, Interval(ge=1, le=2**16)] = 4
     """Micro-batches in an optimizer step."""
     sample_packing: bool = True
     """Fill rows with several documents; false puts one document in a row."""
@@ -118,7 +122,7 @@ class RunConfig:
     """On CUDA, capture the micro-step and the optimizer step as graphs."""
     deterministic: bool = True
     """Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on some GPUs."""
-    lmhead_chunks: Positive = 1
+    lmhead_chunks: Annotated[int, Interval(ge=1, le=2**16)] = 1
     """Pieces of the micro-batch's tokens whose logits exist at one time."""
     recompute: bool = True
     """Keep only each block's input and compute the block again in the backward pass."""
@@ -138,27 +142,27 @@ class RunConfig:
     # ------------------------------------------------------------------------ optimizer
     optimizer: Selection = field(default_factory=lambda: Selection(name="adamw_8bit"))
     """The optimizer and its own options."""
-    learning_rate: Annotated[float, Ge(0)] = 2e-4
+    learning_rate: Annotated[float, Interval(ge=0, le=1000)] = 2e-4
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
     """Shape of the decay after the warm-up; wsd holds the peak until the cool-down."""
     warmup_ratio: Fraction = 0.0
     """Warm-up as a share of all steps; not together with `warmup_steps`."""
-    warmup_steps: NonNegative = 0
+    warmup_steps: Steps = 0
     """Warm-up in optimizer steps."""
-    cooldown_steps: NonNegative = 0
+    cooldown_steps: Steps = 0
     """Last steps over which the rate falls linearly to its final value."""
     final_lr_fraction: Fraction = 0.0
     """Final learning rate as a share of the peak."""
-    weight_decay: Annotated[float, Ge(0)] = 0.1
+    weight_decay: Annotated[float, Interval(ge=0, le=1000)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
-    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    max_grad_norm: Annotated[float, Interval(ge=0, le=1e30)] = 1.0
     """Global norm that gradients are clipped to; 0 does not clip."""
     adamw_beta1: Beta = 0.9
     """Decay of AdamW's first moment."""
     adamw_beta2: Beta = 0.999
     """Decay of AdamW's second moment."""
-    adamw_epsilon: Annotated[float, Gt(0)] = 1e-8
+    adamw_epsilon: Annotated[float, Interval(gt=0, le=1)] = 1e-8
     """Added to AdamW's denominator."""
     normuon_momentum: Beta = 0.95
     """Decay of NorMuon's momentum."""
@@ -170,9 +174,9 @@ class RunConfig:
     # ----------------------------------------------------------------------------- LoRA
     lora: bool = True
     """Train low-rank adapters and leave the base weights as they are."""
-    lora_rank: Positive = 16
+    lora_rank: Annotated[int, Interval(ge=1, le=8192)] = 16
     """Rank r of the adapters."""
-    lora_alpha: Annotated[float, Gt(0)] = 32.0
+    lora_alpha: Annotated[float, Interval(gt=0, le=10**6)] = 32.0
     """The adapter's output is scaled by alpha / r."""
     lora_dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
     """Probability that an input of an adapter is dropped while training."""
@@ -216,15 +220,15 @@ class RunConfig:
     """Dtype of recipe bf16's backward products, e4m3 beside e5m2; null is `matmul_dtype`, bf16 where that is e4m3."""
     master_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the trained weights that the optimizer updates; bf16 is rounded stochastically, null is fp32."""
-    fp8_amax_history: Positive = 1024
+    fp8_amax_history: Annotated[int, Interval(ge=1, le=2**16)] = 1024
     """Optimizer steps whose largest absolute values decide a scale of recipe fp8-hybrid."""
     fp4_backend: Literal["cutlass", "cudnn"] = "cutlass"
     """Library of recipe nvfp4's native products: cutlass is torch's choice, cuBLASLt; cudnn is refused."""
     no_fp4_stochastic_rounding: bool = False
     """Round the gradients of recipe nvfp4 to the nearest value instead of stochastically."""
-    skip_quant_first_layers: NonNegative = 0
+    skip_quant_first_layers: Layers = 0
     """Layers from the first whose projections a recipe leaves in the model's dtype."""
-    skip_quant_last_layers: NonNegative = 0
+    skip_quant_last_layers: Layers = 0
     """Layers up to the last whose projections a recipe leaves in the model's dtype."""
 
     # ------------------------------------------------------------------------- placement
@@ -258,7 +262,7 @@ class RunConfig:
     """Share of the training documents held out when there are no `validation_datasets`."""
     truncation_strategy: Literal["delete", "left", "right", "split"] = "delete"
     """A sample longer than `sequence_len`: drop it, cut its left or right end, or split it."""
-    max_length: Annotated[int, Ge(8)] | None = None
+    max_length: Annotated[int, Interval(ge=8, le=MAX_TOKENS)] | None = None
     """Tokens of the longest sample, where that is shorter than `sequence_len`; null is `sequence_len`."""
     use_chat_template: bool = True
     """Render rows by the tokenizer's chat template; false makes plain text of instructions."""
@@ -268,15 +272,15 @@ class RunConfig:
     """System prompt of conversations and instructions that have none."""
     loss_scale: Literal["default", "last_round", "all"] = "default"
     """Trained are every assistant turn, those after the last user turn, or every token of a conversation."""
-    max_bad_rows: NonNegative = 100
+    max_bad_rows: Annotated[int, Interval(ge=0, le=10**9)] = 100
     """Malformed rows that are skipped and reported; one more stops the run."""
-    dataloader_num_workers: Literal["auto"] | NonNegative = "auto"
+    dataloader_num_workers: Literal["auto"] | Annotated[int, Interval(ge=0, le=1024)] = "auto"
     """Processes that tokenise; auto is one a core for large data sets, 0 is the run's own process."""
     data_cache_dir: str | None = None
     """Where tokenised shards are kept; null is the user's cache directory."""
-    train_seed: NonNegative = 1234
+    train_seed: Seed = 1234
     """Seed of weights, adapters, dropout and the order of rows."""
-    eval_seed: NonNegative = 1234
+    eval_seed: Seed = 1234
     """Seed of the held-out split."""
 
     # ------------------------------------------------------------------------ automation
@@ -292,7 +296,7 @@ class RunConfig:
     """The monitors that receive the run's events."""
     report_to: list[str] | None = None
     """Names of further monitors, such as [wandb]; the same as adding them to `monitor`."""
-    log_gpu_util: NonNegative = 100
+    log_gpu_util: Steps = 100
     """Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0 reads none."""
     log_file: str | None = None
     """The run's log as JSON lines; null is `output_dir/surogate.log`."""

@@ -18,7 +18,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 
 from surogate_core.config import planned
-from surogate_core.config.grammar import KEY, NotWritableError, encode, parse_override
+from surogate_core.config.grammar import KEY, LimitError, NotWritableError, encode, parse_override
 from surogate_core.config.paths import CONFIG_NAME, conf_dir
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.yamlfile import YamlFile
@@ -137,10 +137,10 @@ class Settings:
             try:
                 parsed.append(parse_override(argument))
             except ValueError as error:
-                problem = Problem(
-                    key=argument, message=f"cannot be read: {error}.", where=COMMAND_LINE, fix=_QUOTE_HINT
-                )
-                self.problems.append(problem)
+                shown = argument if len(argument) <= 80 else f"{argument[:79]}…"
+                message = f"cannot be read: {error}."
+                fix = "" if isinstance(error, LimitError) else _QUOTE_HINT
+                self.problems.append(Problem(key=shown, message=message, where=COMMAND_LINE, fix=fix))
         on_command_line: set[str] = set()
         for override in parsed:
             self._add_override(override, on_command_line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -65,6 +66,9 @@ class Builder:
             return self._nested(hint, inner, value, key)
         if isinstance(value, int) and not isinstance(value, bool) and _takes(hint, str) and not _takes_number(hint):
             value = str(value)
+        if (reason := _unusable(value)) is not None:
+            self._problem(key, reason)
+            return None
         try:
             text = json.dumps(value)
             return adapter(hint).validate_json(text)
@@ -151,6 +155,8 @@ def _plural(item: Any) -> str:
 
 def _bound_texts(mark: Any) -> list[str]:
     if isinstance(mark, annotated_types.Interval):
+        if mark.ge is not None and mark.le is not None:
+            return [f"from {mark.ge} to {mark.le}"]
         return [t for m in mark for t in _bound_texts(m)]
     if isinstance(mark, annotated_types.Ge):
         return [f"of at least {mark.ge}"]
@@ -175,7 +181,7 @@ def _fix(hint: Any, value: Any) -> str:
         if _takes(hint, bool) and lowered in ("no", "off", "n"):
             return "false"
         if _takes_number(hint) and _is_number(value):
-            return f"{value}, without quotes"
+            return f"{value}, without quotes" if not _takes(hint, int) or value.lstrip("+-").isdigit() else ""
     if isinstance(value, bool | float) and _takes(hint, str) and not _takes_number(hint):
         return "put it in quotes"
     if isinstance(value, float) and value.is_integer() and _takes(hint, int):
@@ -185,10 +191,24 @@ def _fix(hint: Any, value: Any) -> str:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        return len(text) <= 40 and math.isfinite(float(text))
     except ValueError:
         return False
-    return True
+
+
+def _unusable(value: Any) -> str | None:
+    """What is wrong with a value whatever its type is: no path, file or tensor could hold it."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"a whole number has at most 64 bits; got {_shown(value)}."
+    if isinstance(value, str):
+        if "\0" in value:
+            return "has a NUL character, which no text or path may have."
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            return f"is not UTF-8 text; got {_shown(value)}."
+    if isinstance(value, Mapping | list):
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return next((r for part in parts if (r := _unusable(part)) is not None), None)
+    return None
 
 
 def _strip(hint: Any) -> Any:
@@ -220,5 +240,7 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return f"{'-' if value < 0 else ''}a number of more than 60 digits"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

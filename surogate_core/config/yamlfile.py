@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ _FLOAT = re.compile(r"[-+]?((\d[\d_]*)?\.\d[\d_]*|\d[\d_]*\.?)([eE][-+]?\d+)?")
 _INF = re.compile(r"[-+]?\.inf", re.IGNORECASE)
 _NAN = re.compile(r"\.nan", re.IGNORECASE)
 _WORDS: Mapping[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
+
+MAX_BYTES = 1 << 20
+"""Size of the largest config file."""
+MAX_VALUES = 10_000
+"""Values in a config file, each alias counted with all that it repeats: a few lines of aliases can mean billions."""
+MAX_DEPTH = 32
+"""Mappings and lists inside one another, in a file or an override; Hydra and OmegaConf read them by recursion."""
+MAX_DIGITS = 400
+"""A number has fewer digits, in a file or an override."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +52,11 @@ class YamlFile:
 
 def read_yaml(path: Path) -> YamlFile:
     """Read a file; raises `ConfigError` when it cannot be read as YAML at all."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([Problem(key=str(path), message="there is no such file.")]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise ConfigError([Problem(key=str(path), message=f"the file cannot be read: {reason}.")]) from None
+    text = _text(path)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ConfigError([_too_deep(path, "YAML", "")]) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         reason = error.problem or error.context or "not YAML"
@@ -68,6 +74,39 @@ def read_yaml(path: Path) -> YamlFile:
     return YamlFile(path=path, values=values, lines=reader.lines, problems=tuple(reader.problems))
 
 
+def _text(path: Path) -> str:
+    """The file's text. A pipe or a device is refused: a command reads its file more than once, and neither may end."""
+    try:
+        if path.exists() and not path.is_file():
+            kind = "a directory" if path.is_dir() else "a pipe or a device"
+            fix = f"name a file in it: {path / 'run.yaml'}" if path.is_dir() else "write it to a file first"
+            message = f"the file cannot be read: it is {kind}."
+            raise ConfigError([Problem(key=str(path), message=message, fix=fix)])
+        if path.stat().st_size > MAX_BYTES:
+            message = f"the file has {path.stat().st_size:,} bytes; a config file has at most {MAX_BYTES:,}."
+            raise ConfigError([Problem(key=str(path), message=message, fix="data belongs into a file of `datasets`")])
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([_no_such_file(path)]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError([Problem(key=str(path), message=f"the file cannot be read: {reason}.")]) from None
+
+
+def _no_such_file(path: Path) -> Problem:
+    try:
+        beside = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")]
+    except OSError:
+        beside = []
+    near = get_close_matches(path.name, beside, n=1, cutoff=0.6)
+    return Problem(key=str(path), message="there is no such file.", fix=str(path.parent / near[0]) if near else "")
+
+
+def _too_deep(path: Path, key: str, line: int | str) -> Problem:
+    message = f"mappings and lists are nested too deeply; at most {MAX_DEPTH} lie inside one another."
+    return Problem(key=key, message=message, where=f"{path}:{line}" if line else str(path))
+
+
 class _Reader:
     """Turns nodes into values, noting lines and mistakes."""
 
@@ -76,6 +115,7 @@ class _Reader:
         self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
         self._open: set[int] = set()
+        self._values = 0
 
     def mapping(self, node: yaml.MappingNode, prefix: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -85,7 +125,9 @@ class _Reader:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
                     if isinstance(source, yaml.MappingNode):
-                        merged = self.mapping(source, prefix) | merged
+                        merged = (self.value(source, prefix.rstrip(".")) or {}) | merged
+                    else:
+                        self._problem(f"{prefix}<<", "only mappings can be merged.", line)
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(prefix.rstrip(".") or "YAML", "a key must be plain text.", line)
@@ -99,13 +141,22 @@ class _Reader:
         return merged | values
 
     def value(self, node: yaml.Node, key: str) -> Any:
+        line = node.start_mark.line + 1
+        self._values += 1
+        if self._values > MAX_VALUES:
+            message = f"there are more than {MAX_VALUES:,} values, each alias counted with all that it repeats."
+            fix = "write fewer aliases (`*name`) or fewer entries"
+            root = key.partition(".")[0]
+            raise ConfigError([Problem(key=root, message=message, where=f"{self.path}:{line}", fix=fix)])
+        if len(self._open) >= MAX_DEPTH:
+            raise ConfigError([_too_deep(self.path, key.partition(".")[0], line)])
         if id(node) in self._open:
-            self._problem(key, "an alias contains itself.", node.start_mark.line + 1)
+            self._problem(key, "an alias contains itself.", line)
             return None
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, f"{key}.")
+                return self.mapping(node, f"{key}." if key else "")
             if isinstance(node, yaml.SequenceNode):
                 items = []
                 for index, item in enumerate(node.value):
@@ -114,14 +165,14 @@ class _Reader:
                 return items
             assert isinstance(node, yaml.ScalarNode)
             if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python/"):
-                self._problem(key, f"the tag {node.tag!r} is not allowed.", node.start_mark.line + 1)
+                self._problem(key, f"the tag {node.tag!r} is not allowed.", line)
                 return None
             return node.value if node.style in ("'", '"', "|", ">") else plain_scalar(node.value)
         finally:
             self._open.discard(id(node))
 
     def _problem(self, key: str, message: str, line: int) -> None:
-        self.problems.append(Problem(key=key, message=message, where=f"{self.path}:{line}"))
+        self.problems.append(Problem(key=key or "YAML", message=message, where=f"{self.path}:{line}"))
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
@@ -137,6 +188,8 @@ def plain_scalar(text: str) -> Any:
     """The value of an unquoted scalar."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
+    if len(text) >= MAX_DIGITS:
+        return text
     if _INT.fullmatch(text):
         return int(text)
     if _FLOAT.fullmatch(text) and not text.lstrip("+-").isdigit():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,12 @@ import pytest
 
 from surogate_core.config import planned
 from surogate_core.config.checks import CHECKS
+from surogate_core.config.grammar import parse_override
 from surogate_core.config.resolve import load_run_config, peek_policy
+from surogate_core.config.schema import RunConfig
 from surogate_core.config.settings import KEYS
+from surogate_core.config.typed import Builder, field_types
+from surogate_core.config.yamlfile import plain_scalar
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins import Registry, load_plugins
 from surogate_core.plugins.catalogue import catalogue
@@ -51,18 +56,18 @@ Problems = Callable[..., list[Problem]]
         (["model_dtype=fp16"], "model_dtype", "one of fp32, bf16", ""),
         (["matmul_dtype=e5m2"], "matmul_dtype", "one of fp32, bf16, e4m3", ""),
         (["gradient_dtype=e4m3"], "gradient_dtype", "one of fp32, bf16, e5m2", ""),
-        (["max_steps=1.5"], "max_steps", "a whole number of at least -1; got 1.5", ""),
+        (["max_steps=1.5"], "max_steps", "a whole number from -1 to 1000000000; got 1.5", ""),
         (["max_steps=2.0"], "max_steps", "got 2.0", "2"),
         (["max_steps=many"], "max_steps", "got 'many'", ""),
         (["lora_rank='8'"], "lora_rank", "got '8'", "8, without quotes"),
         (["lora=yes"], "lora", "true or false; got 'yes'", "true"),
         (["lora=1"], "lora", "true or false; got 1", ""),
         (["lora_rank=true"], "lora_rank", "got true", ""),
-        (["lora_rank=0"], "lora_rank", "at least 1; got 0", ""),
+        (["lora_rank=0"], "lora_rank", "from 1 to 8192; got 0", ""),
         (["lora=true", "qlora_format=nf5"], "qlora_format", "no such", "nf4"),
         (["qlora_bnb_block_size=96"], "qlora_bnb_block_size", "one of 64, 128, 256, 512", ""),
         (["qlora_block_size=100"], "qlora_block_size", "one of 32, 64, 128, 256", ""),
-        (["warmup_ratio=1.5"], "warmup_ratio", "of at least 0 and of at most 1", ""),
+        (["warmup_ratio=1.5"], "warmup_ratio", "a number from 0 to 1; got 1.5", ""),
         (["learning_rate=nan"], "learning_rate", "got nan", ""),
         (["learning_rate=inf"], "learning_rate", "got inf", ""),
         (["learning_rate=null"], "learning_rate", "got null", ""),
@@ -104,6 +109,65 @@ def test_one_mistake_one_problem(problems: Problems, args: list[str], key: str, 
     assert problem.where == "command line" or key in ("model.path", "monitor.jsnl")
     assert not fix or problem.fix == fix
     assert "\n" not in str(problem)
+
+
+NUMBERS = sorted(k for k, hint in field_types(RunConfig).items() if re.search(r"\b(int|float)\b", repr(hint)))
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_limits(key: str) -> None:
+    """What no run can mean is refused before anything is allocated, as it is read from an override or a file."""
+    hint = field_types(RunConfig)[key]
+
+    def message(value: Any) -> str:
+        builder = Builder(lambda _: "", lambda key, _: Problem(key=key, message="unknown"))
+        builder.value(hint, value, key)
+        (problem,) = builder.problems
+        assert len(str(problem)) < 300
+        return problem.message
+
+    for text in ["1" + "0" * 20, "1" + "0" * 300, "1e400", "-2", "nan", "inf", "-inf", "true", "[1]", "1e3x", "0x10"]:
+        value = parse_override(f"{key}={text}").value()
+        assert "must be" in message(value) or "64 bits" in message(value)
+    for text in ["1" + "0" * 300, "9" * 5000, "1e400", "0x10", "-.inf", ".nan", "false", "~~"]:
+        assert "must be" in message(plain_scalar(text)) or "64 bits" in message(plain_scalar(text))
+
+
+@pytest.mark.parametrize("key", ["sequence_len", "max_steps", "lora_rank", "per_device_train_batch_size"])
+def test_a_number_past_its_limit_names_the_limit(problems: Problems, tmp_path: Path, key: str) -> None:
+    (problem,) = problems(f"{key}=999999999999")
+    assert (problem.key, problem.where) == (key, "command line")
+    assert re.fullmatch(r"must be a whole number from -?\d+ to \d+; got 999999999999\.", problem.message)
+    (problem,) = problems(file=f"{key}: 1{'0' * 400}\n")
+    assert (problem.key, problem.where) == (key, f"{tmp_path}/run.yaml:1")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["model.config.a=" + "[" * 400 + "]" * 400], "nested too deeply; at most 32"),
+        (["model.config.a=" + "{b:" * 60 + "1" + "}" * 60], "nested too deeply; at most 32"),
+        (["max_steps=" + "9" * 5000], "fewer than 400 digits"),
+        (["model.config.a=" + "9" * 200], "at most 64 bits"),
+        (["run_name=a\udcffb"], "not UTF-8 text"),
+        (["output_dir=a\udcffb"], "not UTF-8 text"),
+    ],
+)
+def test_values_that_nothing_could_hold(problems: Problems, args: list[str], words: str) -> None:
+    (problem,) = problems(*args)
+    assert words in problem.message
+    assert len(str(problem)) < 250
+
+
+def test_a_nul_character_is_refused_wherever_it_is(problems: Problems) -> None:
+    for text in ('run_name: "a\\0b"', 'output_dir: "a\\0b"', 'datasets: [{path: "a\\0b", type: text}]'):
+        (problem,) = problems(file=f"{text}\n")
+        assert "NUL" in problem.message
+
+
+def test_quoted_brackets_and_digits_are_text(load: Any) -> None:
+    assert load("run_name='" + "[" * 40 + "'").run_name == "[" * 40
+    assert load("run_name='" + "9" * 500 + "'").run_name == "9" * 500
 
 
 @pytest.mark.parametrize("key", ["_target_", "_partial_"])
@@ -176,6 +240,8 @@ CONTRADICTIONS = {
     "qlora_fp4_beside_another": ["lora=true", "qlora_fp8=true", "qlora_fp4=true"],
     "qlora_format_beside_another": ["lora=true", "qlora_bnb=true", "qlora_format=nf4"],
     "qlora_without_lora": ["lora=false", "qlora_bnb=true"],
+    "micro_batch_past_any_memory": ["per_device_train_batch_size=65536", "sequence_len=4096"],
+    "step_past_any_memory": ["per_device_train_batch_size=64", "sequence_len=4096", "gradient_accumulation_steps=1024"],
     "two_warmups": ["warmup_ratio=0.1", "warmup_steps=3"],
     "lora_in_pretraining": ["task=pt", "lora=true"],
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,67 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="UTF-8"):
         read_yaml(tmp_path / "latin.yaml")
     assert read_yaml(write(tmp_path, "# nothing\n")).values == {}
+
+
+def test_aliases_that_mean_billions_of_values_end_at_once(tmp_path: Path) -> None:
+    """Each of eight lines repeats the one before nine times."""
+    lists = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+    )
+    mappings = "a0: &a0 {k: 1}\n" + "".join(
+        f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 9)
+    )
+    merges = "a0: &a0 {a: 1, b: 2}\n" + "".join(
+        f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)
+    )
+    for text in (lists, mappings, merges):
+        with pytest.raises(ConfigError, match=r"more than 10,000 values") as raised:
+            read_yaml(write(tmp_path, text))
+        (problem,) = raised.value.problems
+        assert problem.where.startswith(f"{tmp_path}/run.yaml:")
+
+
+@pytest.mark.parametrize("depth", [40, 200, 5000])
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_deep_nesting_is_one_message(tmp_path: Path, depth: int, brackets: str) -> None:
+    opening, closing = brackets[0] + ("a: " if brackets == "{}" else ""), brackets[1]
+    text = "a: " + opening * depth + closing * depth
+    with pytest.raises(ConfigError, match="nested too deeply; at most 32"):
+        read_yaml(write(tmp_path, text))
+
+
+def test_a_mapping_that_merges_itself(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a: &x\n  b: 1\n  <<: *x\n"))
+    assert file.values == {"a": {"b": 1}}
+    assert [p.message for p in file.problems] == ["an alias contains itself."]
+
+
+def test_only_a_mapping_can_be_merged(tmp_path: Path) -> None:
+    file = read_yaml(write(tmp_path, "a:\n  b: 1\n  <<: 3\n"))
+    assert [(p.key, p.message) for p in file.problems] == [("a.<<", "only mappings can be merged.")]
+
+
+def test_files_that_are_no_config_file(tmp_path: Path) -> None:
+    """A pipe that nobody writes to, a device without an end, a directory, a data file."""
+    fifo = tmp_path / "fifo.yaml"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"a pipe or a device. Fix: write it to a file first"):
+            read_yaml(path)
+    with pytest.raises(ConfigError, match=r"it is a directory. Fix: name a file in it"):
+        read_yaml(tmp_path)
+    (tmp_path / "large.yaml").write_text("# " + "x" * (1 << 20))
+    with pytest.raises(ConfigError, match=r"1,048,578 bytes; a config file has at most 1,048,576"):
+        read_yaml(tmp_path / "large.yaml")
+    (tmp_path / "nul.yaml").write_bytes(b"a: x\0y\n")
+    with pytest.raises(ConfigError, match="#x0000"):
+        read_yaml(tmp_path / "nul.yaml")
+
+
+def test_a_misspelt_file_names_the_one_that_is_there(tmp_path: Path) -> None:
+    write(tmp_path, "a: 1\n")
+    with pytest.raises(ConfigError, match=rf"there is no such file. Fix: {tmp_path}/run.yaml"):
+        read_yaml(tmp_path / "rnu.yaml")
 
 
 plain = st.recursive(
