@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from surogate_core.bundles import DatasetFormat
-    from surogate_core.data.sources import Chunk, Place
+    from surogate_core.data.chunks import Chunk, Place
     from surogate_core.data.tokenize import EncodeContext, Encoded
 
 WORTH_PROCESSES = 8 << 20
@@ -104,7 +104,10 @@ class RowEncoder:
             try:
                 if isinstance(row, RowError):
                     raise row
-                document = encode(row, self.options, self.context)
+                try:
+                    document = encode(row, self.options, self.context)
+                except RecursionError as error:
+                    raise RowError("nested too deeply") from error
                 if document.label_tokens == 0:
                     raise RowError("no token of it would be trained")
             except RowError as error:

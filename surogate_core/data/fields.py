@@ -19,7 +19,7 @@ SYSTEM_ROLES = ("system", "developer")
 def required(row: Mapping[str, Any], field: str) -> Any:
     """The field's value. Raises `RowError` when the row lacks it."""
     if row.get(field) is None:
-        close = difflib.get_close_matches(field, list(row), n=1)
+        close = difflib.get_close_matches(field, [name for name in row if row[name] is not None], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         state = "is null" if field in row else f"is missing, the row has {', '.join(map(repr, row)) or 'no fields'}"
         raise RowError(f"field {field!r} {state}{hint}")

@@ -53,7 +53,9 @@ class Override(NamedTuple):
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 raise RowError(f"weight must be a number, this is {weight!r}")
             if not 0 <= weight <= LARGEST_WEIGHT:
-                raise RowError(f"weight must be from 0 to {LARGEST_WEIGHT:g}, this is {weight:g}")
+                # An integer of hundreds of digits has no float.
+                shown = f"{weight:g}" if isinstance(weight, float) or abs(weight) < 1e100 else "far outside"
+                raise RowError(f"weight must be from 0 to {LARGEST_WEIGHT:g}, this is {shown}")
             weight = float(np.float32(weight))
         return cls(train, weight)
 

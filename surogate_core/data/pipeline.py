@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.data.cache import Cache, cache_root, digest_of
+from surogate_core.data.chunks import START
 from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
 from surogate_core.data.mixture import mix, split_documents
 from surogate_core.data.packing import PackSettings
-from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows
+from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows, list_some
 from surogate_core.data.shards import (
     SHARD_VERSION,
     Documents,
@@ -27,7 +28,7 @@ from surogate_core.data.shards import (
     PackedRows,
     pack_documents,
 )
-from surogate_core.data.sources import START, Source, open_source
+from surogate_core.data.sources import READERS_VERSION, Source, open_source
 from surogate_core.data.tokenize import EncodeContext
 from surogate_core.data.tokenizer import padding_id, tokenizer_digest
 from surogate_core.errors import UserError
@@ -158,6 +159,8 @@ class _Loaded:
     bad_rows: tuple[BadRow, ...]
     ends_special: float
     """Share of the documents whose last trained token is a special one."""
+    left_out: tuple[str, ...]
+    """Files of its directory that are not read, each with the reason."""
 
 
 class _Encoder:
@@ -193,6 +196,7 @@ class _Encoder:
         )
         self._key = {
             "shard_version": SHARD_VERSION,
+            "readers_version": READERS_VERSION,
             "tokenizer": tokenizer_digest(tokenizer),
             "sequence_len": config.sequence_len,
             "truncation_strategy": config.truncation_strategy,
@@ -239,11 +243,13 @@ class _Encoder:
             digest=facts["digest"],
             bad_rows=tuple(BadRow(**row) for row in facts["bad_rows"]),
             ends_special=facts["ends_special"] / facts["documents"],
+            left_out=source.left_out,
             report=DatasetReport(
                 key=entry.key,
                 path=entry.source.path,
                 cached=cached,
                 chosen=entry.chosen,
+                other_splits=source.other_splits,
                 bad_rows=facts["bad_row_count"],
                 **{name: facts[name] for name in ("rows", "documents", "tokens", "label_tokens")},
             ),
@@ -383,6 +389,9 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
                 f"{name}: most documents do not end in a trained end-of-turn token, so the model will not learn "
                 f"to stop; check the tokenizer's chat template."
             )
+        if item.left_out:
+            files = "file is" if len(item.left_out) == 1 else "files are"
+            warnings.append(f"{name}: {len(item.left_out):,} {files} not read: {list_some(item.left_out)}")
         if report.bad_rows:
             warnings.append(
                 f"{name}: {report.bad_rows:,} of {report.rows:,} rows were malformed and skipped: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from surogate_core.data.packing import PackStats
@@ -51,6 +52,8 @@ class DatasetReport:
     """Whether its tokens came from the cache."""
     chosen: str = ""
     """The type that its first rows show and why, where the configuration left it to them."""
+    other_splits: tuple[str, ...] = ()
+    """Data files of its directory that belong to another split, each with its name."""
 
     @property
     def trained_share(self) -> float:
@@ -114,10 +117,19 @@ class DataReport:
             shares = zip(self.datasets, self.mixture, strict=False)
             parts.append("mixed of " + ", ".join(f"{share:.1%} {d.key} ({d.path})" for d, share in shares))
         chosen = [f" {d.key} ({d.path}) is read as {d.chosen}." for d in self.datasets if d.chosen]
-        return "; ".join(parts) + "." + "".join(chosen)
+        others = [
+            f" {d.key} ({d.path}) leaves out {list_some(d.other_splits)}" for d in self.datasets if d.other_splits
+        ]
+        return "; ".join(parts) + "." + "".join(chosen + others)
 
 
 def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:
     """The first few bad rows on one line."""
-    shown = "; ".join(str(row) for row in bad[:BAD_ROWS_SHOWN])
+    return list_some([str(row) for row in bad[:BAD_ROWS_SHOWN]], total)
+
+
+def list_some(items: Sequence[str], total: int | None = None) -> str:
+    """The first few items on one line, and how many more there are; `total` of them where `items` are the first."""
+    total = len(items) if total is None else total
+    shown = "; ".join(items[:BAD_ROWS_SHOWN])
     return shown + (f"; and {total - BAD_ROWS_SHOWN:,} more." if total > BAD_ROWS_SHOWN else ".")

@@ -1,112 +1,45 @@
 """Rows of a `datasets` entry, streamed: local files and directories, ``pkg://`` data, URLs, hub ids.
 
-Rows come in chunks, which are cheap to read and to send to another process; the rows of a chunk
-are made where they are needed. JSON is read by this module, so that a bad row is named by file
-and line; other formats are streamed by the `datasets` library.
+JSON and CSV have readers of our own, so that every row is read or named by file and line; other formats are streamed
+by the `datasets` library.
 """
 
 from __future__ import annotations
 
-import codecs
+import dataclasses
 import glob
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
+from typing import IO, Annotated, Any
+from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
+from surogate_core.data.chunks import START, Chunk, Place, SourceRow, chunked
+from surogate_core.data.csv_rows import csv_rows
+from surogate_core.data.files import Kind, decompressed, kind_of, list_directory, readable, readable_suffixes
+from surogate_core.data.json_rows import json_chunks
 from surogate_core.data.paths import is_hub_id, is_url, resolve_package_path
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
-READERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".arrow": "arrow",
-}
-"""Suffix of a data file → what reads it."""
+READERS_VERSION = 2
+"""Raised when the same files give other rows; part of the key of their tokens."""
 
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""Words in the name of a directory's file that say which split it is; without one it is `train`."""
+MOST_PASSES = 10_000
+"""Largest weight of a data set; anything larger is surely a mistake, and an epoch would have no end."""
 
-_BOM = b"\xef\xbb\xbf"
-_BLOCK = 1 << 20
-_LARGEST_ELEMENT = 1 << 28
-"""Characters that one element of a JSON array may have; a broken one must not draw the whole file into memory."""
-
-_LONGEST_LINE = 1 << 28
-"""Bytes that a line of JSON may have, for the same reason."""
-_CHUNK_ROWS = 256
-"""Rows of a chunk that is not made of bytes."""
-
-SourceRow = tuple[str, Mapping[str, Any] | RowError]
-"""Where a row is (``file:line``), and the row or what is wrong with it."""
-
-
-class Chunk(Protocol):
-    """Some rows in a row; can be pickled."""
-
-    @property
-    def after(self) -> tuple[int, int, int]:
-        """The place that the next chunk begins at; `Source.chunks` takes it."""
-
-    @property
-    def done(self) -> int:
-        """Bytes of the source up to the end of the chunk; 0 where they are not known."""
-
-    def rows(self) -> Iterator[SourceRow]:
-        """The rows."""
-
-
-Place = tuple[int, int, int]
-"""A border of chunks: number of the file, bytes of it, and lines or rows of it."""
-START: Place = (0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class RowChunk:
-    """Rows that are read already."""
-
-    content: list[SourceRow]
-    after: Place
-    done: int = 0
-
-    def rows(self) -> Iterator[SourceRow]:
-        """The rows."""
-        return iter(self.content)
-
-
-@dataclass(frozen=True, slots=True)
-class LineChunk:
-    """Lines of JSON as they are in the file."""
-
-    file: str
-    first: int
-    """Number of the first line, from 1."""
-    content: bytes
-    after: Place
-    done: int
-
-    def rows(self) -> Iterator[SourceRow]:
-        """The lines that are not blank, parsed."""
-        for number, line in enumerate(self.content.split(b"\n"), start=self.first):
-            if line.strip():
-                yield f"{self.file}:{number}", _parsed(line)
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"} | dict.fromkeys(
+    ("abfs", "az", "adl"), "abfs"
+)
+"""Scheme of a URL → the extra of fsspec that installs what reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +56,7 @@ class SourceSpec:
     """Branch, tag or commit of a hub data set; null is its main branch."""
     samples: Annotated[int, Ge(1)] | None = None
     """Take this many rows from the beginning; null takes all."""
-    weight: Annotated[float, Gt(0)] = 1.0
+    weight: Annotated[float, Gt(0), Le(MOST_PASSES)] = 1.0
     """How often an epoch takes its documents: 2 takes each twice, 0.5 a half of them, chosen by `train_seed`."""
 
 
@@ -139,6 +72,10 @@ class Source:
     """Reads chunks from a border on. Raises `UserError` when a file is broken."""
     size: int = 0
     """Bytes of all chunks; 0 where they are not known."""
+    left_out: tuple[str, ...] = ()
+    """Files of the directory that are not read, each with the reason."""
+    other_splits: tuple[str, ...] = ()
+    """Data files of the directory that belong to another split, each with its name."""
 
     def chunks(self, start: Place = START) -> Iterator[Chunk]:
         """Read anew; the borders are the same each time."""
@@ -159,12 +96,12 @@ def open_source(spec: SourceSpec) -> Source:
         local = local / spec.subset
     if local.is_dir():
         saved = (local / "state.json").exists() or (local / "dataset_dict.json").exists()
-        return _limited(_saved_source(local, spec) if saved else _files_source(_files_of(local, spec), spec), spec)
+        return _limited(_saved_source(local, spec) if saved else _directory_source(local, spec), spec)
     if local.exists():
         if not local.is_file():
             raise UserError(f"data set {spec.path}: neither a file nor a directory. Fix: correct `path`.")
         return _limited(_files_source([local], spec), spec)
-    if local.suffix.lower() in READERS or not is_hub_id(spec.path):
+    if not isinstance(kind_of(local.name), str) or not is_hub_id(spec.path):
         nearest = _nearest_name(local)
         raise UserError(
             f"data set {spec.path}: no such file or directory. Fix: correct `path`"
@@ -176,84 +113,75 @@ def open_source(spec: SourceSpec) -> Source:
 def _limited(source: Source, spec: SourceSpec) -> Source:
     if spec.samples is None:
         return source
-    return Source(
-        name=source.name,
+    return dataclasses.replace(
+        source,
         digest=hashlib.sha256(f"{source.digest} first {spec.samples}".encode()).hexdigest(),
-        read=lambda start: _chunked(islice(source.rows(), spec.samples), start),
+        read=lambda start: chunked(islice(source.rows(), min(spec.samples or 0, sys.maxsize)), start),
+        size=0,
     )
-
-
-def _chunked(rows: Iterator[SourceRow], start: Place, *, skipped: int = 0, done: int = 0) -> Iterator[RowChunk]:
-    """Rows of file `start[0]` as chunks from row `start[2]` on; `skipped` of them are left out already."""
-    file, _, first = start
-    rows = islice(rows, first - skipped, None)
-    while content := list(islice(rows, _CHUNK_ROWS)):
-        first += len(content)
-        yield RowChunk(content, (file, 0, first), done)
 
 
 # ------------------------------------------------------------------------------ local files
 
 
+def _directory_source(directory: Path, spec: SourceSpec) -> Source:
+    """The directory's data files of the wanted split."""
+    found = list_directory(directory)
+    if not found.splits:
+        only = f"; it has {', '.join(found.left_out[:5])}" if found.left_out else ""
+        raise UserError(
+            f"data set {spec.path}: the directory holds no data files{only}. "
+            f"Fix: put files ending in {readable_suffixes()} there, or correct `path`."
+        )
+    if spec.split not in found.splits:
+        raise UserError(
+            f"data set {spec.path}: no file of split {spec.split!r}; the directory has "
+            f"{', '.join(f'{split} ({len(paths)} files)' for split, paths in sorted(found.splits.items()))}. "
+            f"Fix: set `split`."
+        )
+    source = _files_source(found.splits[spec.split], spec)
+    others = tuple(
+        f"{path.relative_to(directory)} (split {split})"
+        for split, paths in sorted(found.splits.items())
+        if split != spec.split
+        for path in paths
+    )
+    return dataclasses.replace(source, left_out=found.left_out, other_splits=others)
+
+
 def _files_source(files: list[Path], spec: SourceSpec) -> Source:
+    kinds = []
     for file in files:
-        if file.suffix.lower() not in READERS:
-            raise UserError(
-                f"data set {file}: files ending in {file.suffix or 'nothing'!r} cannot be read. "
-                f"Fix: use one of {', '.join(sorted(READERS))}."
-            )
+        kind = kind_of(file.name)
+        if isinstance(kind, str):
+            raise UserError(f"data set {file}: {kind}. Fix: use one of {readable_suffixes()}.")
+        kinds.append(kind)
     digest, size = hashlib.sha256(), 0
     for file in files:
-        with _readable(file), file.open("rb") as handle:
+        with readable(str(file)), file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
             size += handle.tell()
 
     def read(start: Place) -> Iterator[Chunk]:
         done = sum(file.stat().st_size for file in files[: start[0]])
         for number, file in enumerate(files[start[0] :], start=start[0]):
-            yield from _file_chunks(file, start if number == start[0] else (number, 0, 0), done)
+            yield from _file_chunks(file, kinds[number], start if number == start[0] else (number, 0, 0), done)
             done += file.stat().st_size
 
     return Source(name=Path(spec.path).name, digest=digest.hexdigest(), read=read, size=size)
 
 
-def _file_chunks(file: Path, start: Place, done: int) -> Iterator[Chunk]:
-    if READERS[file.suffix.lower()] != "json":
-        yield from _chunked(_library_rows(str(file), file.suffix.lower(), start[2]), start, skipped=start[2], done=done)
-        return
-    with _readable(file), file.open("rb") as handle:
-        yield from _json_chunks(str(file), handle, start, done)
-
-
-def _files_of(directory: Path, spec: SourceSpec) -> list[Path]:
-    """The directory's data files of the wanted split, sorted by path."""
-    files = sorted(
-        path
-        for path in directory.rglob("*")  # does not follow links to directories, so it cannot loop
-        if path.suffix.lower() in READERS
-        and path.is_file()
-        and not any(part.startswith((".", "_")) for part in path.relative_to(directory).parts)
-    )
-    by_split: dict[str, list[Path]] = {}
-    for path in files:
-        by_split.setdefault(_split_of(path.relative_to(directory)), []).append(path)
-    if spec.split in by_split:
-        return by_split[spec.split]
-    if not files:
-        raise UserError(
-            f"data set {spec.path}: the directory holds no data files. "
-            f"Fix: put files ending in {', '.join(sorted(READERS))} there, or correct `path`."
-        )
-    raise UserError(
-        f"data set {spec.path}: no file of split {spec.split!r}; the directory has "
-        f"{', '.join(f'{split} ({len(paths)} files)' for split, paths in sorted(by_split.items()))}. "
-        f"Fix: set `split`."
-    )
-
-
-def _split_of(path: Path) -> str:
-    words = set(re.split(r"[^a-z]+", str(path.with_suffix("")).lower()))
-    return next((split for split, names in SPLIT_WORDS.items() if words & set(names)), "train")
+def _file_chunks(file: Path, kind: Kind, start: Place, done: int) -> Iterator[Chunk]:
+    name, opened = str(file), lambda: decompressed(file.open("rb"), kind.compression)
+    match kind.reader:
+        case "json":
+            with readable(name):
+                yield from json_chunks(name, opened, start, done=done, sized=kind.compression is None)
+        case "csv":
+            with readable(name):
+                yield from chunked(csv_rows(name, opened, kind.suffix), start, done=done)
+        case _:
+            yield from chunked(_library_rows(name, kind, start[2]), start, skipped=start[2], done=done)
 
 
 def _nearest_name(path: Path) -> str | None:
@@ -267,157 +195,22 @@ def _nearest_name(path: Path) -> str | None:
     return str(path.parent / close[0]) if close else None
 
 
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"data set {file}: cannot be read: {error.strerror}.") from error
-
-
-# ------------------------------------------------------------------------------------- JSON
-
-
-def _json_chunks(file: str, handle: IO[bytes], start: Place, done: int) -> Iterator[Chunk]:
-    at = len(_BOM) if handle.read(len(_BOM)) == _BOM else 0
-    handle.seek(at)
-    head = b" "
-    while head and not head.strip():  # a file may begin with any number of blank lines
-        head = handle.read(4096)
-    if head.lstrip().startswith(b"["):
-        handle.seek(at)
-        yield from _chunked(_array_rows(file, handle), start, done=done)
-        return
-    at = max(at, start[1])
-    handle.seek(at)
-    yield from _line_chunks(file, handle, (start[0], at, start[2]), done)
-
-
-def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int) -> Iterator[Chunk]:
-    number, at, lines = start
-    while content := handle.read(_BLOCK):
-        if not content.endswith(b"\n"):
-            content += handle.readline(_LONGEST_LINE)
-        at += len(content)
-        broken = not content.endswith(b"\n") and len(content) >= _LONGEST_LINE
-        content = content.removesuffix(b"\n")
-        first, lines = lines + 1, lines + content.count(b"\n") + 1
-        if not broken:
-            yield LineChunk(file, first, content, (number, at, lines), done + at)
-            continue
-        whole, _, _ = content.rpartition(b"\n")
-        while (rest := handle.readline(_BLOCK)) and not rest.endswith(b"\n"):
-            at += len(rest)
-        at += len(rest)
-        after = (number, at, lines)
-        error = RowError(f"the line is longer than {_LONGEST_LINE:,} bytes")
-        rows = [*LineChunk(file, first, whole, after, 0).rows(), (f"{file}:{lines}", error)]
-        yield RowChunk(rows, after, done + at)
-
-
-def _parsed(line: bytes) -> Mapping[str, Any] | RowError:
-    """The row on a line of JSON."""
-    try:
-        return _as_row(json.loads(line))
-    except UnicodeDecodeError as error:
-        return RowError(f"not UTF-8 at byte {error.start + 1} of the line")
-    except json.JSONDecodeError as error:
-        return RowError(f"not JSON at column {error.colno}: {error.msg}")
-    except ValueError as error:  # a number with too many digits
-        return RowError(f"not readable: {_reason(error)}")
-    except RecursionError:
-        return RowError("nested too deeply")
-
-
-def _array_rows(file: str, handle: IO[bytes]) -> Iterator[SourceRow]:
-    """The elements of one JSON array, read in blocks; the place is the line an element begins at."""
-    decoder = json.JSONDecoder()
-    decode = codecs.getincrementaldecoder("utf-8")()
-    text, line, ended = "", 1, False
-
-    def more() -> None:
-        nonlocal text, ended
-        block = handle.read(max(_BLOCK, len(text)))  # grows with the element, so that a big one stays linear
-        ended = not block
-        text += decode.decode(block, final=ended)
-
-    try:
-        more()
-        opening = text.index("[") + 1
-        line += text.count("\n", 0, opening)
-        text = text[opening:]
-        while True:
-            body = text.lstrip(" \t\r\n,")
-            line += text.count("\n", 0, len(text) - len(body))
-            text = body
-            if not text and not ended:
-                more()
-                continue
-            if text.startswith("]"):
-                return
-            try:
-                row, end = decoder.raw_decode(text)
-                if end == len(text) and not ended:  # a number may go on in the next block
-                    more()
-                    continue
-            except json.JSONDecodeError as error:
-                if not ended and len(text) < _LARGEST_ELEMENT:
-                    more()
-                    continue
-                raise UserError(
-                    f"data set {file}:{line + error.lineno - 1}: the JSON array is broken: {error.msg}. "
-                    f"Fix: mend the file; one object a line (.jsonl) loses only the broken line."
-                ) from error
-            yield f"{file}:{line}", _as_row(row)
-            line += text.count("\n", 0, end)
-            text = text[end:]
-    except UnicodeDecodeError as error:
-        raise UserError(f"data set {file}: not UTF-8. Fix: save it as UTF-8.") from error
-    except UserError:
-        raise
-    except ValueError as error:  # a number with too many digits
-        raise UserError(f"data set {file}:{line}: cannot be read: {_reason(error)}") from error
-    except RecursionError as error:
-        raise UserError(f"data set {file}:{line}: an element is nested too deeply.") from error
-
-
-def _as_row(value: Any) -> Mapping[str, Any] | RowError:
-    if isinstance(value, dict):
-        return value
-    return RowError(f"a row must be a JSON object, this is {_kind(value)}")
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case list():
-            return "an array"
-        case str():
-            return "a string"
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case _:
-            return "a number"
-
-
 # --------------------------------------------------------------------- the datasets library
 
 
-def _library_rows(path: str, suffix: str, skip: int = 0) -> Iterator[SourceRow]:
+def _library_rows(path: str, kind: Kind, skip: int = 0) -> Iterator[SourceRow]:
     if not is_url(path):
         if "::" in path:
             raise UserError(f"data set {path}: a name with '::' cannot be read. Fix: rename the file.")
-        if Path(path).suffix.lower() == ".parquet" and _has_no_rows(path):
+        if kind.suffix == ".parquet" and _has_no_rows(path):
             return iter(())
 
     def load() -> Any:
         import datasets
 
-        options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
         # The library takes patterns: a file's own * would match others.
         files = [path if is_url(path) else glob.escape(path)]
-        return datasets.load_dataset(READERS[suffix], data_files=files, split="train", streaming=True, **options)
+        return datasets.load_dataset(kind.reader, data_files=files, split="train", streaming=True)
 
     return _numbered(path, load, skip)
 
@@ -451,31 +244,43 @@ def _numbered(name: str, load: Callable[[], Any], skip: int = 0) -> Iterator[Sou
 
 
 def _url_source(spec: SourceSpec) -> Source:
-    suffix = Path(spec.path.split("?")[0]).suffix.lower()
-    if suffix not in READERS:
-        raise UserError(f"data set {spec.path}: a URL must end in one of {', '.join(sorted(READERS))}.")
+    name = urlsplit(spec.path).path
+    kind = kind_of(name)
+    if isinstance(kind, str):
+        raise UserError(f"data set {spec.path}: a URL must end in one of {readable_suffixes()}.")
     import fsspec
 
     try:
         filesystem, inner = fsspec.core.url_to_fs(spec.path)
         identity = {"url": spec.path, **{k: v for k, v in filesystem.info(inner).items() if k in _URL_IDENTITY}}
+    except ImportError as error:
+        scheme = spec.path.partition("://")[0]
+        extra = _EXTRAS.get(scheme)
+        how = f"`pip install 'fsspec[{extra}]'`, or download" if extra else "install the package that does, or download"
+        raise UserError(
+            f"data set {spec.path}: what reads {scheme}:// is not installed: {_reason(error)} "
+            f"Fix: {how} the file and name its path."
+        ) from error
     except Exception as error:  # each file system has its own errors
         raise UserError(f"data set {spec.path}: cannot be reached: {_reason(error)} Fix: check `path`.") from error
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-    return Source(
-        name=spec.path.rsplit("/", 1)[-1], digest=digest, read=lambda start: _url_chunks(spec.path, suffix, start)
-    )
+    return Source(name=Path(name).name, digest=digest, read=partial(_url_chunks, spec.path, kind))
 
 
-def _url_chunks(url: str, suffix: str, start: Place) -> Iterator[Chunk]:
-    if READERS[suffix] != "json":
-        yield from _chunked(_library_rows(url, suffix, start[2]), start, skipped=start[2])
-        return
-    import fsspec
+def _url_chunks(url: str, kind: Kind, start: Place) -> Iterator[Chunk]:
+    def opened() -> AbstractContextManager[IO[bytes]]:
+        import fsspec
+
+        return decompressed(fsspec.open(url, "rb"), kind.compression)
 
     try:
-        with fsspec.open(url, "rb") as handle:
-            yield from _json_chunks(url, handle, start, 0)
+        match kind.reader:
+            case "json":
+                yield from json_chunks(url, opened, start, sized=False)
+            case "csv":
+                yield from chunked(csv_rows(url, opened, kind.suffix), start)
+            case _:
+                yield from chunked(_library_rows(url, kind, start[2]), start, skipped=start[2])
     except (UserError, GeneratorExit):
         raise
     except Exception as error:  # each file system has its own errors
@@ -501,14 +306,14 @@ def _saved_source(directory: Path, spec: SourceSpec) -> Source:
         data = data[spec.split]
     digest = hashlib.sha256()
     for file in sorted({Path(cached["filename"]) for cached in data.cache_files}):
-        with _readable(file), file.open("rb") as handle:
+        with readable(str(file)), file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return Source(name=directory.name, digest=digest.hexdigest(), read=_reader(spec.path, data))
 
 
 def _reader(name: str, data: Any) -> Callable[[Place], Iterator[Chunk]]:
     """Chunks of a data set of the library."""
-    return lambda start: _chunked(_numbered(name, lambda: data, start[2]), start, skipped=start[2])
+    return lambda start: chunked(_numbered(name, lambda: data, start[2]), start, skipped=start[2])
 
 
 def _hub_source(spec: SourceSpec) -> Source:

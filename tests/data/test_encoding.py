@@ -19,7 +19,7 @@ from surogate_dataset_chat import EMBEDDED_TOKENIZER
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
-from surogate_core.data import encoding, pipeline, sources
+from surogate_core.data import encoding, json_rows, pipeline
 from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sources import SourceSpec, open_source
@@ -32,7 +32,7 @@ from surogate_core.plugins import load_plugins
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 128 KiB, so that a few megabytes are many."""
-    monkeypatch.setattr(sources, "_BLOCK", 1 << 17)
+    monkeypatch.setattr(json_rows, "_BLOCK", 1 << 17)
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +210,22 @@ def test_work_that_cannot_be_taken_up_is_done_again(big: Path, tmp_path: Path, e
         (partial / "state.json").write_text("")
     assert prepare(config, tokenizer, formats).digest == whole.digest
     assert not partial.exists()
+
+
+def test_arguments_nested_past_what_a_template_can_render_are_a_bad_row(tmp_path: Path) -> None:
+    def line(arguments: str) -> str:
+        call = f'{{"type": "function", "function": {{"name": "f", "arguments": {{"x": {arguments}}}}}}}'
+        turns = f'{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "b", "tool_calls": [{call}]}}'
+        return f'{{"messages": [{turns}]}}\n'
+
+    path = tmp_path / "rows.jsonl"
+    plain = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    path.write_text(plain + line("[" * 700 + "]" * 700) + plain)
+    config = RunConfig(
+        datasets=[{"path": str(path), "type": "conversation"}],
+        data_cache_dir=str(tmp_path / "cache"),
+        validation_split_ratio=0.0,
+    )
+    report = prepare(config, load_tokenizer(EMBEDDED_TOKENIZER), load_plugins().all("dataset")).report
+    assert report.rows_read == 3
+    assert [(bad.where, bad.reason) for bad in report.bad_rows] == [(f"{path}:2", "nested too deeply")]

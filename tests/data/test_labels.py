@@ -262,6 +262,8 @@ def test_a_content_that_is_not_shown_cannot_be_trained(templated: Callable[..., 
         ({"weight": float("nan")}, "weight must be from 0 to 1e+06"),
         ({"weight": float("inf")}, "weight must be from 0 to 1e+06"),
         ({"weight": 10**300}, "weight must be from 0 to 1e+06"),
+        ({"weight": 10**400}, "weight must be from 0 to 1e+06, this is far outside"),
+        ({"loss_scale": -(10**400)}, "weight must be from 0 to 1e+06, this is far outside"),
         ({"weight": 1e7}, "weight must be from 0 to 1e+06"),
     ],
 )

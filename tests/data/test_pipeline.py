@@ -309,3 +309,16 @@ def test_max_length_cuts_shorter_than_a_row(run: Prepare) -> None:
     assert run(rows * 3, max_length=12).train.row(0).lengths == (12,)
     with pytest.raises(UserError, match="fits into max_length=8"):
         run(rows * 3, max_length=8)
+
+
+def test_files_that_are_not_read_are_named_once(
+    write_rows: Any, make_config: Any, tokenizer: Any, formats: Any, document_rows: Any, tmp_path: Path
+) -> None:
+    write_rows(document_rows[:6], "d/rows.jsonl")
+    write_rows(document_rows[:2], "d/test.jsonl")
+    (tmp_path / "d" / "notes.txt").write_text("x")
+    for _ in range(2):  # the second time from the cache
+        report = prepare(make_config(tmp_path / "d"), tokenizer, formats).report
+        (warning,) = [text for text in report.warnings if "notes.txt" in text]
+        assert "1 file is not read: notes.txt (files ending in '.txt' cannot be read)." in warning
+        assert "leaves out test.jsonl (split test)." in report.summary()

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surogate_core.data import sources
+from surogate_core.data import chunks as chunks_module
+from surogate_core.data import json_rows
 from surogate_core.data.paths import resolve_package_path
 from surogate_core.data.sources import SourceSpec, open_source
 from surogate_core.data.tokenize import RowError
@@ -65,7 +66,7 @@ def test_json_lines_know_their_line(tmp_path: Path) -> None:
 def test_a_json_array_is_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int
 ) -> None:
-    monkeypatch.setattr("surogate_core.data.sources._BLOCK", block)
+    monkeypatch.setattr("surogate_core.data.json_rows._BLOCK", block)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([*ROWS, 12, "é"], indent=indent, ensure_ascii=False), encoding="utf-8")
     found = list(open_source(SourceSpec(path=str(path))).rows())
@@ -89,7 +90,7 @@ def test_a_broken_json_array_is_named(tmp_path: Path, text: str) -> None:
         read(path)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".arrow"])
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_tables_are_streamed(tmp_path: Path, suffix: str) -> None:
     path = write_table(tmp_path / f"rows{suffix}", ROWS)
     found = list(open_source(SourceSpec(path=str(path))).rows())
@@ -220,8 +221,8 @@ def test_any_bytes_are_rows_or_one_clear_line(content: bytes, name: str) -> None
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
 def test_reading_goes_on_from_any_border_of_chunks(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_BLOCK", 500)
-    monkeypatch.setattr(sources, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(json_rows, "_BLOCK", 500)
+    monkeypatch.setattr(chunks_module, "CHUNK_ROWS", 7)
     directory = tmp_path / "data"
     directory.mkdir()
     for number in range(2):
@@ -247,8 +248,8 @@ def test_reading_goes_on_from_any_border_of_chunks(tmp_path: Path, name: str, mo
 
 
 def test_a_line_that_would_fill_the_memory_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_BLOCK", 64)
-    monkeypatch.setattr(sources, "_LONGEST_LINE", 200)
+    monkeypatch.setattr(json_rows, "_BLOCK", 64)
+    monkeypatch.setattr(json_rows, "_LONGEST_LINE", 200)
     path = tmp_path / "rows.jsonl"
     lines = ['{"n": 1}', '{"n": "' + "x" * 5000 + '"}', '{"n": 3}', "", '{"n": 5}']
     path.write_text("\n".join(lines))
@@ -329,7 +330,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a file nor a directory"):
         read(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match="rename the file"):
-        read(write_table(tmp_path / "a::b.csv", ROWS))
+        read(write_table(tmp_path / "a::b.parquet", ROWS))
 
 
 def test_a_parquet_file_without_rows_is_whole(tmp_path: Path) -> None:
@@ -349,3 +350,40 @@ def test_a_reason_has_no_control_characters_and_the_library_is_silent(
         read(path)
     assert str(raised.value).isprintable()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "fix"),
+    [
+        ("https://host/rows.jsonl", "https:// is not installed: .*Fix: `pip install 'fsspec\\[http\\]'`, or download"),
+        ("s3://bucket/rows.csv", "s3:// is not installed: .*Fix: `pip install 'fsspec\\[s3\\]'`, or download"),
+        ("gs://bucket/rows.jsonl.gz", "gs:// is not installed: .*Fix: `pip install 'fsspec\\[gcs\\]'`, or download"),
+        ("oci://bucket/rows.jsonl", "oci:// is not installed: .*Fix: install the package that does, or download"),
+    ],
+)
+def test_a_url_without_the_package_that_reads_it_names_the_package(
+    monkeypatch: pytest.MonkeyPatch, url: str, fix: str
+) -> None:
+    import fsspec
+
+    def missing(url: str) -> Any:
+        raise ImportError("Install it to access that")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(UserError, match=fix):
+        open_source(SourceSpec(path=url))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e308, 0, -1, 10**400])
+def test_weights_without_a_sense_are_refused(value: Any) -> None:
+    from surogate_core.data.entries import parse_entries
+    from surogate_core.errors import ConfigError
+    from surogate_core.plugins import load_plugins
+
+    entry = {"path": "x.jsonl", "type": "text", "weight": value}
+    with pytest.raises(ConfigError, match="weight"):
+        parse_entries([entry], load_plugins().all("dataset"), key="datasets")
+
+
+def test_samples_beyond_any_file_take_all(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    assert read(write_rows(ROWS), samples=10**400) == ROWS

@@ -242,3 +242,16 @@ def test_a_file_of_rows_is_prepared(templated: Callable[..., Any], tmp_path: Pat
     data = prepare(RunConfig(datasets=[entry], **keys), templated("embedded")[0], {"instruction": FORMAT})
     assert data.report.train.documents == 2
     assert data.report.warnings == ()
+
+
+def test_a_table_of_digits_is_text(templated: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("instruction,input,output\n12,007,19\n1,,NA\n2,null,3.0\n")
+    entry = {"path": str(path), "type": "instruction", "input_field": "input", **FIELDS}
+    keys: Any = {"sequence_len": 64, "data_cache_dir": str(tmp_path / "cache"), "validation_split_ratio": 0.0}
+    tokenizer, _ = templated("embedded")
+    data = prepare(RunConfig(datasets=[entry], **keys), tokenizer, {"instruction": FORMAT})
+    assert data.report.bad_row_count == 0
+    text = tokenizer.decode(data.train.row(0).input_ids)
+    for part in ("12\n\n007<", "assistant\n19<", "user\n1<", "assistant\nNA<", "2\n\nnull<", "assistant\n3.0<"):
+        assert part in text, part

@@ -1,0 +1,26 @@
+"""Reasons why a row's field cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from surogate_core.data.fields import required
+from surogate_core.data.tokenize import RowError
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": None}, "field 'messages' is null"),
+        ({"messages": None, "message": None}, "field 'messages' is null"),
+        ({"messages": None, "message": []}, "field 'messages' is null; did you mean 'message'?"),
+        ({"message": None}, "field 'messages' is missing, the row has 'message'"),
+        ({}, "field 'messages' is missing, the row has no fields"),
+    ],
+)
+def test_a_hint_names_another_field_that_has_a_value(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError) as raised:
+        required(row, "messages")
+    assert str(raised.value) == reason
