@@ -56,10 +56,11 @@ class LineChunk:
     def rows(self) -> Iterator[SourceRow]:
         """The values on the lines that are not blank."""
         for number, line in enumerate(self.content.split(b"\n"), start=self.first):
-            if line.strip():
-                where = f"{self.file}:{number}"
-                for row in _line_rows(line):
-                    yield where, row
+            if (row := _object(line)) is not None:
+                yield f"{self.file}:{number}", row
+            elif line.strip():
+                for other in _line_rows(line):
+                    yield f"{self.file}:{number}", other
 
 
 def json_chunks(file: str, opened: Opened, start: Place, *, done: int = 0, sized: bool = True) -> Iterator[Chunk]:
@@ -127,6 +128,15 @@ def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int | None) -
         error = RowError(f"the line is longer than {_LONGEST_LINE:,} bytes")
         rows = [*LineChunk(file, first, whole, after, 0).rows(), (f"{file}:{lines}", error)]
         yield RowChunk(rows, after, 0 if done is None else done + at)
+
+
+def _object(line: bytes) -> Mapping[str, Any] | None:
+    """The object that is all of a line, as most lines are; None for any other line."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _line_rows(line: bytes) -> Iterator[Mapping[str, Any] | RowError]:
