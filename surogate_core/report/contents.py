@@ -44,10 +44,26 @@ SCALES = {
 }
 
 
+FROM_ZERO = frozenset({"tokens_per_second", "peak_memory_bytes", *(series for _, series, _ in MORE_CURVES)})
+"""Series whose axis begins at 0, so that a small change of a large amount looks small."""
+
+COMPARED = ("outcome", "steps", "loss", "held-out loss", "throughput", "peak memory")
+"""What of the summary stands in the table that compares runs."""
+
+
+PLUGIN_HEADER = ("plugin", "distribution", "version")
+
+
+def recorded(run: RunRecord, series: str) -> bool:
+    """Whether the run has a finite value of the curve at any step."""
+    return bool(np.isfinite(run.curve(series)[1]).any())
+
+
 def shown_curves(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
-    """(title, series, unit) of the curves that a report of these runs has."""
-    more = [c for c in MORE_CURVES if any(bool(np.isfinite(run.curve(c[1])[1]).any()) for run in runs)]
-    return [*CURVES, *more]
+    """(title, series, unit) of the curves that a report of these runs has; none without a step and an evaluation."""
+    if not any(len(run.curve(series)[0]) for run in runs for series in ("loss", "eval")):
+        return []
+    return [*CURVES, *(c for c in MORE_CURVES if any(recorded(run, c[1]) for run in runs))]
 
 
 def points_of(run: RunRecord, series: str) -> list[tuple[float, float]]:
@@ -85,12 +101,30 @@ def summary(run: RunRecord) -> Rows:
             rows.append(("throughput", f"{np.median(speeds):,.0f} tokens/s (median)"))
         if len(shares):
             rows.append(("speed of light", f"{np.median(shares):.1%} of the measured product rate (median)"))
-        rows.append(("peak memory", f"{run.series['peak_memory_bytes'].max() / 2**30:.2f} GiB"))
-    if len(run.eval_losses):
-        rows.append(("held-out loss", f"{run.eval_losses[0]:.4f} → {run.eval_losses[-1]:.4f}"))
+        if len(peaks := _finite(run, "peak_memory_bytes")):
+            rows.append(("peak memory", f"{peaks.max() / 2**30:.2f} GiB"))
+    steps, held_out = run.curve("eval")
+    if len(held_out) > 1:
+        rows.append(("held-out loss", f"{held_out[0]:.4f} → {held_out[-1]:.4f}"))
+    elif len(held_out):
+        rows.append(("held-out loss", f"{held_out[0]:.4f} (step {steps[0]:,} only)"))
     if end.get("export_path"):
         rows.append(("exported to", str(end["export_path"])))
     return rows
+
+
+def comparison(runs: Sequence[RunRecord]) -> tuple[tuple[str, ...], Rows]:
+    """(header, a row for each run) of the table that compares several runs; columns that no run fills are left out."""
+    found = [{what: value for what, value, *_ in summary(run)} for run in runs]
+    names = [name for name in COMPARED if any(name in figures for figures in found)]
+    rows = [(t, *(f.get(name, "") for name in names)) for t, f in zip(titles(runs), found, strict=True)]
+    return ("run", *names), rows
+
+
+def shared_plugins(runs: Sequence[RunRecord]) -> Rows | None:
+    """The plugins of several runs if all have the same, so that they are listed once; otherwise None."""
+    first, *others = [plugins(run) for run in runs]
+    return first if others and all(rows == first for rows in others) else None
 
 
 def milestones(run: RunRecord, count: int = 12) -> Rows:

@@ -81,21 +81,44 @@ def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     return [points[place] for place in kept_places(np.array([y for _, y in points], np.float64), limit)]
 
 
+def smoothed(values: NDArray[np.float64], keep: float) -> NDArray[np.float64]:
+    """The exponential mean of the finite values up to each one, without bias to the first; NaN where none is.
+
+    A value's weight falls by the factor `keep` (0 to 1, without 1) with each finite one that follows. The weights of
+    each mean sum to 1, as in TensorBoard, so the first mean is the first value.
+    """
+    finite = np.isfinite(values)
+    sums = values[finite] * (1.0 - keep)
+    shift, factor = 1, keep
+    # Each round doubles how far back the sums reach, until what is further back weighs less than rounding.
+    while shift < len(sums) and factor > 1e-18:
+        sums[shift:] = sums[shift:] + factor * sums[:-shift]
+        shift, factor = 2 * shift, factor * factor
+    means = np.full(len(values), np.nan)
+    means[finite] = sums / (1.0 - keep ** np.arange(1, len(sums) + 1, dtype=np.float64))
+    return means
+
+
 def chart(
-    title: str, curves: Sequence[Curve], *, bands: Sequence[Band] = (), marks: Sequence[Mark] = (), unit: str = ""
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    bands: Sequence[Band] = (),
+    marks: Sequence[Mark] = (),
+    unit: str = "",
+    from_zero: bool = False,
 ) -> str:
-    """A figure with axes, or one that says that there is nothing to draw."""
+    """A figure with axes, or one that says that there is nothing to draw; `from_zero`: the values' axis begins at 0."""
     curves = [Curve(label=c.label, points=thinned(c.points), dots=c.dots) for c in curves]
     finite = [(x, y) for c in curves for x, y in c.points if math.isfinite(y)]
-    head = f"<figure><figcaption>{escape(title)}{f' ({escape(unit)})' if unit else ''}</figcaption>"
     if not finite:
-        return f'{head}<p class="none">nothing recorded</p></figure>'
+        return f'{_head(title, unit)}<p class="none">nothing recorded</p></figure>'
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
     x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
-    log = min(ys) > 0 and max(ys) / min(ys) > LOG_RATIO
-    y_low, y_high = _range(ys, log=log)
+    log = not from_zero and min(ys) > 0 and max(ys) / min(ys) > LOG_RATIO
+    y_low, y_high = _range([*ys, 0.0] if from_zero else ys, log=log)
 
     def across(x: float) -> float:
         return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
@@ -135,7 +158,12 @@ def chart(
             if curve.dots or len(run) == 1:
                 parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="2.5" fill="{colour}"/>' for x, y in run]
     parts.append("</svg>")
-    return head + "".join(parts) + "</figure>"
+    return _head(title, unit, log=log) + "".join(parts) + "</figure>"
+
+
+def _head(title: str, unit: str, *, log: bool = False) -> str:
+    text = f"{title}{f' ({unit})' if unit else ''}{', log scale' if log else ''}"
+    return f"<figure><figcaption>{escape(text)}</figcaption>"
 
 
 def legend(labels: Sequence[str]) -> str:

@@ -13,26 +13,25 @@ def render(runs: Sequence[RunRecord]) -> str:
     titles = contents.titles(runs)
     lines: list[str] = []
     if len(runs) > 1:
-        kept = ("outcome", "steps", "loss", "held-out loss", "throughput", "peak memory")
-        rows = []
-        for title, run in zip(titles, runs, strict=True):
-            figures = {row[0]: row[1] for row in contents.summary(run)}
-            rows.append((title, *(figures.get(name, "") for name in kept)))
-        lines += [f"# {len(runs)} runs", "", *_table(("run", *kept), rows)]
+        lines += [f"# {len(runs)} runs", "", *_table(*contents.comparison(runs))]
+    shared = contents.shared_plugins(runs)
     for title, run in zip(titles, runs, strict=True):
-        lines += _run(title, run)
+        lines += _run(title, run, with_plugins=shared is None)
+    if shared is not None:
+        lines += ["# Plugins of all runs", "", *(_table(contents.PLUGIN_HEADER, shared) if shared else ["None.", ""])]
     return "\n".join(lines)
 
 
-def _run(title: str, run: RunRecord) -> list[str]:
+def _run(title: str, run: RunRecord, *, with_plugins: bool) -> list[str]:
     lines = [f"# {_flat(title)}", "", *_table(("", ""), contents.summary(run))]
-    sections = (
+    sections = [
         ("Course", ("step", "loss", "lr", "gradient norm", "tokens/s"), contents.milestones(run)),
         ("Advice", ("step", "seen", "key", "change", "evidence"), contents.advice(run)),
         ("Phases", ("step", "phase", "before", "improvement"), contents.phases(run)),
         ("Data", ("", ""), contents.data(run)),
-        ("Plugins", ("plugin", "distribution", "version"), contents.plugins(run)),
-    )
+    ]
+    if with_plugins:
+        sections.append(("Plugins", contents.PLUGIN_HEADER, contents.plugins(run)))
     for name, header, rows in sections:
         lines += [f"## {name}", "", *(_table(header, rows) if rows else ["None.", ""])]
     if notes := contents.notices(run):

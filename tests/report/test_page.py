@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from surogate_core.report import html
 from surogate_core.report.records import RunRecord
 from surogate_core.report.serve import PageServer
 
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
@@ -30,7 +33,7 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.h
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield found
         found.close()
 
@@ -38,10 +41,10 @@ def browser() -> Iterator[Any]:
 class Shown:
     """A page, and what went wrong on it."""
 
-    def __init__(self, browser: Any, *runs: RunRecord):
+    def __init__(self, browser: Any, *runs: RunRecord, **options: Any):
         self.runs = list(runs)
         self.server = PageServer(lambda: self.runs)
-        self.tab = browser.new_page(viewport={"width": 1200, "height": 900})
+        self.tab = browser.new_page(**{"viewport": {"width": 1200, "height": 900}, **options})
         self.wrong: list[str] = []
         # `ink` reads pixels back, which Chromium advises against.
         self.tab.on("console", lambda m: self.wrong.append(m.text) if "getImageData" not in m.text else None)
@@ -176,7 +179,11 @@ def test_runs_are_laid_over_each_other_and_can_be_hidden(browser: Any) -> None:
     with closing(Shown(browser, make_run("a"), make_run("b", loss=9.0))) as shown:
         tab = shown.tab
         assert tab.locator("#runs label").all_inner_texts() == ["a", "b"]
-        assert tab.locator("h1").all_inner_texts() == ["2 runs", "a", "b"]
+        assert tab.locator("h1").all_inner_texts() == ["2 runs", "a", "b", "Plugins of all runs"]
+        assert tab.locator("#compared tr").all_inner_texts()[0].split("\t") == [
+            "run", "outcome", "steps", "loss", "held-out loss", "throughput", "peak memory",
+        ]  # fmt: skip
+        assert tab.locator("#outcome").inner_text() == "2 running"
         both = shown.ink("Loss")
         tab.locator("#runs input").nth(1).uncheck()
         shown.until("charts[0].scale && charts[0].curves().length === 2")
@@ -197,6 +204,141 @@ def test_values_that_are_not_finite_and_a_run_without_steps(browser: Any) -> Non
         shown.tab.wait_for_timeout(50)
         assert shown.ink("Loss") > 10
         assert shown.wrong == []
+
+
+def tiles(shown: Shown) -> dict[str, str]:
+    texts = shown.tab.locator("#latest dt").all_inner_texts(), shown.tab.locator("#latest dd").all_inner_texts()
+    return dict(zip(*texts, strict=True))
+
+
+def test_tiles_and_shown_charts_are_the_runs_whatever_is_enlarged(browser: Any) -> None:
+    run = make_run(steps=400)
+    for step, loss in ((100, 9.0), (300, 8.0)):
+        run.add({"event": "eval_end", "step": step, "loss": loss})
+    for step in (10, 20, 390):
+        stats = {"utilization": step / 400, "memory_used_bytes": 2**30, "power_watts": 300.4}
+        run.add({"event": "gpu_stats", "step": step, **stats})
+    with closing(Shown(browser, run)) as shown:
+        before, charts = tiles(shown), shown.tab.locator("figure:visible").count()
+        assert (before["held-out loss"], before["GPU"]) == ("8", "98 % · 300 W")
+        for begin, end in ((90, 110), (200, 250), (5, 25)):
+            shown.tab.evaluate(f"show({begin}, {end})")
+            shown.until(f"state.runs[0].curves.loss[0].length === {end - begin + 3} && !busy")
+            assert tiles(shown) == before
+            assert shown.tab.locator("figure:visible").count() == charts
+        assert shown.wrong == []
+
+
+def test_smoothing_is_of_loss_and_gradient_norm_and_keeps_the_raw_values(browser: Any) -> None:
+    run = make_run(steps=300)
+    for step in range(301, 500):
+        run.add({"event": "step_end", "step": step, "loss": 2.0 + step % 2, "lr": 0.001 * (step % 7), "grad_norm": 1.0})
+    with closing(Shown(browser, run)) as shown:
+        seen = "JSON.stringify(state.runs[0].curves.{}.map(c => c.slice(0, 50)))"
+        before = {name: shown.tab.evaluate(seen.format(name)) for name in ("lr", "peak_memory_bytes", "eval")}
+        raw = shown.tab.evaluate("state.runs[0].curves.loss[1]")
+        shown.tab.locator("#smooth").fill("0.95")
+        shown.until("state.runs[0].curves.loss.length === 3 && !busy")
+        assert before == {name: shown.tab.evaluate(seen.format(name)) for name in before}
+        assert shown.tab.evaluate("state.runs[0].curves.loss[1]") == raw
+        means = shown.tab.evaluate("state.runs[0].curves.loss[2]")
+        assert means[0] == raw[0]
+        assert max(means[-20:]) - min(means[-20:]) < 0.1
+        assert shown.tab.evaluate("state.runs[0].curves.grad_norm.length") == 3
+        assert shown.wrong == []
+
+
+def touch(tab: Any, kind: str, *points: tuple[float, float]) -> None:
+    tab.session.send(
+        "Input.dispatchTouchEvent",
+        {"type": kind, "touchPoints": [{"x": x, "y": y, "id": n} for n, (x, y) in enumerate(points)]},
+    )
+
+
+def test_fingers_enlarge_pinch_scroll_and_reset(browser: Any) -> None:
+    run = make_run(steps=1000)
+    phone = {"viewport": {"width": 390, "height": 800}, "has_touch": True, "is_mobile": True}
+    with closing(Shown(browser, run, **phone)) as shown:
+        tab = shown.tab
+        tab.session = tab.context.new_cdp_session(tab)
+        tab.locator('canvas[aria-label="Loss"]').scroll_into_view_if_needed()
+        box = tab.locator('canvas[aria-label="Loss"]').bounding_box()
+        y = box["y"] + 90
+
+        def slide(*stations: tuple[tuple[float, float], ...]) -> None:
+            touch(tab, "touchStart", *stations[0])
+            for points in stations[1:]:
+                touch(tab, "touchMove", *points)
+            touch(tab, "touchEnd")
+
+        slide(*(((box["x"] + x, y),) for x in (120, 140, 170, 200, 220)))
+        tab.wait_for_selector("#whole:visible")
+        begin, end = tab.evaluate("[state.begin, state.end]")
+        assert 100 < begin < end < 600
+        # Two fingers that part enlarge further, and the steps under them stay.
+        shown.until("!busy")
+        slide(*(((box["x"] + 200 - x, y), (box["x"] + 220 + x, y)) for x in (0, 20, 40)))
+        shown.until("!busy && state.begin !== null")
+        closer = tab.evaluate("[state.begin, state.end]")
+        assert begin < closer[0] < closer[1] < end
+        assert closer[1] - closer[0] < 0.5 * (end - begin)
+        for _ in range(2):
+            slide(((box["x"] + 200, y),))
+        shown.until("state.begin === null")
+        assert tab.locator("#whole").is_hidden()
+        # A finger that goes up the page scrolls it, and enlarges nothing.
+        before = tab.evaluate("scrollY")
+        slide(*(((box["x"] + 200, y - dy),) for dy in range(0, 90, 15)))
+        shown.until(f"scrollY > {before}")
+        assert tab.evaluate("state.begin") is None
+        assert shown.wrong == []
+
+
+def test_a_drag_past_the_edge_enlarges_up_to_it(browser: Any) -> None:
+    with closing(Shown(browser, make_run(steps=300))) as shown:
+        box = shown.tab.locator('canvas[aria-label="Loss"]').bounding_box()
+        shown.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
+        shown.tab.mouse.down()
+        shown.tab.mouse.move(box["x"] - 30, box["y"] - 20)
+        shown.tab.mouse.up()
+        shown.tab.wait_for_selector("#whole:visible")
+        assert shown.tab.evaluate("state.begin") == 1
+
+
+def test_a_start_that_failed_shows_its_message_and_nothing_empty(browser: Any) -> None:
+    run = RunRecord(directory=Path("r"), name="r")
+    run.add({"event": "run_end", "reason": "failed", "message": "no such data set"})
+    with closing(Shown(browser, run)) as shown:
+        assert shown.tab.locator("#outcome").inner_text() == "failed before its first step: no such data set"
+        for selector in ("#latest dt", "figure:visible", "#tools:visible", "#progress:visible"):
+            assert shown.tab.locator(selector).count() == 0, selector
+        assert shown.wrong == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_page_shows_every_value_without_scrolling(browser: Any, scheme: str, tmp_path: Path) -> None:
+    run = make_run("r" * 60)
+    run.facts = {
+        "data_report": {
+            "rows_read": 1234, "bad_rows": 0, "train": None, "eval": None,
+            "datasets": [{"key": "datasets[0]", "path": "/a" * 60, "rows": 1234, "bad_rows": 0}],
+        }
+    }  # fmt: skip
+    outside = """[...document.querySelectorAll('td, dd, h1')].filter(e => {
+        const box = e.getBoundingClientRect();
+        return box.right > innerWidth || box.left < 0;
+    }).map(e => e.textContent)"""
+    narrow = {"viewport": {"width": 390, "height": 800}, "color_scheme": scheme}
+    with closing(Shown(browser, run, **narrow)) as shown:
+        assert "1,234 rows, 0 bad" in shown.tab.locator("td").all_inner_texts()
+        assert shown.tab.evaluate("document.documentElement.scrollWidth") <= 390
+        assert shown.tab.evaluate(outside) == []
+        assert shown.wrong == []
+        report = tmp_path / "report.html"
+        report.write_text(html.render([run]))
+        shown.tab.goto(report.as_uri())
+        assert shown.tab.evaluate("document.documentElement.scrollWidth") <= 390
+        assert shown.tab.evaluate(outside) == []
 
 
 def test_the_server_going_away_is_said(browser: Any) -> None:

@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from surogate_core.cli.main import main
-from surogate_core.report.curves import POINTS, Curve, chart, figure, thinned
+from surogate_core.report import contents
+from surogate_core.report.curves import POINTS, Curve, chart, figure, smoothed, thinned
 from surogate_core.report.records import read_run
 from surogate_core.report.write import write_report
 
@@ -189,7 +191,38 @@ def test_a_run_that_failed_before_its_start(tmp_path: Path) -> None:
     page = Page(write_report([run])[0].read_text())
     assert page.points() == []
     assert "no such data set" in page.text
-    assert page.text.count("nothing recorded") == 6
+    assert "No step was recorded." in page.text
+    assert page.count("figure") == 0
+
+
+def test_one_evaluation_is_no_course(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(
+        "\n".join(s for s in lines if '"loss": 4.25' not in s and "peak" not in s) + "\n"
+    )
+    assert dict(row[:2] for row in contents.summary(read_run(run)))["held-out loss"] == "5.0000 (step 0 only)"
+
+
+def test_a_figure_that_was_not_measured_is_not_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    text = (run / "metrics.jsonl").read_text().replace('"peak_memory_bytes": 1073741824, ', "", 1)
+    (run / "metrics.jsonl").write_text(text)
+    assert dict(row[:2] for row in contents.summary(read_run(run)))["peak memory"] == "1.00 GiB"
+
+
+def test_several_runs_are_compared_and_same_plugins_listed_once(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, steps=steps) for name, steps in (("a", 30), ("b", 20), ("c", 20))]
+    for suffix, head in ((".html", "<th>distribution</th>"), (".md", "| distribution |")):
+        text = write_report(runs, output=tmp_path / f"r{suffix}")[0].read_text()
+        assert text.count(head) == 1
+        assert text.count("30 of 30") == 2, "once in the table and once in the summary"
+    page = Page(write_report(runs, output=tmp_path / "r.html")[0].read_text())
+    assert page.text.index("20 of 20") < page.text.index("Summary")
+    facts = json.loads((runs[1] / "run.json").read_text())
+    facts["plugins"][0]["version"] = "0.2.0"
+    (runs[1] / "run.json").write_text(json.dumps(facts))
+    assert write_report(runs, output=tmp_path / "r.html")[0].read_text().count("<th>distribution</th>") == 3
 
 
 def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -259,6 +292,33 @@ def test_thinning_keeps_spikes_ends_and_gaps() -> None:
     assert any(x == 12_345.0 for x, _ in thin)
     assert [x for x, _ in thin] == sorted(x for x, _ in thin)
     assert thinned(points[:POINTS]) == points[:POINTS]
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.5, 0.9, 0.999])
+def test_a_mean_is_without_bias_and_skips_what_is_not_finite(keep: float) -> None:
+    values = np.random.default_rng(0).normal(3.0, 1.0, 5000)
+    values[[0, 7, 8, 4999]] = math.nan, math.inf, -math.inf, math.nan
+    sums = weights = 0.0
+    expected = np.full(5000, np.nan)
+    for place, value in enumerate(values):
+        if math.isfinite(value):
+            sums, weights = keep * sums + (1 - keep) * value, keep * weights + (1 - keep)
+            expected[place] = sums / weights
+    found = smoothed(values, keep)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert found[1] == pytest.approx(values[1], rel=1e-12)
+    assert smoothed(np.empty(0), keep).size == 0
+
+
+def test_an_amount_has_an_axis_from_zero() -> None:
+    curve = Curve(label="", points=[(1, 1000.0), (2, 1001.0)])
+    assert ">0</text>" in chart("Peak memory", [curve], from_zero=True)
+    assert ">0</text>" not in chart("Loss", [curve])
+
+
+def test_a_logarithmic_axis_is_named() -> None:
+    assert "Loss, log scale<" in chart("Loss", [Curve(label="", points=[(1, 1e-3), (2, 1.0)])])
+    assert "log scale" not in chart("Loss", [Curve(label="", points=[(1, 1e-2), (2, 1.0)])])
 
 
 def test_a_chart_of_hostile_values() -> None:

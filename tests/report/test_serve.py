@@ -187,6 +187,32 @@ def test_a_long_run_is_a_small_answer_that_keeps_the_spike(tmp_path: Path) -> No
     assert len(json.dumps(found)) < 150_000
 
 
+def test_the_latest_figures_and_the_means_do_not_depend_on_the_stretch(tmp_path: Path) -> None:
+    run = run_of(tmp_path, steps=5000)
+    for at, loss in ((1000, 4.0), (4000, 3.0)):
+        run.add({"event": "eval_end", "step": at, "loss": loss})
+    run.add({"event": "gpu_stats", "step": 500, "utilization": 0.5, "power_watts": 300.0})
+    (whole,) = figures([run], smooth=0.9)["runs"]
+    (part,) = figures([run], begin=100, end=300, smooth=0.9)["runs"]
+    for name in ("latest", "recorded", "range", "seconds", "step"):
+        assert part[name] == whole[name], name
+    assert (whole["latest"]["eval"], whole["latest"]["gpu.utilization"]) == (3.0, 0.5)
+    assert whole["recorded"] == ["loss", "lr", "gpu.utilization", "gpu.power_watts", "eval"]
+    means = {at: mean for at, _, mean in zip(*whole["curves"]["loss"], strict=True)}
+    near = {at: mean for at, _, mean in zip(*part["curves"]["loss"], strict=True)}
+    both = means.keys() & near.keys()
+    assert len(both) > 10
+    assert [means[at] for at in both] == [near[at] for at in both]
+    assert len(whole["curves"]["lr"]) == len(figures([run])["runs"][0]["curves"]["loss"]) == 2
+
+
+def test_smoothing_that_is_no_share_is_brought_into_bounds(server: PageServer) -> None:
+    for given in ("7", "-1", "nan", "inf", "x"):
+        status, body, _ = ask(server, f"/figures?smooth={given}")
+        assert status == 200
+        assert json.loads(body)["runs"][0]["curves"]["loss"][1][-1] == 4.0
+
+
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = RunRecord(directory=tmp_path, name="new", live=True)
     run.add({"event": "progress", "task": "loading weights", "done": 3, "total": 9, "unit": ""})

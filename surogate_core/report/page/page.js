@@ -1,10 +1,12 @@
-"use strict";
 // All text reaches the page through textContent and the canvas: nothing of a run is ever read as HTML.
 
 const LAYOUT = JSON.parse(document.getElementById("layout").textContent);
 const TOKEN = new URLSearchParams(location.search).get("token");
 const EVERY = 2000; // milliseconds between two requests while a run goes on
+const SELDOM = 5; // every fifth of them when all runs are over
+const TAP = 10, DOUBLE_TAP = 350; // pixels that a tap may move, milliseconds between two taps
 const HEIGHT = 210, LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 22, LOG_RATIO = 200;
+const ALWAYS = ["loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes"];
 const $ = (id) => document.getElementById(id);
 
 const state = { runs: [], texts: [], hidden: new Set(), begin: null, end: null, smooth: 0, revision: "", hover: null };
@@ -23,90 +25,110 @@ async function get(path, query = {}) {
   return reply.json();
 }
 
-// ------------------------------------------------------------------------------ figures
-
-function figure(value) {
-  if (value === null || value === undefined || !isFinite(value)) return "–";
-  const size = Math.abs(value);
-  for (const [limit, by, unit] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
-    if (size >= limit) return `${Number((value / by).toPrecision(4))}${unit}`;
-  return size === 0 ? "0" : size >= 1e-3 ? String(Number(value.toPrecision(4))) : value.toExponential(1);
-}
-
-function duration(seconds) {
-  if (!isFinite(seconds)) return "–";
-  const whole = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
-  return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
-}
-
 const color = (index) => LAYOUT.colours[index % LAYOUT.colours.length];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-// An exponential mean of the values that are there; a gap stays one.
-function smoothed(values) {
-  const keep = state.smooth;
-  if (!keep) return values;
-  let mean = null;
-  return values.map((v) => (v === null ? null : (mean = mean === null ? v : keep * mean + (1 - keep) * v)));
-}
-
-function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const width = [1, 2, 5, 10].map((f) => f * power).find((w) => w >= rough);
-  const found = [];
-  for (let n = Math.ceil(low / width); n * width <= high; n++) found.push(n * width);
-  return found;
-}
+const over = () => state.runs.length > 0 && state.runs.every((run) => run.over);
+const shownRuns = () => state.runs.filter((run) => !state.hidden.has(run.title));
 
 // ------------------------------------------------------------------------------- charts
 
 class Chart {
-  constructor({ title, series, unit }) {
+  constructor({ title, series, unit, zero }) {
     this.series = series;
+    this.zero = zero;
     this.canvas = make("canvas");
+    this.title = make("b", unit ? `${title} (${unit})` : title);
     this.readout = make("span");
     this.canvas.setAttribute("role", "img");
     this.canvas.setAttribute("aria-label", title);
-    const caption = make("figcaption", unit ? `${title} (${unit})` : title, this.readout);
-    this.figure = make("figure", null, caption, this.canvas);
-    this.drag = null;
-    this.canvas.addEventListener("pointerdown", (e) => { this.drag = this.stepAt(e); });
-    this.canvas.addEventListener("pointermove", (e) => { state.hover = this.stepAt(e); drawSoon(); });
-    this.canvas.addEventListener("pointerleave", () => { state.hover = null; this.drag = null; drawSoon(); });
-    this.canvas.addEventListener("pointerup", (e) => this.enlarge(this.drag, this.stepAt(e)));
-    this.canvas.addEventListener("dblclick", () => show(null, null));
+    this.figure = make("figure", null, make("figcaption", null, this.title, this.readout), this.canvas);
+    this.plain = this.title.textContent;
+    this.drag = null; // the step at which a drag began
+    this.pinch = null; // the steps under two fingers
+    this.fingers = new Map(); // pointer → its place as a share of the width
+    this.tap = { time: 0, x: 0, begun: 0 };
+    const on = (name, listener) => this.canvas.addEventListener(name, listener);
+    on("pointerdown", (e) => this.press(e));
+    on("pointermove", (e) => this.move(e));
+    on("pointerup", (e) => this.release(e, true));
+    on("pointercancel", (e) => this.release(e, false));
+    on("pointerleave", (e) => { if (e.pointerType === "mouse") { state.hover = null; drawSoon(); } });
+    on("dblclick", () => show(null, null));
+  }
+
+  shareAt(event) {
+    return Math.min(1, Math.max(0, (event.offsetX - LEFT) / (this.scale.width - LEFT - RIGHT)));
   }
 
   stepAt(event) {
-    if (!this.scale) return null;
-    const { low, high, width } = this.scale;
-    const share = (event.offsetX - LEFT) / (width - LEFT - RIGHT);
-    return low + Math.min(1, Math.max(0, share)) * (high - low);
+    return this.scale ? this.scale.low + this.shareAt(event) * (this.scale.high - this.scale.low) : null;
   }
 
-  enlarge(from, to) {
+  press(event) {
+    if (!this.scale || event.button) return;
+    this.canvas.setPointerCapture(event.pointerId);
+    this.fingers.set(event.pointerId, this.shareAt(event));
+    state.hover = this.stepAt(event);
+    if (this.fingers.size === 1) {
+      this.drag = state.hover;
+      this.tap.begun = event.offsetX;
+    } else {
+      this.drag = state.hover = null;
+      const { low, high } = this.scale;
+      this.pinch = [...this.fingers.values()].slice(0, 2).map((share) => low + share * (high - low));
+    }
+    drawSoon();
+  }
+
+  move(event) {
+    if (this.fingers.has(event.pointerId) && this.scale) this.fingers.set(event.pointerId, this.shareAt(event));
+    if (this.pinch) {
+      const shown = shownRuns().map((run) => run.range);
+      const whole = [Math.min(...shown.map((r) => r[0])), Math.max(...shown.map((r) => r[1]))];
+      [state.begin, state.end] = pinched(this.pinch, [...this.fingers.values()], whole) ?? [null, null];
+    } else state.hover = this.stepAt(event);
+    drawSoon();
+  }
+
+  release(event, meant) {
+    if (!this.fingers.delete(event.pointerId)) return;
+    const from = this.drag, to = this.stepAt(event);
     this.drag = null;
-    if (from === null || to === null || Math.abs(to - from) < 2) return;
-    show(Math.floor(Math.min(from, to)), Math.ceil(Math.max(from, to)));
+    if (this.pinch) {
+      if (this.fingers.size > 1) return;
+      this.pinch = null;
+      if (state.begin === null) show(null, null);
+      else show(Math.floor(state.begin), Math.ceil(state.end));
+    } else if (meant && event.pointerType !== "mouse" && Math.abs(event.offsetX - this.tap.begun) < TAP) this.tapped(event);
+    else if (meant && from !== null && to !== null && Math.abs(to - from) >= 2)
+      show(Math.floor(Math.min(from, to)), Math.ceil(Math.max(from, to)));
+    drawSoon();
+  }
+
+  tapped(event) {
+    const again = event.timeStamp - this.tap.time < DOUBLE_TAP && Math.abs(event.offsetX - this.tap.x) < 4 * TAP;
+    this.tap = { ...this.tap, time: again ? 0 : event.timeStamp, x: event.offsetX };
+    if (again) show(null, null);
   }
 
   curves() {
     const found = [];
     state.runs.forEach((run, index) => {
       if (state.hidden.has(run.title)) return;
-      const [steps, values] = run.curves[this.series];
-      found.push({ run, index, steps, values: smoothed(values), dots: false });
+      const name = state.runs.length > 1 ? run.title : "";
+      const [steps, values, means] = run.curves[this.series];
+      found.push({ name, index, steps, values, means, dots: false });
       if (this.series === "loss" && run.curves.eval[0].length) {
         const [at, losses] = run.curves.eval;
-        found.push({ run, index, steps: at, values: losses, dots: true });
+        found.push({ name, index, steps: at, values: losses, means: null, dots: true });
       }
     });
     return found.filter((c) => c.values.some((v) => v !== null));
   }
 
   draw() {
-    const curves = this.curves(), always = ["loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes"];
-    this.figure.hidden = !curves.length && !always.includes(this.series);
+    const runs = state.runs, expected = ALWAYS.includes(this.series) && runs.some((run) => run.step || !run.over);
+    this.figure.hidden = !expected && !runs.some((run) => run.recorded.includes(this.series));
     if (this.figure.hidden) return;
     const width = this.canvas.clientWidth || 440, ratio = devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * ratio)) {
@@ -119,32 +141,44 @@ class Chart {
     pen.font = "11px system-ui, sans-serif";
     this.scale = null;
     this.readout.textContent = "";
-    if (!curves.length) {
-      pen.fillStyle = css("--pale");
-      pen.fillText("nothing recorded", LEFT, HEIGHT / 2);
-      return;
-    }
-    const [low, high] = this.stretch(curves);
-    const inside = (c, i) => c.steps[i] >= low && c.steps[i] <= high;
-    const heights = curves.flatMap((c) => c.values.filter((v, i) => v !== null && inside(c, i)));
-    if (!heights.length) return;
+    const curves = this.curves(), [low, high] = this.stretch(curves);
+    const heights = curves.flatMap((c) => c.values.filter((v, i) => v !== null && c.steps[i] >= low && c.steps[i] <= high));
+    if (!curves.length) return this.nothing(pen, "nothing recorded");
+    this.scale = { low, high, width };
+    if (!heights.length) return this.nothing(pen, "nothing recorded in this stretch");
     let least = heights.reduce((a, b) => Math.min(a, b)), most = heights.reduce((a, b) => Math.max(a, b));
+    if (this.zero) least = Math.min(least, 0);
     const log = least > 0 && most / least > LOG_RATIO;
     if (log) [least, most] = [Math.log10(least), Math.log10(most)];
     const margin = 0.05 * (most - least) || 0.05 * Math.abs(most) || 1;
     const bottom = log || least < 0 ? least - margin : Math.max(0, least - margin), top = most + margin;
     const across = (x) => LEFT + ((x - low) / (high - low)) * (width - LEFT - RIGHT);
     const down = (y) => HEIGHT - BOTTOM - (((log ? Math.log10(y) : y) - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
-    this.scale = { low, high, width };
+    this.caption(curves, log);
     this.background(pen, width, across);
     this.axes(pen, width, across, { low, high, bottom, top, log });
     pen.save();
     pen.beginPath();
     pen.rect(LEFT, TOP - 2, width - LEFT - RIGHT, HEIGHT - TOP - BOTTOM + 4);
     pen.clip();
-    for (const curve of curves) this.line(pen, curve, across, down);
+    for (const { means, ...curve } of curves) {
+      // The raw values stay, pale, behind their mean.
+      this.line(pen, curve, across, down, means ? 0.25 : 1);
+      if (means) this.line(pen, { ...curve, values: means }, across, down, 1);
+    }
     pen.restore();
     this.pointer(pen, curves, across);
+  }
+
+  nothing(pen, text) {
+    this.caption([], false);
+    pen.fillStyle = css("--pale");
+    pen.fillText(text, LEFT, HEIGHT / 2);
+  }
+
+  caption(curves, log) {
+    const text = `${this.plain}${log ? ", log scale" : ""}${curves.some((c) => c.dots) ? ", dots: held-out" : ""}`;
+    if (this.title.textContent !== text) this.title.textContent = text;
   }
 
   stretch(curves) {
@@ -155,7 +189,7 @@ class Chart {
   }
 
   background(pen, width, across) {
-    const shown = state.runs.filter((run) => !state.hidden.has(run.title));
+    const shown = shownRuns();
     if (shown.length !== 1) return;
     const clip = (x) => Math.min(width - RIGHT, Math.max(LEFT, across(x)));
     for (const [begin, end, label] of shown[0].bands) {
@@ -192,12 +226,14 @@ class Chart {
       pen.fillText(figure(log ? 10 ** height : height), LEFT - 6, y + 4);
     }
     pen.textAlign = "center";
-    for (const step of ticks(low, high, 5)) pen.fillText(figure(step), across(step), HEIGHT - 6);
+    for (const step of ticks(low, high, width < 400 ? 3 : 5)) pen.fillText(figure(step), across(step), HEIGHT - 6);
+    pen.textAlign = "left";
   }
 
-  line(pen, { steps, values, index, dots }, across, down) {
+  line(pen, { steps, values, index, dots }, across, down, strength) {
     pen.strokeStyle = pen.fillStyle = color(index);
-    pen.lineWidth = 1.3;
+    pen.globalAlpha = strength;
+    pen.lineWidth = 1.5;
     pen.beginPath();
     let broken = true;
     for (let i = 0; i < steps.length; i++) {
@@ -211,33 +247,25 @@ class Chart {
     }
     if (dots) pen.fill();
     pen.stroke();
+    pen.globalAlpha = 1;
   }
 
   pointer(pen, curves, across) {
     if (state.hover === null) return;
     const x = across(state.hover);
+    if (this.drag !== null) {
+      pen.globalAlpha = 0.15;
+      pen.fillStyle = css("--ink");
+      pen.fillRect(across(this.drag), TOP, x - across(this.drag), HEIGHT - TOP - BOTTOM);
+      pen.globalAlpha = 1;
+    }
     pen.strokeStyle = css("--pale");
     pen.beginPath();
     pen.moveTo(x, TOP);
     pen.lineTo(x, HEIGHT - BOTTOM);
     pen.stroke();
-    const said = curves.map(({ steps, values, dots, index }) => {
-      const place = nearest(steps, state.hover);
-      const whose = state.runs.length > 1 ? `${state.runs[index].title} ` : "";
-      return `${whose}${dots ? "held-out " : ""}${figure(values[place])}`;
-    });
-    this.readout.textContent = `step ${Math.round(state.hover)}: ${said.join(" · ")}`;
+    this.readout.textContent = readout(curves, state.hover);
   }
-}
-
-function nearest(steps, at) {
-  let low = 0, high = steps.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < at) low = middle;
-    else high = middle;
-  }
-  return at - steps[low] < steps[high] - at ? low : high;
 }
 
 let waiting = false;
@@ -261,21 +289,23 @@ function header() {
   const many = state.runs.length > 1;
   document.title = `${many ? `${state.runs.length} runs` : run.title} · Surogate`;
   $("title").textContent = many ? `${state.runs.length} runs` : run.title;
-  const eta = run.over ? "" : ` · ${duration((run.steps - run.step) * run.latest.seconds)} to go`;
-  const task = run.task ? ` · ${run.task.task} ${run.task.done}${run.task.total ? `/${run.task.total}` : ""}` : "";
-  $("outcome").textContent = `${run.outcome} · step ${run.step} of ${run.steps ?? "?"}${run.steps ? eta : ""}${task}`;
+  $("outcome").textContent = outcome(state.runs);
   $("progress").value = run.steps ? run.step / run.steps : 0;
-  $("progress").hidden = many;
-  const latest = run.latest, gpu = (name) => run.curves[`gpu.${name}`][1].at(-1);
-  const tiles = [
-    ["loss", figure(latest.loss)], ["held-out loss", figure(run.curves.eval[1].at(-1))],
-    ["learning rate", figure(latest.lr)], ["gradient norm", figure(latest.grad_norm)],
-    ["tokens/s", figure(latest.tokens_per_second)], ["tokens", figure(latest.total_tokens)],
-    ["memory", `${figure(latest.peak_memory_bytes / 2 ** 30)} GiB`], ["phase", run.phase ?? "–"],
-    ["speed of light", latest.speed_of_light == null ? "–" : `${figure(latest.speed_of_light * 100)} %`],
-    ["GPU", gpu("utilization") == null ? "–" : `${figure(gpu("utilization"))} % · ${figure(gpu("power_watts"))} W`],
-  ];
-  $("latest").replaceChildren(...(many ? [] : tiles).map(([name, value]) => make("div", null, make("dt", name), make("dd", value))));
+  $("progress").hidden = many || (run.over && !run.step);
+  $("tools").hidden = state.runs.every((run) => run.over && !run.recorded.length);
+  $("latest").replaceChildren(...(many ? [] : tiles(run)).map(([name, value]) => make("div", null, make("dt", name), make("dd", value))));
+  const phases = Object.entries(LAYOUT.phases).filter(([label]) => !many && run.bands.some((band) => band[2] === label));
+  $("keys").replaceChildren(...phases.map(([label, fill]) => make("span", null, swatch(fill, 0.5), label)),
+    ...(!many && run.advice.length ? [make("span", "dashed: advice")] : []));
+}
+
+function swatch(fill, opacity) {
+  const patch = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const square = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  for (const [name, value] of [["width", "100%"], ["height", "100%"], ["rx", "3"], ["fill", fill], ["opacity", opacity]])
+    square.setAttribute(name, value);
+  patch.append(square);
+  return patch;
 }
 
 function legend() {
@@ -291,55 +321,69 @@ function legend() {
       else state.hidden.add(run.title);
       drawSoon();
     });
-    const patch = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    const square = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    for (const [name, value] of [["width", "100%"], ["height", "100%"], ["rx", "3"], ["fill", color(index)]])
-      square.setAttribute(name, value);
-    patch.append(square);
-    return make("li", null, make("label", null, box, patch, make("span", run.title)));
+    return make("li", null, make("label", null, box, swatch(color(index), 1), make("span", run.title)));
   }));
 }
 
+// Without a head the rows are facts, (what, value), and their text is broken where it must be.
 function table(head, rows) {
   if (!rows.length) return make("p", "none");
-  const line = (tag, cells) => make("tr", null, ...cells.map((cell) => make(tag, cell)));
-  return make("table", null, ...(head.length ? [line("th", head)] : []), ...rows.map((cells) => line("td", cells)));
+  const line = (tag, name, cells) => {
+    const found = make("tr", null, ...cells.map((cell) => make(tag, cell)));
+    if (head.length) found.className = name;
+    [...found.cells].forEach((cell, place) => { if (head.length) cell.dataset.head = head[place]; });
+    return found;
+  };
+  const lines = rows.map((cells) => line("td", "row", cells));
+  const found = make("table", null, ...(head.length ? [line("th", "head", head)] : []), ...lines);
+  if (!head.length) found.className = "facts";
+  return found;
 }
 
-let told = "";
+const PLUGINS = ["plugin", "distribution", "version"];
+let last = "";
 function details() {
   const now = JSON.stringify([state.runs.map((run) => [run.title, run.advice, run.notes, run.summary, run.outcome]), state.revision]);
-  if (now === told) return;
-  told = now;
+  if (now === last) return;
+  last = now;
   const open = new Set([...document.querySelectorAll("details[open]")].map((element) => element.dataset.run));
-  $("details").replaceChildren(...state.runs.flatMap((run, index) => {
+  const many = state.runs.length > 1;
+  const alike = new Set(state.texts.map((text) => JSON.stringify(text.plugins))).size < 2;
+  $("compared").replaceChildren(...(many ? [table(state.compared.head, state.compared.rows)] : []));
+  const parts = state.runs.flatMap((run, index) => {
     const text = state.texts[index] ?? { config: "", data: [], plugins: [] };
     const config = make("details", null, make("summary", "config.yaml"), make("pre", text.config));
     config.dataset.run = run.title;
     config.open = open.has(run.title);
-    const parts = [
+    return [
+      ...(many ? [make("h1", run.title)] : []),
       make("h2", "Advice"),
       table(["step", "seen", "key", "change"], run.advice.map((a) => [a.step, a.message, a.key, a.suggestion])),
       make("h2", "Summary"), table([], run.summary),
       ...(run.notes.length ? [make("h2", "Notes"), make("ul", null, ...run.notes.map((note) => make("li", note)))] : []),
       make("h2", "Data"), table([], text.data),
-      make("h2", "Plugins"), table(["plugin", "distribution", "version"], text.plugins),
+      ...(many && alike ? [] : [make("h2", "Plugins"), table(PLUGINS, text.plugins)]),
       make("h2", "Configuration"), config,
     ];
-    return state.runs.length > 1 ? [make("h1", run.title), ...parts] : parts;
-  }));
+  });
+  if (many && alike) parts.push(make("h1", "Plugins of all runs"), table(PLUGINS, state.texts[0]?.plugins ?? []));
+  $("details").replaceChildren(...parts);
 }
 
 // ------------------------------------------------------------------------------- update
 
-let busy = false;
+let busy = false, wanted = false;
 async function update(again = false) {
-  if (busy) return again && setTimeout(() => update(true), 50);
+  if (busy) {
+    wanted ||= again;
+    return;
+  }
   busy = true;
-  const query = state.begin === null ? {} : { begin: state.begin, end: state.end };
+  const query = { smooth: state.smooth, ...(state.begin === null ? {} : { begin: state.begin, end: state.end }) };
   try {
     const reply = await get("/figures", query);
     state.runs = reply.runs;
+    state.compared = reply.compared;
     const revision = JSON.stringify(reply.runs.map((run) => run.revision));
     if (revision !== state.revision) {
       state.texts = (await get("/texts")).runs;
@@ -352,17 +396,23 @@ async function update(again = false) {
     document.body.dataset.drawn = "true";
     if (performance.getEntriesByName("curves").length === 0 && state.runs.some((run) => run.step)) performance.mark("curves");
   } catch (error) {
-    $("outcome").textContent = `no longer served: ${error.message}`;
+    // The server of a run ends with it; what its end was stays.
+    if (!over()) $("outcome").textContent = `no longer served: ${error.message}`;
   } finally {
     busy = false;
+    if (wanted) {
+      wanted = false;
+      update();
+    }
   }
 }
 
 for (const curve of LAYOUT.curves) charts.push(new Chart(curve));
 $("curves").append(...charts.map((chart) => chart.figure));
-$("keys").textContent = "Shaded: green converging, yellow plateau, red diverging, violet unstable. Dashed: advice.";
-$("smooth").addEventListener("input", (e) => { state.smooth = Number(e.target.value); drawSoon(); });
+$("smooth").addEventListener("input", (e) => { state.smooth = Number(e.target.value); update(true); });
 $("whole").addEventListener("click", () => show(null, null));
 addEventListener("resize", drawSoon);
 update();
-setInterval(() => { if (!document.hidden && !state.runs.every((run) => run.over)) update(); }, EVERY);
+let turn = 0;
+// A run that is over may be resumed, so the page goes on to ask, at longer intervals.
+setInterval(() => { if (!document.hidden && (!over() || ++turn % SELDOM === 0)) update(); }, EVERY);
