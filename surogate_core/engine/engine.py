@@ -32,8 +32,9 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature
 from surogate_core.engine.device_memory import grow_segments
+from surogate_core.engine.gradient_norm import FlatNorm, StreamedNorm
 from surogate_core.engine.host_memory import keep_freed_pages
-from surogate_core.engine.parameters import Parameters, Piece, Source, pieces
+from surogate_core.engine.parameters import Parameters, Source, pieces
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
@@ -171,6 +172,8 @@ class _Flow:
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are added together up to so many."""
+LOSSES_IN_FP32 = 32
+"""Losses of micro-steps and chunks that are added in fp32 before their sum goes on in float64."""
 
 
 class Engine:
@@ -214,8 +217,6 @@ class Engine:
         """Whether a piece's sums are on the device only while its backward runs."""
         self._sums_hold = False
         """Whether the sums of gradients hold micro-steps; if not, they count as zeros."""
-        self._norms: Tensor | None = None
-        """[trained tensors] fp32: the norms of their sums, of a CUDA device whose optimizer step the CPU takes."""
         self.inputs = Inputs.allocate(settings, len(layers))
         tables = {name: Signature.of(t) for name, t in self._tables().items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
@@ -257,8 +258,10 @@ class Engine:
         self._groups = self.parameters.host_groups if settings.update_on_cpu else self.parameters.groups
         for piece in found:
             self.gradients.put(piece.key, self.parameters.resting_gradients(piece))
+        self.norm = FlatNorm(self._groups)
         if settings.update_on_cpu and settings.device.type == "cuda" and self.streams_gradients:
-            self._number_norms(found)
+            trained = [spec.hf_name for spec in self.parameters.specs.values() if spec.trainable]
+            self.norm = StreamedNorm(found, trained, settings.device)
         with placement.allocating("optimizer"):
             self.optimizer: Optimizer = optimizer.build(self._groups, optimizer_settings, optimizer_options)
         self.train_embedding = self.embed.specs[0].trainable
@@ -283,6 +286,7 @@ class Engine:
             progress=progress,
         )
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._earlier_losses = torch.zeros((), dtype=torch.float64, device=settings.device)
         self._host_kernels = host_kernels(compiled=settings.compiler == "inductor")
         self._lr = torch.zeros((), dtype=torch.float32, device=updating)
         ranges = self.recipe_state.rows.numel() if isinstance(self.recipe_state, RangedState) else 0
@@ -306,15 +310,6 @@ class Engine:
         self.recipe_state = None if recipe.state is None else recipe.state(count, self.settings.device, options)
         if self.recipe_state is not None:
             self._observed = torch.zeros_like(self.recipe_state.rows)
-
-    def _number_norms(self, found: Sequence[Piece]) -> None:
-        trained = (spec.hf_name for spec in self.parameters.specs.values() if spec.trainable)
-        places = {name: place for place, name in enumerate(trained)}
-        device = self.settings.device
-        self._norms = torch.zeros(len(places), dtype=torch.float32, device=device)
-        self._norms_of = {
-            p.key: torch.tensor([places[s.hf_name] for s in p.specs if s.trainable], device=device) for p in found
-        }
 
     def _compile(self) -> None:
         for piece in self.layers.values():
@@ -362,7 +357,7 @@ class Engine:
                 case "release":
                     if action.kind == "gradients" and self.streams_gradients:
                         flow.add_pending()
-                        self._measure(action.key)
+                        self.norm.measure(action.key, self.gradients.fetch(action.key))
                     self._store(action.kind).release(action.key)
                 case "forward":
                     self._forward(action.key, flow, training=training)
@@ -400,7 +395,9 @@ class Engine:
         dx = torch.empty_like(x) if training else None
         sums = self.gradients.fetch(self.head.key) if training else ()
         totals: list[tuple[Tensor, Tensor]] = []
-        for chunk in self.programs.chunks():
+        for number, chunk in enumerate(self.programs.chunks()):
+            if number and number % LOSSES_IN_FP32 == 0:
+                self._fold_loss()
             program = self.programs.head(self.head, chunk.stop - chunk.start, training=training)
             arguments = [*tensors, x[chunk], labels[chunk]]
             if self.inputs.weights is not None:
@@ -416,6 +413,18 @@ class Engine:
             # Else they would live while the next chunk's are made.
             del gradients, plain
         flow.dx, flow.gradients = dx, totals
+
+    def _fold_loss(self) -> None:
+        """Take the sum of losses over into float64: a long sum in fp32 loses what each addend has beyond its digits."""
+        self._earlier_losses.add_(self.loss_sum)
+        self.loss_sum.zero_()
+
+    def _take_loss(self) -> Tensor:
+        """0-d float64: the sum of losses, which begins again."""
+        self._fold_loss()
+        total = self._earlier_losses.clone()
+        self._earlier_losses.zero_()
+        return total
 
     def _backward(self, key: str, flow: _Flow) -> None:
         dx = flow.dx
@@ -455,39 +464,29 @@ class Engine:
         groups, on_host = self._groups, self.settings.update_on_cpu
         if on_host and self.settings.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        norm = self._norm()
+        norm = self.norm.read()
         clip = torch.ones_like(norm)
         if self.settings.max_grad_norm > 0:
             clip = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~torch.isfinite(norm)).float()
         with using(self._host_kernels if on_host else self.programs.kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
-        self._figures[:2].copy_(torch.stack((self.loss_sum, norm.to(self.settings.device))))
+        self._figures[:2].copy_(torch.stack((self._take_loss().float(), norm.to(self.settings.device))))
         if self.recipe_state is not None:
             if isinstance(self.recipe_state, RangedState):
                 self._figures[2:].copy_(self.recipe_state.used_range(self._observed).view(-1))
             self.recipe_state.update(self._observed, skip.to(self.settings.device))
             self._observed.zero_()
         self.parameters.refresh(on_host=on_host)
-        self.loss_sum.zero_()
         if not self.streams_gradients:
             for group in groups:
                 group.grad.zero_()
 
-    def _measure(self, key: str) -> None:
-        """Keep the norms of a piece's sums while they are on the device: a CPU reads them slower than they come."""
-        sums = self.gradients.fetch(key)
-        if self._norms is not None and sums:
-            self._norms.index_copy_(0, self._norms_of[key], torch.stack(torch._foreach_norm(list(sums))))
-
-    def _norm(self) -> Tensor:
-        """0-d fp32: the norm of all gradients, where the optimizer steps."""
-        if self._norms is not None:
-            return torch.linalg.vector_norm(self._norms).cpu()
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.grad) for g in self._groups]))
-
     def _accumulate(self, batches: Sequence[MicroBatch], *, step: int, loss_weight: float) -> None:
+        together = max(1, LOSSES_IN_FP32 // len(self.programs.chunks()))
         for micro_step, batch in enumerate(batches):
+            if micro_step and micro_step % together == 0:
+                self._fold_loss()
             self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
             self._micro_step(not self._sums_hold)
             self._sums_hold = True
@@ -534,25 +533,21 @@ class Engine:
     def accumulate(self, batches: Sequence[MicroBatch], *, step: int = 0) -> float:
         """The micro-steps of a step without its update: gradients stay in the groups; the mean loss."""
         loss_weight = sum(b.loss_weight for b in batches)
-        self.loss_sum.zero_()
+        self._take_loss()
         self._accumulate(batches, step=step, loss_weight=loss_weight)
-        loss = self.loss_sum.item() / (loss_weight or 1)
-        self.loss_sum.zero_()
-        return loss
+        return self._take_loss().item() / (loss_weight or 1)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean loss per label token, each by its weight; label tokens) without dropout; touches no gradient."""
         label_tokens, loss_weight = 0, 0.0
-        total = torch.zeros((), dtype=torch.float64, device=self.settings.device)
+        total = torch.zeros_like(self._take_loss())
         for batch in batches:
             self.inputs.load(batch, self.seeds(0, 0), 0.0)
-            self.loss_sum.zero_()
             self._run(self.evaluation, training=False)
-            total += self.loss_sum
+            total += self._take_loss()
             label_tokens += batch.label_tokens
             loss_weight += batch.loss_weight
-        self.loss_sum.zero_()
         return total.item() / (loss_weight or 1), label_tokens
 
     @torch.no_grad()

@@ -21,8 +21,7 @@ def warm_up(engine: Engine) -> None:
     for group in engine.parameters.groups:
         # One is enough, of a parameter: what lies between parameters need not be written again.
         group.grad[:1].fill_(float("nan"))
-    if engine._norms is not None:
-        engine._norms.fill_(float("nan"))
+    engine.norm.spoil()
     engine._run_update()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_offload_host import surogate_offloader as host_offloader
 from tiny_engine import (
     REFERENCES_ONLY,
     gradients,
@@ -22,10 +23,12 @@ from tiny_engine import (
 )
 from torch import Tensor
 
+from surogate_core.bundles import Offloader
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.stores import NO_OFFLOAD
 
 Record = Callable[[str, object], None]
 
@@ -132,6 +135,25 @@ def test_loss_weights_weigh_each_token_of_the_whole_step(chunks: int) -> None:
     assert error <= 1e-5, name
     assert weighted.evaluate(steps)[0] == pytest.approx(loss, rel=1e-6)
     assert weighted.train_step(steps, step=0, lr=0.0).read()[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_the_losses_of_many_micro_steps_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 alone 5,000 times 0.1 comes out too large by four in a hundred thousand."""
+    engine = make_engine()
+    (batch, *_) = ragged()
+    monkeypatch.setattr(engine, "_micro_step", lambda first: engine.loss_sum.add_(0.1))
+    expected = torch.tensor(0.1).double().item() / batch.label_tokens
+    assert engine.accumulate([batch] * 5000) == pytest.approx(expected, rel=1e-6)
+    assert engine.train_step([batch] * 5000, step=0, lr=0.0).read()[0] == pytest.approx(expected, rel=1e-6)
+    assert engine.accumulate([batch]) == pytest.approx(expected, rel=1e-6), "the sum begins again"
+
+
+def test_the_losses_of_many_chunks_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tokens=4096, head_chunks=4096, max_seqlen=32)
+    monkeypatch.setattr(type(engine.programs), "head", lambda *_, **__: lambda arguments: [torch.tensor(0.1)])
+    batch = make_batch([DOCUMENTS[0]] * 6, tokens=4096)
+    expected = torch.tensor(0.1).double().item() * 4096 / batch.label_tokens
+    assert engine.evaluate([batch])[0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("chunks", [3, 7, 32])
@@ -247,6 +269,28 @@ def test_clipping_equals_torch() -> None:
         for leaf, gradient in zip(leaves, found.values(), strict=True):
             assert leaf.grad is not None
             torch.testing.assert_close(gradient * seen["clip"], leaf.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("offloader", [NO_OFFLOAD, host_offloader()], ids=["device", "host"])
+def test_clipping_follows_the_norm_of_thirty_million_gradients(offloader: Offloader) -> None:
+    """In fp32 throughout, a CPU finds a norm that is too small by two in a thousand."""
+    config = tiny_config(vocab_size=1_000_003)
+    streamed = offloader is not NO_OFFLOAD
+    engine = make_engine(
+        config, offloader=offloader, update_on_cpu=streamed, source=lambda spec: torch.zeros(spec.shape)
+    )
+    assert engine.streams_gradients == streamed
+    seen: list[float] = []
+    engine.optimizer.step = lambda *, lr, clip, skip: seen.append(clip.item())  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(0)
+    for group in engine.parameters.groups:
+        group.grad.normal_(generator=generator)
+    parts = [part for group in engine.parameters.groups for part in group.grad.split(1 << 20)]
+    squares = sum(part.double().square().sum().item() for part in parts)
+    _, norm = engine.train_step([], step=0, lr=0.0).read()
+    assert sum(map(len, parts)) > 3e7
+    assert norm == pytest.approx(squares**0.5, rel=1e-6)
+    assert seen == [pytest.approx(1 / squares**0.5, rel=1e-6)]
 
 
 def test_a_norm_of_zero_means_no_clipping() -> None:

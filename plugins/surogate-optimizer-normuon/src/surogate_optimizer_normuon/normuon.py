@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
 from surogate_core.kernels.blockwise import CHUNK, BlockwiseAdamW
+from surogate_core.kernels.norms import long_norm
 from surogate_core.kernels.updates import Matrices, matrix_momentum, matrix_update
 from surogate_optimizer_normuon import NorMuonOptions
 
@@ -38,7 +39,7 @@ def polar(m_BRC: Tensor) -> Tensor:
     """
     tall = m_BRC.shape[1] > m_BRC.shape[2]
     x = m_BRC.mT if tall else m_BRC
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    norm = long_norm(m_BRC.flatten(1))[:, None, None]
     x = (x / (SAFETY * norm + 1e-7)).bfloat16()
     for a, b, c in POLAR_EXPRESS:
         square = x @ x.mT
@@ -114,7 +115,7 @@ class NorMuon:
         beta1, beta2 = self.settings.normuon_momentum, self.settings.normuon_beta2
         matrix_momentum(stack.momentum_BRC, stack.matrices, clip=clip, skip=skip, beta=beta1)
         o_BRC = polar(stack.momentum_BRC)
-        squares_BR = torch.linalg.vector_norm(o_BRC, dim=2, dtype=torch.float32).square_()
+        squares_BR = long_norm(o_BRC).square_()
         stack.variance_BR.lerp_(squares_BR / o_BRC.shape[2], (1 - beta2) * (1 - skip))
         # Of a row all elements have one factor: its norm and the matrix's need no further look at the elements.
         inverse_BR = 1 / (stack.variance_BR.sqrt() + EPSILON)

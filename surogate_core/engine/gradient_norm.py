@@ -1,0 +1,58 @@
+"""The norm of all gradients of a step, which clipping follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import ParamGroup
+from surogate_core.engine.parameters import Piece
+from surogate_core.kernels.norms import long_norm
+
+
+class FlatNorm:
+    """Of flat groups, read where the optimizer steps."""
+
+    def __init__(self, groups: Sequence[ParamGroup]):
+        self._groups = groups
+
+    def measure(self, key: str, sums: Sequence[Tensor]) -> None:
+        """A piece's sums after a micro-step's backward of it, still on the device."""
+
+    def read(self) -> Tensor:
+        """0-d fp32: the norm."""
+        return torch.linalg.vector_norm(torch.stack([long_norm(group.grad) for group in self._groups]))
+
+    def spoil(self) -> None:
+        """Make the next norm NaN, beside what the caller does to the groups."""
+
+
+class StreamedNorm(FlatNorm):
+    """Of sums that are on a GPU only while their piece's backward runs: a CPU reads them slower than they come.
+
+    The last micro-step's measure of each tensor counts. `torch._foreach_norm` sums blocks of 65536 values by trees.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], names: Sequence[str], device: torch.device):
+        """`names`: of the trained tensors."""
+        super().__init__(())
+        places = {name: place for place, name in enumerate(names)}
+        self._norms = torch.zeros(len(places), dtype=torch.float32, device=device)
+        self._places = {
+            p.key: torch.tensor([places[s.hf_name] for s in p.specs if s.trainable], device=device) for p in pieces
+        }
+
+    def measure(self, key: str, sums: Sequence[Tensor]) -> None:
+        """Keep the norms of a piece's sums."""
+        if sums:
+            self._norms.index_copy_(0, self._places[key], torch.stack(torch._foreach_norm(list(sums))))
+
+    def read(self) -> Tensor:
+        """0-d fp32 on the host."""
+        return torch.linalg.vector_norm(self._norms).cpu()
+
+    def spoil(self) -> None:
+        """Make the next norm NaN."""
+        self._norms.fill_(float("nan"))
