@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from surogate_core.masking import masked
+
 
 class SurogateError(Exception):
-    """Base of the errors that are reported in one message, without a traceback."""
+    """Base of the errors that are reported in one message, without a traceback; secrets in the message are masked."""
 
     exit_code = 1
+
+    def __init__(self, message: str):
+        super().__init__(masked(message))
 
 
 class UserError(SurogateError, ValueError):

@@ -1,7 +1,7 @@
 """Logging, configured in one place: JSON lines in the run's log, short lines on stderr.
 
 Everything below warning, and everything of other libraries below error, goes to the log only.
-Records before the log's place is known are kept in memory and written when it is.
+Records before the log's place is known are kept in memory and written when it is. Secrets are masked in both places.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import structlog
+
+from surogate_core.masking import masked
+from surogate_core.safe_files import private
 
 _MEMORY_RECORDS = 10_000
 _state: dict[str, Any] = {"memory": None, "file": None, "path": None}
@@ -41,7 +44,7 @@ def _short(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
         event.pop(key, None)
     level, text = event.pop("level", name), event.pop("event", "")
     rest = " ".join(f"{k}={v}" for k, v in event.items())
-    return f"{level}: {text}" + (f" ({rest})" if rest else "")
+    return masked(f"{level}: {text}" + (f" ({rest})" if rest else ""))
 
 
 def configure() -> None:
@@ -75,11 +78,21 @@ def configure() -> None:
             root.addHandler(handler)
 
 
-def open_log(path: Path) -> None:
-    """Write the log to a file from now on, beginning with what was kept. Raises `OSError`."""
+class _LogFile(logging.FileHandler):
+    """A log that only its owner may read: tracebacks hold what nobody foresaw."""
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)
+
+
+def open_log(path: Path, *, follow: bool = False) -> None:
+    """Write the log to a file from now on, beginning with what was kept. Raises `OSError`.
+
+    `follow`: the user has named the file, which may be a link or a device such as ``/dev/stderr``.
+    """
     close_log()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = (logging.FileHandler if follow else _LogFile)(path, encoding="utf-8")
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[
@@ -91,6 +104,7 @@ def open_log(path: Path) -> None:
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
                 structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+                lambda logger, name, line: masked(str(line)),
             ],
         )
     )
@@ -131,7 +145,8 @@ def record_traceback(event: str, error: BaseException) -> Path:
         except OSError:
             import tempfile
 
-            open_log(Path(tempfile.gettempdir()) / f"surogate-{os.getpid()}.log")
+            # A directory of its own: a name in the shared one could be guessed, and a link be there already.
+            open_log(Path(tempfile.mkdtemp(prefix="surogate-")) / "surogate.log")
     logging.getLogger("surogate_core").error(event, exc_info=error, extra={"log_only": True})
     path = _state["path"]
     assert isinstance(path, Path)

@@ -17,6 +17,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.prediction import Prediction
 from surogate_core.engine.schedule import render
+from surogate_core.masking import masked_values, masked_yaml
 from surogate_core.train.atomic import human_bytes
 
 PLACES = ("device", "host", "disk")
@@ -52,7 +53,7 @@ def as_json(
     """The plan as one JSON object, with further keys at its end."""
     value = {
         "model": title,
-        "config": to_dict(config),
+        "config": masked_values(to_dict(config)),
         "device": str(settings.device),
         "parameters": prediction.parameters,
         "trainable_parameters": prediction.trainable_parameters,
@@ -96,7 +97,7 @@ def as_text(
     full = f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.\n" if disk else ""
     left_out = "".join(f"without the kernels of {name}: {why}\n" for name, why in sorted(device.left_out.items()))
     parts = [
-        f"# config\n{to_yaml(config)}",
+        f"# config\n{masked_yaml(to_yaml(config))}",
         f"# model\n{title}: {trained}\n",
         f"# micro-step on {settings.device} ({settings.compiler}), {settings.tokens:,} tokens\n"
         f"{render(prediction.schedule)}\n"

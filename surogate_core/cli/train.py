@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.cli.arguments import Arguments, load, parse, registry_for
 from surogate_core.errors import ConfigError, Problem, SurogateError
+from surogate_core.masking import masked_yaml
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -58,7 +59,7 @@ def start(config: RunConfig, registry: Registry) -> int:
     logs.configure()
     log_file = Path(config.log_file) if config.log_file else Path(config.output_dir) / "surogate.log"
     try:
-        logs.open_log(log_file)
+        logs.open_log(log_file, follow=config.log_file is not None)
     except OSError as error:
         key = "log_file" if config.log_file else "output_dir"
         message = f"{log_file} cannot be written: {error.strerror}."
@@ -75,7 +76,12 @@ def _show(arguments: Arguments, task: str | None) -> int:
 
     registry = registry_for(arguments)
     loaded = load_many(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
-    return _hydra_exit(lambda: run_hydra(arguments.hydra, loaded[0][0], registry, lambda config: None))
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            return _hydra_exit(lambda: run_hydra(arguments.hydra, loaded[0][0], registry, lambda config: None))
+    finally:
+        print(masked_yaml(shown.getvalue()), end="")
 
 
 def _complete(arguments: Arguments) -> int:

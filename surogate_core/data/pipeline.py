@@ -32,6 +32,7 @@ from surogate_core.data.sources import READERS_VERSION, Source, open_source
 from surogate_core.data.tokenize import EncodeContext
 from surogate_core.data.tokenizer import padding_id, tokenizer_digest
 from surogate_core.errors import UserError
+from surogate_core.masking import masked
 from surogate_core.train import atomic
 from surogate_core.train.events import Progress
 
@@ -246,7 +247,7 @@ class _Encoder:
             left_out=source.left_out,
             report=DatasetReport(
                 key=entry.key,
-                path=entry.source.path,
+                path=masked(entry.source.path),
                 cached=cached,
                 chosen=entry.chosen,
                 other_splits=source.other_splits,
@@ -299,7 +300,7 @@ class _Encoder:
             self._progress(Progress(task=task, done=rows, total=rows, unit="rows"))
             (directory / _STATE).unlink(missing_ok=True)
             return {
-                "path": entry.source.path,
+                "path": masked(entry.source.path),
                 "rows": rows,
                 "bad_row_count": bad_count,
                 "bad_rows": [dataclasses.asdict(row) for row in bad],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from surogate_core.data.packing import PackStats
+from surogate_core.masking import masked
 
 BAD_ROWS_KEPT = 1000
 """Bad rows whose place and reason are kept; more are only counted."""
@@ -32,7 +33,7 @@ class BadRow:
         reason = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "…"
-        return cls(where=where, reason=reason)
+        return cls(where=masked(where), reason=masked(reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

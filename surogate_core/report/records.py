@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from surogate_core.errors import UserError
+from surogate_core.masking import masked_values, masked_yaml
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -160,10 +161,10 @@ class RunRecord:
         self.advice = [a for a in self.advice if int(a.get("step", 0)) <= step]
 
     def read_files(self) -> None:
-        """Read ``config.yaml`` and ``run.json``, as far as they are there."""
-        self.config_text = _text(self.directory / "config.yaml")
+        """Read ``config.yaml`` and ``run.json``, as far as they are there; secrets in them are masked."""
+        self.config_text = masked_yaml(_text(self.directory / "config.yaml"))
         facts = parsed(_text(self.directory / "run.json"))
-        self.facts = facts if isinstance(facts, dict) else {}
+        self.facts = masked_values(facts) if isinstance(facts, dict) else {}
 
 
 def read_run(directory: Path) -> RunRecord:

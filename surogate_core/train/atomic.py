@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from surogate_core.errors import MachineError, SurogateError, UserError
+from surogate_core.safe_files import Opener, regular
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG)
@@ -67,7 +68,7 @@ def ensure_writable(directory: Path, *, key: str) -> None:
     probe = directory / f".surogate-probe-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
+        write_file(probe, b"x")
         probe.unlink()
     except OSError as error:
         with suppress(OSError):
@@ -96,20 +97,25 @@ def sync_tree(root: Path) -> None:
         sync_directory(Path(directory))
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a new file; the caller syncs."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+def write_file(path: Path, data: bytes, *, opener: Opener = regular) -> None:
+    """Write a file; what had the name, a link too, is replaced. The caller syncs."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = opener(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write_all(descriptor, memoryview(data))
     finally:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes, *, key: str) -> None:
-    """Write a file that is either the old one or whole; `key` is the config key that named its directory."""
+def replace_file(path: Path, data: bytes, *, key: str, opener: Opener = regular) -> None:
+    """Write a file that is either the old one or whole; `key` is the config key that named its directory.
+
+    `opener`: `private` for a file that only its owner may read.
+    """
     temporary = sibling(path, "tmp")
     try:
-        write_file(temporary, data)
+        write_file(temporary, data, opener=opener)
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):

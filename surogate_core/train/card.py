@@ -12,6 +12,7 @@ from surogate_core import __version__
 from surogate_core.config.resolve import to_dict
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.yamlfile import write_yaml
+from surogate_core.masking import masked, masked_values
 from surogate_core.train import atomic
 
 OVERRIDES = "base_config_overrides.json"
@@ -84,9 +85,9 @@ def write_card(directory: Path, card: Card, *, library: str, notes: list[str]) -
             lines += ["", f"## {heading}", "", "| | |", "| --- | --- |", *rows]
     if card.configuration:
         lines += ["", "## Configuration", "", "What is not the default.", "", "```yaml"]
-        lines += [*write_yaml(card.configuration).rstrip().splitlines(), "```"]
+        lines += [*write_yaml(masked_values(card.configuration)).rstrip().splitlines(), "```"]
     text = "\n".join(["---", *front, "---", "", *lines, ""])
-    atomic.write_file(directory / "README.md", text.encode())
+    atomic.write_file(directory / "README.md", masked(text).encode())
 
 
 def overrides_note(overrides: Mapping[str, Any]) -> str:
@@ -105,7 +106,7 @@ def overrides_note(overrides: Mapping[str, Any]) -> str:
 def card_facts(card: Card) -> dict[str, Any]:
     """What a later merge says again in its own card, as JSON values."""
     kept = ("settings", "figures", "configuration")
-    return {f.name: dict(getattr(card, f.name)) for f in fields(card) if f.name in kept}
+    return {f.name: masked_values(dict(getattr(card, f.name))) for f in fields(card) if f.name in kept}
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,7 @@
 """The typed events that a run emits, and the controls that a monitor may answer with.
 
-Times are seconds, losses natural-log cross-entropies per label token.
+Times are seconds, losses natural-log cross-entropies per label token. Passwords, tokens and signatures are masked in
+the fields that hold text of the user's or of a library's, because monitors write and send what they receive.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
+
+from surogate_core.masking import masked_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +22,17 @@ class RunInfo:
     output_dir: str
     task: str
     config: Mapping[str, Any]
-    """The resolved configuration."""
+    """The resolved configuration, with secrets masked."""
     interactive: bool
     """Whether standard output is a terminal that a live view may use."""
+
+    def __post_init__(self) -> None:
+        _mask(self, "config")
+
+
+def _mask(event: Any, *names: str) -> None:
+    for name in names:
+        object.__setattr__(event, name, masked_values(getattr(event, name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +72,9 @@ class RunStart(Event):
     notes: tuple[str, ...] = ()
     """Things the owner of the run should know, one sentence each."""
 
+    def __post_init__(self) -> None:
+        _mask(self, "model", "notes")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
@@ -73,6 +87,9 @@ class Progress(Event):
     done: int
     total: int = 0
     unit: str = ""
+
+    def __post_init__(self) -> None:
+        _mask(self, "task")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +161,9 @@ class Notice(Event):
     level: Literal["info", "warning", "error"]
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _mask(self, "message", "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +240,9 @@ class RunEnd(Event):
     report_path: str | None = None
     """The report that is written right after this event; None for a run without the monitor `jsonl`."""
     message: str = ""
+
+    def __post_init__(self) -> None:
+        _mask(self, "message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from surogate_core import __version__
 from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
+from surogate_core.masking import masked
 from surogate_core.train import atomic
 from surogate_core.train.adapters import CONFIG, STACKED_ON, WEIGHTS
 from surogate_core.train.card import OVERRIDES, Card, card_facts, overrides_note, write_card
@@ -199,7 +200,7 @@ def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Pat
     with atomic.replaced_directory(directory, what=f"{kind} export", fix=fix) as new:
         facts = card_facts(card)
         facts["figures"] = {k: v for k, v in card.figures.items() if not isinstance(v, float) or math.isfinite(v)}
-        _write_json(new / MARKER, {"surogate": __version__, "kind": kind, "title": card.title, **facts})
+        _write_json(new / MARKER, {"surogate": __version__, "kind": kind, "title": masked(card.title), **facts})
         yield new
 
 

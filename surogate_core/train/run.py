@@ -23,7 +23,9 @@ from surogate_core.data.preview import suspicious_examples
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
+from surogate_core.masking import masked_values
 from surogate_core.report.write import write_report
+from surogate_core.safe_files import private
 from surogate_core.train import atomic
 from surogate_core.train.adapters import LoraAdapter, folded
 from surogate_core.train.budget import adjusted_epochs, token_budget
@@ -293,8 +295,10 @@ class _Run:
             "base_commit": identity["base_commit"],
             "essential": identity["essential"],
         }
-        text = json.dumps(facts, indent=1) + "\n"
-        atomic.replace_file(self.output / "config.yaml", (header + to_yaml(config)).encode(), key="output_dir")
+        text = json.dumps(masked_values(facts), indent=1) + "\n"
+        atomic.replace_file(
+            self.output / "config.yaml", (header + to_yaml(config)).encode(), key="output_dir", opener=private
+        )
         atomic.replace_file(self.output / "run.json", text.encode(), key="output_dir")
 
     def _monitors(self) -> dict[str, Monitor]:

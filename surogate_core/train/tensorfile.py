@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from surogate_core.errors import UserError
+from surogate_core.safe_files import regular
 from surogate_core.train.atomic import write_all
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def write_tensors(
         position += nbytes(tensors[name])
     header = _header_bytes(entries)
     digest = xxhash.xxh3_128(header)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(descriptor, memoryview(header))
         for name in names:
@@ -283,7 +284,7 @@ class TensorWriter:
         self.data_bytes = 0
         self.entries: dict[str, object] = {}
         self._header_bytes = 64
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._descriptor = regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.lseek(self._descriptor, self.RESERVED, os.SEEK_SET)
 
     def fits(self, name: str, tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from surogate_core.safe_files import regular
 from surogate_core.train.events import Control, Event, Progress, RunInfo, RunStart, StepEnd
 from surogate_monitor_jsonl.reader import read_lines
 
@@ -90,13 +91,13 @@ class JsonlMonitor:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab+") as file:
+        with open(self._path, "ab+", opener=regular) as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
         # Unbuffered: a line is on its way to the disk when `write` returns.
-        self._file = self._path.open("ab", buffering=0)
+        self._file = os.fdopen(regular(self._path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
     def _close(self) -> None:
         self._over.set()
@@ -132,7 +133,8 @@ class JsonlMonitor:
 def drop_after(path: Path, step: int) -> None:
     """Take the records of steps after `step`, and torn lines, out of the file; atomic."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="utf-8", opener=regular) as file:
         for record in read_lines(path):
             at = record.get("step")
             if not isinstance(at, int) or at <= step:

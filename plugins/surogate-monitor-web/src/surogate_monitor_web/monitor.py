@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -16,6 +15,8 @@ from annotated_types import Interval
 from surogate_core.errors import UserError
 from surogate_core.report.records import RunRecord, read_run
 from surogate_core.report.serve import Follower, PageServer
+from surogate_core.safe_files import private
+from surogate_core.train.atomic import write_file
 from surogate_core.train.events import Control, Event, Notice, RunInfo, RunStart
 
 URL_FILE = "web.url"
@@ -37,8 +38,9 @@ class WebOptions:
 class WebMonitor:
     """Serves the live page while the run lasts.
 
-    The address, token included, is in ``output_dir/web.url``, which only its owner may read, and is told at the
-    start of the run. A run that resumes shows what came before, as far as the monitor jsonl has kept it.
+    The address, token included, is in ``output_dir/web.url``, which only its owner may read. No event has it, because
+    other monitors write events to files and send them to servers. A run that resumes shows what came before, as far as
+    the monitor jsonl has kept it.
     """
 
     def __init__(self, options: WebOptions, info: RunInfo):
@@ -56,7 +58,7 @@ class WebMonitor:
         self._write_url()
 
     def on_event(self, event: Event) -> Control | None:
-        """Keep the event; the answer to the run's start tells the address."""
+        """Keep the event; the answer to the run's start says where the address is."""
         if isinstance(event, RunStart):
             return self._run_start(event)
         # Taken in when the page asks, or now and then: no step pays for it.
@@ -85,7 +87,8 @@ class WebMonitor:
             self._record = self._history(event.start_step)
         self._record.read_files()
         self._record.add(_record(time.time(), event))
-        return Control(events=(Notice(level="info", message=f"Live page: {self._server.url}"),))
+        message = f"Live page on port {self._server.port}; its address is in {self._output / URL_FILE}"
+        return Control(events=(Notice(level="info", message=message),))
 
     def _history(self, step: int) -> RunRecord:
         """What the metrics say of the steps up to `step`; nothing where there are none."""
@@ -109,10 +112,7 @@ class WebMonitor:
     def _write_url(self) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         path = self._output / URL_FILE
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{self._server.url}\n")
+        write_file(path, f"{self._server.url}\n".encode(), opener=private)
 
 
 def _record(at: float, event: Event) -> dict[str, Any]:
