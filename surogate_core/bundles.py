@@ -8,7 +8,7 @@ instance is passed to the bundle's callables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -62,7 +62,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatChoice:
-    """The type that the first rows of a data set show."""
+    """The type that the sampled rows of a data set show."""
 
     type: str
     fields: Mapping[str, Any]
@@ -81,7 +81,11 @@ class DatasetFormat:
     encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded] | None = None
     """(row, options, context) → tokens and labels; raises `RowError` with the reason for a bad row."""
     choose: Callable[[Sequence[Mapping[str, Any]], Any], FormatChoice] | None = None
-    """Instead of `encode`: (first rows, options) → the type that reads them; raises `RowError` when none does."""
+    """Instead of `encode`: (sampled rows, options) → the type that reads them; raises `RowError` when none does."""
+    columns: Callable[[Any], Collection[str]] | None = None
+    """Options → the fields of a row that `encode` reads; the run names those that it does not. None: not known."""
+    trains_prompts: bool = False
+    """Whether every token of a document is meant to be trained, so that nobody is warned of it."""
     version: int = 1
     """Raised when the same row encodes differently; part of the shard cache's digest."""
     tasks: tuple[str, ...] | None = None

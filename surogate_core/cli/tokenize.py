@@ -72,7 +72,7 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     with shown_progress() as progress:
         data = prepare(config, tokenizer, registry.all("dataset"), progress=progress)
     seconds = time.perf_counter() - began
-    examples = suspicious_examples(data, tokenizer, task=config.task)
+    examples = suspicious_examples(data, tokenizer)
     report = tokenize_view.report_of(config, data, notes=notes, examples=examples, seconds=seconds)
     if words.json:
         if words.debug:

@@ -7,7 +7,7 @@ turn) is found once and kept beside the tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -225,6 +225,8 @@ class Chat:
         """Whether the template has generation blocks."""
         self._frame: Frame | None = None
         self._takes_system: bool | None = None
+        self.verdicts: dict[Hashable, str] = {}
+        """What the template leaves out of conversations of a shape: see `shown`."""
 
     def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """The conversation as the template writes it. Raises `RowError` when the template refuses it."""

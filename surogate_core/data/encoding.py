@@ -11,12 +11,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,8 @@ class EncodedChunk:
     """SHA-256 of each document."""
     ends_special: int
     """Documents whose last trained token is a special one."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Field that the format does not read → rows that have something in it."""
 
     @classmethod
     def of(cls, documents: list[Encoded], **facts: Any) -> EncodedChunk:
@@ -96,6 +98,8 @@ class RowEncoder:
         encode = self.format.encode
         assert encode is not None, "a type that chooses has been replaced by its choice"
         special_ids = encoder_of(self.context.tokenizer).special_ids
+        read = None if self.format.columns is None else frozenset(self.format.columns(self.options))
+        unread: Counter[str] = Counter()
         documents: list[Encoded] = []
         bad: list[BadRow] = []
         rows = bad_count = ends_special = 0
@@ -104,6 +108,8 @@ class RowEncoder:
             try:
                 if isinstance(row, RowError):
                     raise row
+                if read is not None and not row.keys() <= read:
+                    unread.update(str(name) for name in row.keys() - read if not _is_empty(row[name]))
                 try:
                     document = encode(row, self.options, self.context)
                 except RecursionError as error:
@@ -126,7 +132,12 @@ class RowEncoder:
             bad_row_count=bad_count,
             bad_rows=bad,
             ends_special=ends_special,
+            unread=dict(sorted(unread.items())),
         )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
 def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:

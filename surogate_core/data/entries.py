@@ -14,8 +14,12 @@ from surogate_core.data.sources import Source, SourceSpec
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import ConfigError, Problem, UserError
 
-FIRST_ROWS = 100
-"""Rows from the beginning that a type is chosen by."""
+WHOLE_CHUNKS, SAMPLED_CHUNKS = 16, 200
+"""Chunks of a data set, a megabyte or 256 rows each: those that are read whole to choose a type, and all sampled."""
+SAMPLED_ROWS = 20
+"""Rows from the beginning of a chunk that is not read whole."""
+FIRST_ROWS, MOST_ROWS = 2000, 10_000
+"""Rows that a type is chosen by: the first, and those after them that have other fields, up to the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +59,16 @@ def check_task(entry: DatasetEntry, task: str) -> None:
 
 
 def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
-    """The entry with the type that its first rows show, where its own type leaves that to them.
+    """The entry with the type that a sample of its rows shows, where its own type leaves that to them.
 
     Raises `UserError` when no type fits, or no installed plugin offers it.
     """
     if entry.format.choose is None:
         return entry
     place = f"{entry.key}: data set {entry.source.path}"
-    rows = [row for _, row in islice(source.rows(), FIRST_ROWS) if not isinstance(row, RowError)]
+    rows = _sample(source)
     if not rows:
-        raise UserError(f"{place} has no readable row among its first {FIRST_ROWS}. Fix: check `path`, or set `type`.")
+        raise UserError(f"{place} has no readable row among those sampled. Fix: check `path`, or set `type`.")
     try:
         choice = entry.format.choose(rows, entry.options)
     except RowError as error:
@@ -82,6 +86,21 @@ def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, Dat
     fields = ", ".join(f"{name}: {value}" for name, value in choice.fields.items())
     text = f"type {choice.type} ({fields}), since {choice.reason}"
     return dataclasses.replace(entry, format=chosen, options=options, chosen=text)
+
+
+def _sample(source: Source) -> list[Mapping[str, Any]]:
+    """Rows from many places: a field that is empty at the beginning may have something in it later."""
+    rows: list[Mapping[str, Any]] = []
+    seen: set[frozenset[str]] = set()
+    for number, chunk in enumerate(islice(source.chunks(), SAMPLED_CHUNKS)):
+        for _, row in chunk.rows() if number < WHOLE_CHUNKS else islice(chunk.rows(), SAMPLED_ROWS):
+            if isinstance(row, RowError):
+                continue
+            filled = frozenset(name for name, value in row.items() if value or value == 0)
+            if len(rows) < FIRST_ROWS or (filled not in seen and len(rows) < MOST_ROWS):
+                rows.append(row)
+            seen.add(filled)
+    return rows
 
 
 def _parse(

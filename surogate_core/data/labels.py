@@ -12,16 +12,18 @@ and serves where the pieces around the markers prove that nothing else has chang
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from surogate_core.data.chat import Chat, Messages, Span, Tools, chat_of, encode_text
+from surogate_core.data.shown import check_shown
 from surogate_core.data.tokenize import Encoded, LossScale, RowError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 LARGEST_WEIGHT = 1e6
@@ -79,8 +81,8 @@ def tokenize_conversation(
     """The rendered conversation; `overrides`, one a message, come before `loss_scale`.
 
     Control tokens that a message spells out are encoded as the text that they are. Raises `RowError`
-    when the template refuses the messages and when the assistant's turns cannot be told from the
-    rest, `UserError` when the tokenizer has no chat template at all.
+    when the template refuses the messages, leaves out something of them, and when the assistant's turns
+    cannot be told from the rest, `UserError` when the tokenizer has no chat template at all.
     """
     chat = chat_of(tokenizer, tools)
     messages, tools = chat.encoder.guarded(list(messages)), chat.encoder.guarded(tools)
@@ -90,11 +92,13 @@ def tokenize_conversation(
     marked: list[Span] = []
     if chat.marks_turns:
         text, marked = chat.render_marked(messages, tools)
+        check_shown(chat, messages, tools)
         found = _marked_spans(chat, messages, tools, marked, wanted, needed)
         inside = [turn for turn in needed if messages[turn]["role"] != "assistant"]
         found += [(span, turn) for turn, span in _spans(chat, messages, tools, text, inside).items()]
     else:
         text = chat.render(messages, tools)
+        check_shown(chat, messages, tools)
         found = [(span, turn) for turn, span in _spans(chat, messages, tools, text, needed).items()]
     found.sort()
     if any(start >= end for (start, end), _ in found) or any(a[0][1] > b[0][0] for a, b in pairwise(found)):
@@ -113,7 +117,19 @@ def tokenize_conversation(
         is_turn = messages[turn]["role"] == "assistant" and start < end < len(ids)
         if is_turn and weights[end] == background and int(ids[end]) in special and int(ids[end - 1]) not in special:
             weights[end] = wanted[turn]
+    # A turn may have several spans, one of them with nothing but its end token.
+    said = {turn for (start, end), (_, turn) in zip(places, found, strict=True) if _has_words(ids[start:end], special)}
+    for _, turn in found:
+        if turn not in said and wanted[turn] > 0:
+            raise RowError(
+                f"nothing but control tokens would be trained of message {turn + 1} ({messages[turn]['role']}); use a "
+                f"chat template whose {{% generation %}} blocks hold all that the assistant writes"
+            )
     return Encoded.from_mask(ids, weights=weights)
+
+
+def _has_words(ids: NDArray[np.int32], special: Container[int]) -> bool:
+    return any(int(i) not in special for i in ids)
 
 
 def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Encoded:

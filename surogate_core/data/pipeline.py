@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,10 +44,6 @@ if TYPE_CHECKING:
     from surogate_core.bundles import DatasetFormat
     from surogate_core.config.schema import RunConfig
 
-NOTHING_TRAINED_SHARE = 0.01
-"""Below this share of trained tokens a data set is reported as (almost) untrained."""
-EVERYTHING_TRAINED_SHARE = 0.995
-"""Above it, as trained on its prompts too."""
 MANY_DROPPED_SHARE = 0.1
 """Above this share of documents dropped for their length, the run is warned."""
 
@@ -184,6 +181,7 @@ class _Encoder:
         self._bad_row_count = 0
         self._formats = formats
         self._task = config.task
+        self._trains_prompts = config.task == "pt" or config.loss_scale == "all"
         self._progress = progress
         self._workers = config.dataloader_num_workers
         self._context = EncodeContext(
@@ -251,6 +249,10 @@ class _Encoder:
                 cached=cached,
                 chosen=entry.chosen,
                 other_splits=source.other_splits,
+                type=entry.format.name,
+                unread=facts.get("unread", {}),
+                prompts_are_meant=entry.format.trains_prompts or self._trains_prompts,
+                could_read=_field_keys(entry.options),
                 bad_rows=facts["bad_row_count"],
                 **{name: facts[name] for name in ("rows", "documents", "tokens", "label_tokens")},
             ),
@@ -260,6 +262,7 @@ class _Encoder:
         encoder = RowEncoder(format=entry.format, options=entry.options, context=self._context)
         state = _saved_state(directory)
         rows, bad_count, ends_special = state["counts"] if state else (0, 0, 0)
+        unread: Counter[str] = Counter(state.get("unread") if state else None)
         bad = [BadRow(**row) for row in state["bad_rows"]] if state else []
         self._count_bad_rows(entry, bad, bad_count)
         start = tuple(state["place"]) if state else START
@@ -274,6 +277,7 @@ class _Encoder:
                 writer.append(chunk)
                 rows, bad_count = rows + chunk.rows, bad_count + chunk.bad_row_count
                 ends_special += chunk.ends_special
+                unread.update(chunk.unread)
                 now = time.monotonic()
                 if now - shown > _PROGRESS_SECONDS:
                     shown = now
@@ -286,6 +290,7 @@ class _Encoder:
                     state = {
                         "place": chunk.after,
                         "counts": (rows, bad_count, ends_special),
+                        "unread": unread,
                         "bad_rows": [dataclasses.asdict(row) for row in bad],
                         "documents": writer.state(),
                     }
@@ -309,6 +314,7 @@ class _Encoder:
                 "label_tokens": writer.label_tokens,
                 "weight_values": writer.weight_values,
                 "ends_special": ends_special,
+                "unread": dict(sorted(unread.items())),
                 "digest": writer.content_digest(),
             }
 
@@ -331,6 +337,11 @@ def _saved_state(directory: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):  # a crash of the machine may leave it empty
         return None
     return state
+
+
+def _field_keys(options: Any) -> tuple[str, ...]:
+    """The keys of an entry that name a field of its rows."""
+    return tuple(f.name for f in dataclasses.fields(options) if f.name.endswith("_field"))
 
 
 def _concatenated(sets: list[_Loaded]) -> Documents:
@@ -375,15 +386,15 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
     for item in loaded:
         report = item.report
         name = f"{report.key} ({report.path})"
-        if report.trained_share < NOTHING_TRAINED_SHARE:
+        if report.trains_almost_nothing:
             warnings.append(
                 f"{name}: only {report.trained_share:.2%} of the tokens are trained; "
                 f"check that the assistant's turns are where the data set's type looks for them."
             )
-        elif report.trained_share > EVERYTHING_TRAINED_SHARE and config.task == "sft":
+        elif report.trains_prompts:
             warnings.append(
-                f"{name}: every token is trained, prompts included; right for plain text, "
-                f"not for conversations (use type conversation)."
+                f"{name}: every token is trained, prompts included; "
+                f"check which tokens the chat template marks as the assistant's."
             )
         if item.ends_special < 0.5:
             warnings.append(

@@ -223,19 +223,15 @@ def first_and_last(document: PackedDocument, tokenizer: PreTrainedTokenizerBase)
     return f"first trained '{texts[0]}' (#{positions[0]}), last trained '{texts[1]}' (#{positions[-1]})"
 
 
-def suspicious_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, *, task: str) -> list[str]:
-    """For data of which (almost) nothing or everything is trained: a document, on a few lines of plain text each.
+def suspicious_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """For data of which (almost) nothing, or without anybody's wish everything, is trained: a document as plain text.
 
     Such data has a warning in its report; the example shows why.
     """
-    # The pipeline may come to use this module for its messages.
-    from surogate_core.data.pipeline import EVERYTHING_TRAINED_SHARE, NOTHING_TRAINED_SHARE
-
-    shares = [dataset.trained_share for dataset in data.report.datasets]
     wanted = []
-    if any(share < NOTHING_TRAINED_SHARE for share in shares):
+    if any(dataset.trains_almost_nothing for dataset in data.report.datasets):
         wanted.append(("almost nothing", False))
-    if task == "sft" and any(share > EVERYTHING_TRAINED_SHARE for share in shares):
+    if any(dataset.trains_prompts for dataset in data.report.datasets):
         wanted.append(("everything", True))
     if not wanted:
         return []

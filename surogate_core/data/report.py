@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from surogate_core.data.packing import PackStats
 from surogate_core.masking import masked
@@ -12,6 +12,9 @@ BAD_ROWS_KEPT = 1000
 """Bad rows whose place and reason are kept; more are only counted."""
 
 BAD_ROWS_SHOWN = 5
+
+NOTHING_TRAINED_SHARE = 0.01
+"""Below this share of trained tokens a data set is reported as (almost) untrained."""
 
 _LONGEST_REASON = 300
 
@@ -52,9 +55,39 @@ class DatasetReport:
     cached: bool
     """Whether its tokens came from the cache."""
     chosen: str = ""
-    """The type that its first rows show and why, where the configuration left it to them."""
+    """The type that its rows show and why, where the configuration left it to them."""
     other_splits: tuple[str, ...] = ()
     """Data files of its directory that belong to another split, each with its name."""
+    type: str = ""
+    """The type that its rows are read as."""
+    prompts_are_meant: bool = False
+    """Whether every token is to be trained: by the type, the task or `loss_scale`."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Field that the type does not read → rows that have something in it."""
+    could_read: tuple[str, ...] = ()
+    """Keys of the entry that name a field to be read."""
+
+    @property
+    def trains_almost_nothing(self) -> bool:
+        """Whether next to no token carries loss."""
+        return self.trained_share < NOTHING_TRAINED_SHARE
+
+    @property
+    def trains_prompts(self) -> bool:
+        """Whether every token carries loss though nobody asked for that."""
+        return self.trained_share == 1 and not self.prompts_are_meant
+
+    @property
+    def unread_note(self) -> str:
+        """What to say of the fields that are not read, or nothing."""
+        if not self.unread:
+            return ""
+        names = ", ".join(
+            repr(name) + (f" (in {count:,} of {self.rows:,} rows)" if count < self.rows - self.bad_rows else "")
+            for name, count in self.unread.items()
+        )
+        keys = f" ({', '.join(self.could_read)} say what is read)" if self.could_read else ""
+        return f"Type {self.type} does not read {names} of {self.key} ({self.path}){keys}."
 
     @property
     def trained_share(self) -> float:
@@ -121,7 +154,8 @@ class DataReport:
         others = [
             f" {d.key} ({d.path}) leaves out {list_some(d.other_splits)}" for d in self.datasets if d.other_splits
         ]
-        return "; ".join(parts) + "." + "".join(chosen + others)
+        unread = [f" {d.unread_note}" for d in self.datasets if d.unread]
+        return "; ".join(parts) + "." + "".join(chosen + others + unread)
 
 
 def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:

@@ -148,7 +148,7 @@ class _Run:
         notes += of_tokenizer
         data = prepare(config, tokenizer, registry.all("dataset"), progress=self._show)
         notes += [data.report.summary(), *data.report.warnings]
-        notes += suspicious_examples(data, tokenizer, task=config.task)
+        notes += suspicious_examples(data, tokenizer)
         loader = StepLoader(
             data.train,
             rows_per_micro_batch=config.per_device_train_batch_size,

@@ -238,7 +238,7 @@ def test_a_content_that_is_not_shown_cannot_be_trained(templated: Callable[..., 
     tokenizer.chat_template = before.replace("+ message.content + '<|im_end|>\\n' }}", "+ '<|im_end|>\\n' }}")
     assert tokenizer.chat_template != before
     try:
-        with pytest.raises(RowError, match=r"message 1 \(user\) weighs other .* does not show where its content is"):
+        with pytest.raises(RowError, match=r"leaves out message 1 \(user\), message 3 \(user\);"):
             weighed(tokenizer, MULTI_TURN, overrides=[Override(train=True), *[Override()] * 3])
     finally:
         tokenizer.chat_template = before

@@ -139,7 +139,7 @@ def test_an_example_of_data_in_which_all_or_nothing_is_trained(
     path = write_rows([{"text": " ".join(f"w{3 + i % 90}" for i in range(1000))}] * 3)
     config = make_config(path, entry={"prompt_words": prompt_words}, sequence_len=2048)
     data = prepare(config, tokenizer, formats)
-    found = suspicious_examples(data, tokenizer, task="sft")
+    found = suspicious_examples(data, tokenizer)
     if what is None:
         assert not found
         return
@@ -148,4 +148,8 @@ def test_an_example_of_data_in_which_all_or_nothing_is_trained(
     assert "⟦" in found[0]
     assert "\n" not in found[0]
     if what == "everything":
-        assert not suspicious_examples(data, tokenizer, task="pt")
+        for meant in ({"loss_scale": "all"}, {"task": "pt"}):
+            config = make_config(path, entry={"prompt_words": prompt_words}, sequence_len=2048, **meant)
+            data = prepare(config, tokenizer, formats)
+            assert not suspicious_examples(data, tokenizer)
+            assert not any("every token is trained" in warning for warning in data.report.warnings)

@@ -1,4 +1,4 @@
-"""The format `auto`: which type the first rows show, with which fields and why."""
+"""The format `auto`: which type the rows show, with which fields and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
 from surogate_core.config.schema import RunConfig
+from surogate_core.data.entries import choose_format, parse_entries
 from surogate_core.data.pipeline import PreparedData, prepare
+from surogate_core.data.sources import open_source
 from surogate_core.data.tokenize import RowError
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
@@ -40,9 +42,9 @@ TEXT = {"text": "Rome."}
             {"messages_field": "messages", "system_field": "system", "tools_field": "tools"},
         ),
         (
-            {"messages": [{"role": "system", "content": "x"}], "system": "x"},
+            {"messages": [{"role": "system", "content": "x"}], "system_prompt": "x"},
             "conversation",
-            {"messages_field": "messages"},
+            {"messages_field": "messages", "system_field": "system_prompt"},
         ),
         (ALPACA, "instruction", {"instruction_field": "instruction", "output_field": "output", "input_field": "input"}),
         ({"question": "x", "answer": "y"}, "instruction", {"instruction_field": "question", "output_field": "answer"}),
@@ -68,7 +70,7 @@ TEXT = {"text": "Rome."}
 def test_the_rows_show_the_type(row: Any, type_name: str, fields: Any) -> None:
     choice = FORMAT.choose([row, row, row], NoOptions())
     assert (choice.type, dict(choice.fields)) == (type_name, fields)
-    assert choice.reason.startswith("3 of the first 3 rows ")
+    assert choice.reason.startswith("3 of 3 sampled rows ")
 
 
 def test_sharegpt_maps_properties_and_roles() -> None:
@@ -81,7 +83,7 @@ def test_sharegpt_maps_properties_and_roles() -> None:
 
 def test_most_rows_decide() -> None:
     assert FORMAT.choose([TEXT, ALPACA, ALPACA], NoOptions()).type == "instruction"
-    with pytest.raises(RowError, match="no type fits the first 2 rows, whose fields are 'instruction'"):
+    with pytest.raises(RowError, match="no type fits the 2 sampled rows, whose fields are 'instruction'"):
         FORMAT.choose([ALPACA, {"text": 3}], NoOptions())
 
 
@@ -141,7 +143,7 @@ def test_the_result_is_that_of_the_type(tmp_path: Path, formats: Any, row: Any, 
     assert found.digest == named.digest
     assert [d.cached for d in named.report.datasets] == [True]
     assert f"rows.jsonl) is read as type {entry['type']} (" in found.report.summary()
-    assert "since 3 of the first 3 rows" in found.report.summary()
+    assert "since 3 of 3 sampled rows" in found.report.summary()
     assert "is read as" not in named.report.summary()
 
 
@@ -152,9 +154,9 @@ def test_sharegpt_equals_openai(tmp_path: Path, formats: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([], "has no readable row among its first 100"),
-        ([3], "has no readable row among its first 100"),
-        ([{"a": 1}], "no type fits the first 1 rows, whose fields are 'a'"),
+        ([], "has no readable row among those sampled"),
+        ([3], "has no readable row among those sampled"),
+        ([{"a": 1}], "no type fits the 1 sampled rows, whose fields are 'a'"),
     ],
 )
 def test_rows_without_a_type_stop_the_run(tmp_path: Path, formats: Any, rows: Any, reason: str) -> None:
@@ -163,10 +165,70 @@ def test_rows_without_a_type_stop_the_run(tmp_path: Path, formats: Any, rows: An
 
 
 def test_a_type_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"looks like type text: 1 of the first 1 rows.*No installed plugin offers"):
+    with pytest.raises(UserError, match=r"looks like type text: 1 of 1 sampled rows.*No installed plugin offers"):
         prepared(tmp_path, [TEXT], {"auto": FORMAT})
 
 
 def test_preferences_are_found_and_refused(tmp_path: Path, formats: Any) -> None:
     with pytest.raises(UserError, match="is of type preference, which task sft cannot train on"):
         prepared(tmp_path, [PREFERENCE], formats)
+
+
+# ------------------------------------------------------------------------------- nothing is lost
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def text_of(data: PreparedData) -> str:
+    """All that is trained on, as text."""
+    tokenizer = load_tokenizer("pkg://surogate_dataset_chat/embedded/tokenizer")
+    return "".join(tokenizer.decode(data.train.row(i).input_ids) for i in range(len(data.train)))
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_a_system_field_is_used_though_some_rows_have_a_system_message(tmp_path: Path, formats: Any, name: str) -> None:
+    rows = [{"messages": [SYSTEM, *OPENAI["messages"]]}, {**OPENAI, name: "Be long."}, {**OPENAI, name: ""}]
+    data = prepared(tmp_path, rows, formats)
+    assert data.report.bad_row_count == 0
+    assert text_of(data).count("Be brief.") == text_of(data).count("Be long.") == 1
+
+
+def test_a_system_prompt_in_two_places_must_be_one(tmp_path: Path, formats: Any) -> None:
+    rows = [{"messages": [SYSTEM, *OPENAI["messages"]], "system": prompt} for prompt in ("Be brief.", "Be long.")]
+    data = prepared(tmp_path, rows, formats)
+    (bad,) = data.report.bad_rows
+    assert "is in both field 'system' and the messages, and they differ" in bad.reason
+    assert text_of(data).count("Be brief.") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "late", "fields"),
+    [
+        (OPENAI, {"tools": [{"name": "clock"}]}, "tools_field: tools"),
+        (OPENAI, {"system_prompt": "Be brief."}, "system_field: system_prompt"),
+        (ALPACA | {"input": ""}, {"context": "1 2"}, "input_field: context"),
+    ],
+)
+def test_a_field_that_comes_late_is_found(tmp_path: Path, formats: Any, row: Any, late: Any, fields: str) -> None:
+    """At row 1,500, and in the second megabyte."""
+    path = tmp_path / "rows.jsonl"
+    for rows in ([row] * 1500 + [{**row, **late}], [{**row, "note": "x" * 2000}] * 600 + [{**row, **late}] * 600):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (entry,) = parse_entries([{"path": str(path), "type": "auto"}], formats, key="datasets")
+        assert fields in choose_format(entry, open_source(entry.source), formats).chosen
+
+
+def test_fields_that_nobody_reads_are_named(tmp_path: Path, formats: Any) -> None:
+    rows = [{**OPENAI, "source": "web", "score": 3, "notes": None, "tags": []}, {**OPENAI, "source": "web"}]
+    report = prepared(tmp_path, rows, formats).report
+    note = (
+        f"Type conversation does not read 'score' (in 1 of 2 rows), 'source' of datasets[0] ({tmp_path}/rows.jsonl) "
+        f"(messages_field, system_field, tools_field say what is read)."
+    )
+    assert report.datasets[0].unread_note == note
+    assert note in report.summary()
+    again = prepared(tmp_path, rows, formats).report.datasets[0]
+    assert (again.cached, again.unread_note) == (True, note)
+    for row, name in ((ALPACA, "score"), (TEXT, "source")):
+        data = prepared(tmp_path, [{**row, name: "x"}], formats)
+        assert f"does not read '{name}' of" in data.report.summary()

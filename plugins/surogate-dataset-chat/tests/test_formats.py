@@ -113,6 +113,48 @@ def test_tools_reach_the_template(templated: Any) -> None:
     assert '{"name": "clock", "arguments": {}}' in tokenizer.decode(document.input_ids)
 
 
+def test_tools_and_system_are_read_unless_told_otherwise(templated: Any) -> None:
+    context = EncodeContext(tokenizer=templated("chatml")[0], sequence_len=64)
+    row = {"messages": [USER, ASSISTANT], "tools": [{"name": "clock"}], "system": "Be brief."}
+    text = context.tokenizer.decode(conversation(row, context).input_ids)
+    assert '"clock"' in text
+    assert "Be brief." in text
+    bare = conversation({"messages": [USER, ASSISTANT]}, context)
+    assert equal(conversation(row, context, tools_field=None, system_field=None), bare)
+    # Nobody asked for a system prompt by name, so a field of nearly that name is no mistake.
+    assert equal(conversation({**row, "tools": None, "system": None, "systems": "x"}, context), bare)
+    assert equal(conversation({"messages": [USER, ASSISTANT], "tools": "null", "systems": "x"}, context), bare)
+
+
+def test_a_system_prompt_may_be_in_two_places_if_it_is_one(context: EncodeContext) -> None:
+    row = {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]}
+    assert equal(conversation({**row, "system": "Be brief.\n"}, context), conversation(row, context))
+    assert equal(conversation({**row, "system": "x"}, context, system_field=None), conversation(row, context))
+
+
+def test_properties_are_left_out_on_purpose_only(context: EncodeContext) -> None:
+    row = {"messages": [{**USER, "mood": "calm"}, {**ASSISTANT, "reasoning_content": "Hm.", "id": "x1", "score": 3}]}
+    with pytest.raises(RowError, match=r"leaves out mood of message 1 \(user\), reasoning_content of message 2"):
+        conversation(row, context)
+    found = conversation(row, context, ignored_properties=["mood", "reasoning_content"])
+    assert equal(found, conversation({"messages": [USER, ASSISTANT]}, context))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"message_property_mappings": {"role": "from", "content": "from"}}, "takes two properties from 'from'"),
+        (
+            {"message_property_mappings": {"content": "value"}, "ignored_properties": ["value"]},
+            "takes 'value', which ignored_properties leaves out",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other(options: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ConversationOptions(**options)
+
+
 def part(type_: str, **values: Any) -> Any:
     return {"role": "user", "content": [{"type": type_, **values}]}
 
@@ -163,6 +205,12 @@ def calls(value: Any) -> Any:
         ({"messages": [USER, ASSISTANT], "sys": 3}, "field 'sys' must be a string"),
         ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "a system prompt is in both"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "field 'tools' is not JSON"),
+        ({"messages": [USER, ASSISTANT], "images": ["a.png"]}, "field 'images' holds what is no text"),
+        ({"messages": [{**USER, "images": ["a.png"]}, ASSISTANT]}, "leaves out images of message 1 (user)"),
+        (
+            {"messages": [part("input_audio", input_audio={"data": "AA"}), ASSISTANT]},
+            "of type 'input_audio'; only text",
+        ),
         ({"messages": [USER, ASSISTANT], "tools": "3"}, "must be a list of objects"),
     ],
 )
@@ -174,6 +222,20 @@ def test_bad_conversations_have_a_reason(context: EncodeContext, row: Any, reaso
 
 def equal(a: Encoded, b: Encoded) -> bool:
     return a.input_ids.tolist() == b.input_ids.tolist() and a.labels.tolist() == b.labels.tolist()
+
+
+def test_two_properties_do_not_become_one(context: EncodeContext) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi", "value": "Ho"}, {**ASSISTANT, "value": None}]}
+    mapped = {"message_property_mappings": {"content": "value"}}
+    with pytest.raises(RowError, match="message 1 has both 'value' and 'content', which message_property_mappings"):
+        conversation(row, context, **mapped)
+    found = conversation(
+        {"messages": [row["messages"][0], {"role": "assistant", "value": "Hello"}]},
+        context,
+        ignored_properties=["content"],
+        **mapped,
+    )
+    assert equal(found, conversation({"messages": [{"role": "user", "content": "Ho"}, ASSISTANT]}, context))
 
 
 def test_messages_may_be_json_text_and_contents_parts(context: EncodeContext) -> None:

@@ -1,4 +1,4 @@
-"""Surogate plugin: the type of a data set, found from its first rows."""
+"""Surogate plugin: the type of a data set, found from its rows."""
 
 from __future__ import annotations
 

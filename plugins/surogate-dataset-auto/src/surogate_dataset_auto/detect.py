@@ -1,4 +1,4 @@
-"""Type `auto`: which of the other types most of the first rows show, by the names and the shapes of their fields."""
+"""Type `auto`: which of the other types most of the sampled rows show, by the names and the shapes of their fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def choose(rows: Sequence[Row], options: NoOptions) -> FormatChoice:
             return choice
     names = ", ".join(repr(name) for name in dict.fromkeys(name for row in rows for name in row)) or "none"
     raise RowError(
-        f"no type fits the first {len(rows)} rows, whose fields are {names}; looked for OpenAI messages, ShareGPT "
+        f"no type fits the {len(rows)} sampled rows, whose fields are {names}; looked for OpenAI messages, ShareGPT "
         f"conversations, instructions with outputs, chosen and rejected answers, and text"
     )
 
@@ -60,7 +60,7 @@ def _openai(rows: Sequence[Row]) -> Iterator[FormatChoice]:
     name = _most(rows, MESSAGES, lambda value: _are_messages(value, "role"))
     if name:
         shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'role'))} rows hold messages with 'role'"
-        yield _conversation(rows, name, "role", {}, f"{shape} in {name!r}")
+        yield _conversation(rows, name, {}, f"{shape} in {name!r}")
 
 
 def _sharegpt(rows: Sequence[Row]) -> Iterator[FormatChoice]:
@@ -68,15 +68,13 @@ def _sharegpt(rows: Sequence[Row]) -> Iterator[FormatChoice]:
     if name:
         fields = {"message_property_mappings": {"role": "from", "content": "value"}, "role_mappings": SHAREGPT_ROLES}
         shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'from'))} rows hold messages with 'from'"
-        yield _conversation(rows, name, "from", fields, f"{shape} in {name!r} (ShareGPT)")
+        yield _conversation(rows, name, fields, f"{shape} in {name!r} (ShareGPT)")
 
 
-def _conversation(rows: Sequence[Row], name: str, role: str, more: Mapping[str, Any], reason: str) -> FormatChoice:
+def _conversation(rows: Sequence[Row], name: str, more: Mapping[str, Any], reason: str) -> FormatChoice:
     fields: dict[str, Any] = {"messages_field": name, **more}
-    # A prompt in a field of its own as well as in the messages would be refused; then the messages' counts.
-    starts = any(_are_messages(row.get(name), role) and _listed(row[name])[0][role] == "system" for row in rows)
     system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
-    if system and not starts:
+    if system:
         fields["system_field"] = system
     tools = next((n for n in TOOLS if any(row.get(n) and isinstance(row[n], str | list) for row in rows)), None)
     if tools:
@@ -111,7 +109,7 @@ def _text(rows: Sequence[Row]) -> Iterator[FormatChoice]:
 def _count(rows: Sequence[Row], fits: Callable[[Row], bool]) -> str:
     """How many of how many rows fit, or nothing unless it is more than half."""
     count = sum(fits(row) for row in rows)
-    return f"{count} of the first {len(rows)}" if 2 * count > len(rows) else ""
+    return f"{count} of {len(rows)} sampled" if 2 * count > len(rows) else ""
 
 
 def _most(rows: Sequence[Row], names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:

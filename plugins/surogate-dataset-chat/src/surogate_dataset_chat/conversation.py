@@ -23,6 +23,10 @@ from surogate_core.errors import UserError
 if TYPE_CHECKING:
     from surogate_core.data.tokenize import EncodeContext, Encoded
 
+SYSTEM, TOOLS = "system", "tools"
+"""Fields of a row that are read where the data set's entry does not say otherwise."""
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+"""Fields that hold what is no text: the messages that refer to it cannot be trained without."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -32,21 +36,38 @@ class ConversationOptions:
 
     messages_field: str = "messages"
     """Field of the row that holds the list of messages."""
-    system_field: str | None = None
-    """Field that holds a system prompt, put before the messages; null takes none."""
-    tools_field: str | None = None
-    """Field that holds the tools the assistant may call: a list, or a list as JSON text; null takes none."""
+    system_field: str | None = SYSTEM
+    """Field that holds a system prompt, put before the messages; rows may lack it, and null leaves it out."""
+    tools_field: str | None = TOOLS
+    """Field that holds the tools that the assistant may call: a list, or a list as JSON text; rows may lack it, and
+    null leaves it out."""
     message_property_mappings: dict[str, str] = field(default_factory=dict)
     """Property the template reads → its name in the data, e.g. `{role: from, content: value}`."""
     role_mappings: dict[str, str] = field(default_factory=dict)
     """Role in the data → the role that it is, e.g. `{human: user, gpt: assistant}`."""
+    ignored_properties: list[str] = field(default_factory=list)
+    """Properties of messages that are left out on purpose, by their names in the data, e.g. `[reasoning_content]`."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for mappings that contradict each other."""
+        sources = list(self.message_property_mappings.values())
+        for name in sources:
+            if sources.count(name) > 1:
+                raise ValueError(f"message_property_mappings takes two properties from {name!r}")
+            if name in self.ignored_properties:
+                raise ValueError(f"message_property_mappings takes {name!r}, which ignored_properties leaves out")
+
+
+def columns(options: ConversationOptions) -> set[str]:
+    """The fields of a row that are read, or left out by the user's word."""
+    return {options.messages_field, options.system_field or SYSTEM, options.tools_field or TOOLS}
 
 
 def encode(row: Mapping[str, Any], options: ConversationOptions, context: EncodeContext) -> Encoded:
     """The rendered conversation; the assistant's turns with their end-of-turn tokens are trained.
 
     Raises `RowError` when the messages are malformed, none is the assistant's, or the chat
-    template does not take them, `UserError` when there is to be no template.
+    template does not take or does not show them, `UserError` when there is to be no template.
     """
     from surogate_core.data.labels import Override, tokenize_conversation
 
@@ -72,27 +93,56 @@ def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[
     """The row's checked messages under the names that chat templates read."""
     name = options.messages_field
     raw = required(row, name)
+    for medium in MEDIA:
+        if row.get(medium):
+            raise RowError(f"field {medium!r} holds what is no text; only text can be trained")
     if isinstance(raw, str):  # CSV, and Parquet whose writer could not nest, hold them as JSON text
         raw = from_json(raw, f"field {name!r} must be a list of messages, this is text that")
     if not isinstance(raw, list):
         raise RowError(f"field {name!r} must be a list of messages, this is {type(raw).__name__}")
     messages = [_message(number, message, options) for number, message in enumerate(raw, start=1)]
-    system = optional_text(row, options.system_field)
-    if system:
-        if messages and messages[0]["role"] in SYSTEM_ROLES:
-            raise RowError(f"a system prompt is in both field {options.system_field!r} and the messages")
-        messages.insert(0, {"role": "system", "content": system})
+    if system := _system(row, options):
+        if not messages or messages[0]["role"] not in SYSTEM_ROLES:
+            messages.insert(0, {"role": "system", "content": system})
+        elif messages[0]["content"].strip() != system.strip():
+            raise RowError(
+                f"a system prompt is in both field {options.system_field!r} and the messages, and they differ; "
+                f"system_field: null takes that of the messages"
+            )
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     return messages
 
 
+def _system(row: Mapping[str, Any], options: ConversationOptions) -> str:
+    if options.system_field == SYSTEM and SYSTEM not in row:
+        return ""  # nobody asked for it by name, so a field of nearly that name is none of its misspellings
+    return optional_text(row, options.system_field)
+
+
+def _renamed(number: int, raw: Mapping[str, Any], options: ConversationOptions) -> dict[str, Any]:
+    """The message under the names that templates read, without what is left out on purpose."""
+    renamed = {source: name for name, source in options.message_property_mappings.items()}
+    message: dict[str, Any] = {}
+    for source, value in raw.items():
+        # Columns that some rows lack come out of Parquet and Arrow as nulls.
+        if value is None or source in options.ignored_properties:
+            continue
+        name = str(renamed.get(source, source))
+        if name in message:
+            both = f"{options.message_property_mappings[name]!r} and {name!r}"
+            raise RowError(
+                f"message {number} has both {both}, which message_property_mappings makes one; "
+                f"name the other in ignored_properties"
+            )
+        message[name] = value
+    return message
+
+
 def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise RowError(f"message {number} must be an object, this is {type(raw).__name__}")
-    renamed = {source: name for name, source in options.message_property_mappings.items()}
-    # Columns that some rows lack come out of Parquet and Arrow as nulls.
-    message: dict[str, Any] = {str(renamed.get(name, name)): value for name, value in raw.items() if value is not None}
+    message = _renamed(number, raw, options)
     role = message.get("role")
     if isinstance(role, str) and role in options.role_mappings:
         role = message["role"] = options.role_mappings[role]
@@ -172,8 +222,10 @@ def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any
     tools = row[options.tools_field]
     if isinstance(tools, str):
         tools = from_json(tools, f"field {options.tools_field!r}")
+        if tools is None:
+            return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"field {options.tools_field!r} must be a list of objects")
+        raise RowError(f"field {options.tools_field!r} must be a list of objects; tools_field: null leaves it out")
     return [without_nulls(tool) for tool in tools] or None
 
 
@@ -187,6 +239,7 @@ FORMAT = DatasetFormat(
     name="conversation",
     options=ConversationOptions,
     encode=encode,
-    version=2,
+    columns=columns,
+    version=3,
     examples=(({"messages": _TURNS}, {}), ({"messages": [*_TURNS, *_TURNS[1:]]}, {})),
 )

@@ -21,6 +21,11 @@ class TextOptions:
     """Field of the row that holds the text."""
 
 
+def columns(options: TextOptions) -> set[str]:
+    """The field of a row that is read."""
+    return {options.text_field}
+
+
 def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext) -> Encoded:
     """The text with the tokenizer's own special tokens, and its end-of-text token at the end.
 
@@ -38,5 +43,11 @@ def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext)
 
 
 FORMAT = DatasetFormat(
-    name="text", options=TextOptions, encode=encode, version=1, examples=(({"text": "Some words."}, {}),)
+    name="text",
+    options=TextOptions,
+    encode=encode,
+    columns=columns,
+    trains_prompts=True,
+    version=1,
+    examples=(({"text": "Some words."}, {}),),
 )

@@ -53,6 +53,12 @@ class InstructionOptions:
             )
 
 
+def columns(options: InstructionOptions) -> set[str]:
+    """The fields of a row that are read."""
+    named = (options.instruction_field, options.output_field, options.input_field, options.system_prompt_field)
+    return {name for name in named if name is not None}
+
+
 def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeContext) -> Encoded:
     """The prompt and the output; the output and the token that ends it are trained.
 
@@ -74,11 +80,13 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
         return tokenize_conversation(context.tokenizer, messages, loss_scale=context.loss_scale)
     if context.system and not system:
         system = context.system
-        if options.prompt_format is not None and "{system}" not in options.prompt_format:
-            raise UserError(
-                "`system` is set, but prompt_format has no {system}, so it would be lost. "
-                "Fix: write {system} into prompt_format, or system: null."
-            )
+        for name in ("prompt_format", "prompt_format_no_input"):
+            text = getattr(options, name)
+            if text is not None and "{system}" not in text:
+                raise UserError(
+                    f"`system` is set, but {name} has no {{system}}, so it would be lost. "
+                    f"Fix: write {{system}} into {name}, or system: null."
+                )
     prompt = _prompt(options, instruction, given, system)
     document = tokenize_completion(context.tokenizer, prompt, output)
     return Encoded.from_mask(document.input_ids) if context.loss_scale == "all" else document
@@ -100,7 +108,8 @@ FORMAT = DatasetFormat(
     name="instruction",
     options=InstructionOptions,
     encode=encode,
-    version=2,
+    columns=columns,
+    version=3,
     examples=(
         ({"instruction": "Add.", "output": "3"}, _FIELDS),
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, {**_FIELDS, "input_field": "input"}),

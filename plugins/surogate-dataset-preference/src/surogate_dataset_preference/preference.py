@@ -34,6 +34,11 @@ class Pair:
     rejected: Encoded
 
 
+def columns(options: PreferenceOptions) -> set[str]:
+    """The fields of a row that are read."""
+    return {options.prompt_field, options.chosen_field, options.rejected_field}
+
+
 def encode_pair(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeContext) -> Pair:
     """The prompt with each answer; of each, the answer and the token that ends it carry labels.
 
@@ -70,7 +75,8 @@ FORMAT = DatasetFormat(
     name="preference",
     options=PreferenceOptions,
     encode=encode,
+    columns=columns,
     tasks=(),
-    version=2,
+    version=3,
     examples=(({"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}, {}),),
 )

@@ -1,0 +1,171 @@
+"""What a chat template leaves out of a conversation is an error of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from surogate_core.data import shown
+from surogate_core.data.chat import Chat, chat_of
+from surogate_core.data.labels import tokenize_conversation
+from surogate_core.data.tokenize import RowError
+
+USER = {"role": "user", "content": "How warm is it in Rome?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
+RESULT = {"role": "tool", "content": "20 degrees", "tool_call_id": "c1", "name": "weather"}
+ANSWER = {"role": "assistant", "content": "It is 20 degrees."}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells the weather of a city."}}]
+THOUGHT = {"role": "assistant", "content": "<think>\nRome is warm.\n</think>\n\n20 degrees."}
+REASONED = {**ANSWER, "reasoning_content": "Rome is warm."}
+
+BODY = "{{- m.role + ': ' + BODY + '<|im_end|>\\n' }}{% endfor %}"
+PLAIN = "{% for m in messages %}" + BODY.replace("BODY", "m.content")
+STRIPPED = "{% for m in messages %}" + BODY.replace("BODY", "m.content.split('</think>')[-1]")
+NO_RESULTS = "{% for m in messages if m.role != 'tool' %}" + BODY.replace("BODY", "m.content")
+FIRST_CALL = "{% for m in messages %}" + BODY.replace(
+    "BODY", "m.content + (m.tool_calls[0].function | tojson if m.tool_calls else '')"
+)
+CALL_OR_CONTENT = "{% for m in messages %}" + BODY.replace(
+    "BODY", "(m.tool_calls[0].function | tojson if m.tool_calls else m.content)"
+)
+NAMED_TOOLS = "{% for t in tools or [] %}{{ t.name }}{% endfor %}" + PLAIN
+BARE_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + PLAIN
+
+
+@pytest.fixture
+def use(templated: Callable[..., Any]) -> Iterator[Callable[[str], Any]]:
+    """The embedded tokenizer with a template: one of the tests' or a text."""
+    put: list[tuple[Any, Any]] = []
+
+    def tokenizer(template: str) -> Any:
+        if "{" not in template:
+            return templated(template)[0]
+        found = templated("chatml")[0]
+        put.append((found, found.chat_template))
+        found.chat_template = template
+        return found
+
+    yield tokenizer
+    for found, before in reversed(put):
+        found.chat_template = before
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "lost"),
+    [
+        ("embedded", [USER, CALL, RESULT, ANSWER], None, "tool_calls of message 2 (assistant)"),
+        ("embedded", [USER, ANSWER], TOOLS, "the tools;"),
+        ("embedded", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
+        ("embedded", [{**USER, "name": "Ada"}, ANSWER], None, "name of message 1 (user)"),
+        ("embedded", [USER, {**ANSWER, "thinking": "Hm."}], None, "thinking of message 2 (assistant)"),
+        ("embedded", [USER, {**ANSWER, "audio": {"data": "AAAA"}}], None, "audio of message 2 (assistant)"),
+        ("embedded", [USER, {**ANSWER, "function_call": {"name": "f"}}], None, "function_call of message 2"),
+        ("chatml", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
+        ("llama3", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
+        ("chatml", [USER, CALL, {**RESULT, "name": "clock"}, ANSWER], TOOLS, "name of message 3 (tool)"),
+        ("gemma", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
+        (STRIPPED, [USER, THOUGHT], None, "the thought of message 2 (assistant)"),
+        (NO_RESULTS, [USER, ANSWER, RESULT, ANSWER], None, "message 3 (tool)"),
+        (FIRST_CALL, [USER, {**CALL, "tool_calls": CALLS * 2}, RESULT, ANSWER], None, "tool_calls of message 2"),
+        (CALL_OR_CONTENT, [USER, {**CALL, "content": "Let me look."}, RESULT, ANSWER], None, "message 2 (assistant);"),
+        (NAMED_TOOLS, [USER, ANSWER], TOOLS, "the tools;"),
+        (BARE_TOOLS, [USER, ANSWER], TOOLS, "the tools;"),
+    ],
+)
+def test_what_is_left_out_is_named(use: Any, template: str, messages: Any, tools: Any, lost: str) -> None:
+    with pytest.raises(RowError) as caught:
+        tokenize_conversation(use(template), messages, tools)
+    assert f"the chat template leaves out {lost}" in str(caught.value)
+    assert "key `template`" in str(caught.value)
+
+
+def test_the_reason_says_how_to_leave_it_out_on_purpose(use: Any) -> None:
+    with pytest.raises(RowError) as caught:
+        tokenize_conversation(use("embedded"), [USER, {**REASONED, "mood": "calm", **CALL, "content": "Hm."}], TOOLS)
+    assert str(caught.value) == (
+        "the chat template leaves out the tools, reasoning_content of message 2 (assistant), mood of message 2 "
+        "(assistant) and 1 more; use a chat template that shows it (key `template`), or leave it out on purpose with "
+        "ignored_properties: [mood, reasoning_content, tool_calls], or leave the tools out on purpose with "
+        "tools_field: null"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools"),
+    [
+        ("chatml", [SYSTEM, USER, CALL, RESULT, ANSWER], TOOLS),
+        ("qwen3", [USER, {**CALL, "content": "Let me look."}, RESULT, REASONED], TOOLS),
+        ("llama3", [SYSTEM, USER, CALL, RESULT, ANSWER], TOOLS),
+        ("mistral", [SYSTEM, USER, CALL, RESULT, ANSWER], TOOLS),
+        ("embedded", [USER, THOUGHT, USER, THOUGHT], None),
+        # Qwen3 shows the thoughts behind the last question only, whether they are in the content or beside it.
+        ("qwen3", [USER, THOUGHT, USER, THOUGHT], None),
+        ("qwen3", [USER, REASONED, USER, REASONED], None),
+        # Nothing is lost: empty, a number, a flag, a place, a time.
+        ("embedded", [USER, {**ANSWER, "tool_calls": [], "name": " ", "reasoning_content": ""}], None),
+        ("embedded", [USER, {**ANSWER, "score": 3, "prefix": False, "rank": [1, 2.5]}], None),
+        ("embedded", [{**USER, "id": "x", "message_id": "a", "createdAt": "1970", "timestamp": "now"}, ANSWER], None),
+    ],
+)
+def test_what_is_shown_or_is_no_text_passes(use: Any, template: str, messages: Any, tools: Any) -> None:
+    assert tokenize_conversation(use(template), messages, tools).label_tokens > 0
+
+
+def test_the_wishes_of_a_template_are_respected(use: Any) -> None:
+    strict = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% if c.function.name not in ('weather', 'clock') %}{{ raise_exception('unknown') }}{% endif %}"
+        "{{ c.function | tojson }}{% endfor %}" + PLAIN.removeprefix("{% for m in messages %}")
+    )
+    assert tokenize_conversation(use(strict), [USER, CALL, RESULT, ANSWER]).label_tokens > 0
+    with pytest.raises(RowError, match=r"leaves out name of message 1 \(user\)"):
+        tokenize_conversation(use(strict), [{**USER, "name": "Ada"}, CALL, RESULT, ANSWER])
+
+
+def test_one_rendering_serves_all_rows_of_a_shape(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = use("qwen3")
+    chat_of(tokenizer).verdicts.clear()
+    rendered: list[Any] = []
+    render = Chat.render
+
+    def counted(self: Chat, *args: Any, **options: Any) -> str:
+        rendered.append(args)
+        return render(self, *args, **options)
+
+    monkeypatch.setattr(Chat, "render", counted)
+    tokenize_conversation(tokenizer, [SYSTEM, USER, CALL, RESULT, ANSWER], TOOLS)
+    first = len(rendered)
+    tokenize_conversation(tokenizer, [SYSTEM, {**USER, "content": "?"}, CALL, RESULT, REASONED | {"x": 1}], TOOLS)
+    second = len(rendered)
+    tokenize_conversation(tokenizer, [SYSTEM, {**USER, "content": "And now?"}, CALL, RESULT, ANSWER], TOOLS)
+    assert len(rendered) - second < first
+    assert len(rendered) - second < second - first
+
+
+def test_shapes_are_forgotten_in_time(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown, "KEPT_VERDICTS", 2)
+    tokenizer = use("chatml")
+    chat_of(tokenizer).verdicts.clear()
+    for turns in (1, 2, 3, 4, 1):
+        tokenize_conversation(tokenizer, [USER, ANSWER] * turns)
+        assert 1 <= len(chat_of(tokenizer).verdicts) <= 2
+
+
+MARKED = (
+    "{% for m in messages %}{{- m.role + ': ' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{- m.content }}{% endgeneration %}"
+    "{% for c in m.tool_calls or [] %}{{- c.function | tojson }}{% endfor %}"
+    "{% generation %}{{- '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}{% endfor %}"
+)
+
+
+def test_a_turn_of_which_only_the_end_would_be_trained_is_refused(use: Any) -> None:
+    tokenizer = use(MARKED)
+    assert tokenize_conversation(tokenizer, [USER, {**CALL, "content": "Let me look."}]).label_tokens > 1
+    with pytest.raises(RowError, match=r"nothing but control tokens would be trained of message 2 \(assistant\)"):
+        tokenize_conversation(tokenizer, [USER, CALL])
