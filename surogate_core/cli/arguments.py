@@ -76,19 +76,28 @@ def parse(argv: Sequence[str], *, command: str = "surogate") -> Arguments:
 
 def load(arguments: Arguments, task: str | None) -> tuple[RunConfig, Registry]:
     """The checked configuration of one run, and the plugins that were loaded for it."""
+    from surogate_core.config.places import check_model_is_there
     from surogate_core.config.resolve import load_run_config
 
     registry = registry_for(arguments)
     config = load_run_config(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    check_model_is_there(config)
     return config, registry
 
 
 def registry_for(arguments: Arguments) -> Registry:
     """Load the plugins that the configuration's policy allows."""
-    from surogate_core.config.resolve import peek_policy
+    from surogate_core.config.resolve import mistakes_without_plugins, peek_policy
+    from surogate_core.errors import ConfigError
     from surogate_core.plugins import import_policy, load_plugins
 
-    return load_plugins(import_policy(peek_policy(arguments.overrides, arguments.config_file)))
+    try:
+        policy = peek_policy(arguments.overrides, arguments.config_file)
+    except ConfigError as error:
+        known = {p.key for p in error.problems}
+        found = mistakes_without_plugins(arguments.overrides, arguments.config_file)
+        raise ConfigError([*error.problems, *(p for p in found if p.key not in known)]) from error
+    return load_plugins(import_policy(policy))
 
 
 def _positional(parsed: Arguments, word: str, command: str) -> None:

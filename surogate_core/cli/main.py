@@ -44,6 +44,13 @@ exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 
 """
 
 COMMANDS = ("sft", "pt", "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
+_PEERS_COMMANDS = {
+    **dict.fromkeys(("train", "finetune", "fine-tune", "finetuning", "fit", "run", "lora", "qlora"), "sft"),
+    **dict.fromkeys(("pretrain", "pre-train"), "pt"),
+    "preprocess": "tokenize",
+    "export": "merge",
+}
+"""What other trainers call a command → what it is called here."""
 PREFIXES = ("+", "~", "-")
 
 
@@ -116,7 +123,7 @@ def _dispatch(arguments: list[str]) -> int:
         "doctor": _doctor,
     }
     if first not in commands:
-        raise _unknown_command(first)
+        raise _unknown_command(arguments)
     return commands[first](arguments[1:])
 
 
@@ -168,15 +175,17 @@ def _doctor(arguments: list[str]) -> int:
     return doctor.main(arguments)
 
 
-def _unknown_command(word: str) -> UserError:
+def _unknown_command(arguments: Sequence[str]) -> UserError:
     from surogate_core.config import planned
 
+    word = arguments[0]
     if word in planned.COMMANDS:
         return UserError(f"surogate {word}: {planned.MESSAGE}")
     if word.endswith((".yaml", ".yml")):
-        return UserError(f"{word}: name the task before the file. Fix: surogate sft {word}")
+        return UserError(f"{word}: name the task before the file. Fix: surogate sft {' '.join(arguments)}")
     near = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    fix = f" Fix: surogate {near[0]}" if near else " `surogate --help` lists them."
+    meant = _PEERS_COMMANDS.get(word) or (near[0] if near else "")
+    fix = f" Fix: {' '.join(['surogate', meant, *arguments[1:]])}" if meant else " `surogate --help` lists them."
     return UserError(f"{word}: there is no such command (an override has the form KEY=VALUE).{fix}")
 
 

@@ -113,11 +113,15 @@ def _bare(word: str, registry: Registry) -> str:
 
 def _multirun(arguments: Arguments, task: str | None) -> int:
     from surogate_core.config.compose import plain_values, run_hydra
+    from surogate_core.config.places import check_model_is_there
     from surogate_core.config.resolve import check_values, gather, load_many
 
     registry = registry_for(arguments)
-    load_many(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry, multirun=True)
-    settings = gather(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    file = arguments.config_file
+    every = load_many(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
+    for _, config in every:
+        check_model_is_there(config)
+    settings = gather(arguments.overrides, task=task, config_file=file, registry=registry)
     swept = {v.key for v in settings.values if v.sweep}
     codes: list[int] = []
 

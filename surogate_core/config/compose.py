@@ -6,6 +6,7 @@ good; ``--multirun``, ``--cfg``, ``--info`` and ``-sc`` go through `hydra.main`.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,12 +85,24 @@ def compose_config(overrides: Sequence[str], registry: Registry) -> DictConfig:
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
     """The composed config as plain values, interpolations resolved; raises `ConfigError`."""
-    try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    except OmegaConfBaseException as error:
-        raise ConfigError([problem_of(error)]) from error
-    assert isinstance(values, dict)
-    return {str(k): v for k, v in values.items()}
+    values, problems = resolved_values(config)
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def resolved_values(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """The same, with a problem for each key that cannot be resolved."""
+    values: dict[str, Any] = {}
+    problems = []
+    for key in config:
+        try:
+            value = "???" if OmegaConf.is_missing(config, key) else config[key]
+            is_node = OmegaConf.is_config(value)
+            values[str(key)] = OmegaConf.to_container(value, resolve=True) if is_node else value
+        except OmegaConfBaseException as error:
+            problems.append(problem_of(error))
+    return values, problems
 
 
 def problem_of(error: HydraException | OmegaConfBaseException) -> Problem:
@@ -100,6 +113,11 @@ def problem_of(error: HydraException | OmegaConfBaseException) -> Problem:
         lines += [line.strip() for line in str(cause).splitlines()[:1]]
         error = cause
     key = str(getattr(error, "full_key", None) or "config")
+    unset = re.search(r"Environment variable '(.*?)' not found", str(error))
+    if unset is not None:
+        name = unset[1]
+        message = f"the environment variable {name} is not set."
+        return Problem(key=key, message=message, fix=f"export {name}=VALUE, or ${{oc.env:{name},DEFAULT}}")
     message = "; ".join(line for line in lines if not line.startswith(("full_key", "object_type", "reference_type")))
     return Problem(key=key, message=f"{message.rstrip('.')}.")
 

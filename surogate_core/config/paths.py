@@ -15,3 +15,13 @@ def conf_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
+
+
+def expanded(path: str) -> str:
+    """`~` replaced by the user's home directory; the home of a user that does not exist stays as it is."""
+    if not path.startswith("~"):
+        return path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        return path

@@ -91,14 +91,37 @@ def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, r
 
 def check(overrides: Sequence[str], settings: Any) -> RunConfig:
     """Compose the overrides and check the result."""
-    from surogate_core.config.compose import compose_config, plain_values
+    from surogate_core.config.compose import compose_config, resolved_values
 
     try:
-        values = plain_values(compose_config(overrides, settings.registry))
+        composed = compose_config(overrides, settings.registry)
     except ConfigError as error:
-        placed = [p if p.where else dataclasses.replace(p, where=settings.where(p.key)) for p in error.problems]
-        raise ConfigError(placed) from error
-    return check_values(values, settings.registry, settings.where)
+        raise ConfigError([_placed(p, settings) for p in error.problems]) from error
+    values, unresolved = resolved_values(composed)
+    try:
+        config = check_values(values, settings.registry, settings.where)
+    except ConfigError as error:
+        found = [_decoded(p, composed) for p in error.problems]
+        raise ConfigError([*(_placed(p, settings) for p in unresolved), *found]) from error
+    if unresolved:
+        raise ConfigError([_placed(p, settings) for p in unresolved])
+    return config
+
+
+def _placed(problem: Problem, settings: Any) -> Problem:
+    return problem if problem.where else dataclasses.replace(problem, where=settings.where(problem.key))
+
+
+def _decoded(problem: Problem, composed: Any) -> Problem:
+    """The value of an environment variable is text: what makes a number of it is `oc.decode`."""
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.to_container(composed, resolve=False)
+    for part in problem.key.split("."):
+        node = node[part] if isinstance(node, dict) and part in node else None
+    if isinstance(node, str) and node.startswith("${oc.env:") and "without quotes" in problem.fix:
+        return dataclasses.replace(problem, fix=f"{problem.key}: ${{oc.decode:{node}}}")
+    return problem
 
 
 def check_values(values: Mapping[str, Any], registry: Registry, where: Callable[[str], str]) -> RunConfig:
@@ -132,7 +155,16 @@ def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginP
         file = read_yaml(config_file)
         found = file.values.get("plugins")
         if found is not None and not isinstance(found, Mapping):
-            raise ConfigError([Problem(key="plugins", message="must be a mapping.", where=file.where("plugins"))])
+            raise ConfigError(
+                [
+                    Problem(
+                        key="plugins",
+                        message="must be a mapping.",
+                        where=file.where("plugins"),
+                        fix="plugins: {block: [NAME]}",
+                    )
+                ]
+            )
         values.update(found or {})
         places = {f"plugins.{name}": file.where(f"plugins.{name}") for name in values}
     for argument in args:
@@ -157,6 +189,27 @@ def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginP
         raise ConfigError(builder.problems)
     assert isinstance(policy, PluginPolicy)
     return policy
+
+
+def mistakes_without_plugins(args: Sequence[str], config_file: Path | None) -> list[Problem]:
+    """The mistakes that can be found while the plugin policy is not known: in keys and values of the core's own."""
+    from surogate_core.config.grammar import parse_override
+    from surogate_core.config.settings import KEYS
+    from surogate_core.config.typed import Builder, field_types
+    from surogate_core.plugins.catalogue import catalogue
+    from surogate_core.plugins.discovery import ImportPolicy
+    from surogate_core.plugins.registry import load_plugins
+
+    core_alone = load_plugins(ImportPolicy(allow=(("", frozenset()),)))
+    settings = gather(args, task=None, config_file=config_file, registry=core_alone)
+    plugins_keys = {*catalogue().keys, "plugins"}
+    own = [p for p in settings.problems if "=" not in p.key and p.key.partition(".")[0] not in plugins_keys]
+    builder = Builder(settings.where, lambda key, known: Problem(key=key, message="there is no such key."))
+    hints = field_types(RunConfig)
+    for value in settings.values:
+        if value.key in KEYS - plugins_keys - settings.groups and not value.sweep and "${" not in value.text:
+            builder.value(hints[value.key], parse_override(f"{value.key}={value.text}").value(), value.key)
+    return [*own, *builder.problems]
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
@@ -207,14 +260,15 @@ def _plugins_gone(directories: Sequence[Path], registry: Registry) -> list[Probl
 
 
 def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:
-    """One problem a key: a rejected choice must not be reported again as its consequence."""
+    """One problem a key and one an option: a rejected choice must not be reported again as its consequence."""
     seen: set[str] = set()
     kept = []
     for problem in problems:
-        root = problem.key.partition("=")[0]
-        if root not in seen:
+        root, chosen, _ = problem.key.partition("=")
+        # Several options of one group may be missing; each is a mistake of its own.
+        if problem.key not in seen and (chosen or root not in seen):
             kept.append(problem)
-        seen |= {root, "datasets"} if root == "dataset" else {root}
+        seen |= {problem.key, root, "datasets"} if root == "dataset" else {problem.key, root}
     return kept
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Beta = Annotated[float, Interval(ge=0, lt=1)]
 Steps = Annotated[int, Interval(ge=0, le=10**9)]
 """Optimizer steps, or what is counted like them."""
+Name = Annotated[str, MinLen(1)]
+"""A name or a path: empty text, as an unset variable of a shell gives, is neither."""
 Layers = Annotated[int, Interval(ge=0, le=100_000)]
 Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
 MAX_TOKENS = 2**22
@@ -37,11 +39,11 @@ class ModelSelection:
 
     name: str = "auto"
     """Name of the model family; auto reads `model_type` from the model's config.json."""
-    path: str | None = None
+    path: Name | None = None
     """Local directory or Hugging Face id with config.json, weights and tokenizer."""
-    revision: str | None = None
+    revision: Name | None = None
     """Branch, tag or commit of a Hugging Face id, also `model=OWNER/NAME@REVISION`; null is the default branch."""
-    preset: str | None = None
+    preset: Name | None = None
     """A shape that the family knows, used when `path` is null; implies `from_scratch`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json to override, e.g. `model.config.num_hidden_layers=2`."""
@@ -57,7 +59,7 @@ class PluginPolicy:
     """Entry-point names that may be loaded under `allowlist`."""
     block: list[str] = field(default_factory=list)
     """Entry-point names that are never loaded."""
-    lock: str = "surogate.lock"
+    lock: Name = "surogate.lock"
     """The file that `surogate plugins lock` wrote, read under `locked`."""
     allow_editable: bool = False
     """Whether a locked plugin may be an editable install."""
@@ -70,11 +72,11 @@ class RunConfig:
     # ------------------------------------------------------------------ what is trained
     task: Literal["sft", "pt"] = "sft"
     """The job: supervised fine-tuning, or pre-training of all weights."""
-    objective: str = "cross_entropy"
+    objective: Name = "cross_entropy"
     """Name of the objective that gives the loss."""
     model: ModelSelection = field(default_factory=ModelSelection)
     """The model; `model=DIR_OR_HUB_ID` and `model=FAMILY_OPTION` are short forms."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Directory or hub id of the tokenizer; null takes the model's own."""
     from_scratch: bool = False
     """Start from random weights, drawn from `train_seed`."""
@@ -88,17 +90,17 @@ class RunConfig:
     """Positions of the trained model, written as `max_position_embeddings`; null keeps the model's."""
 
     # ------------------------------------------------------------------------ the run
-    run_name: str | None = None
+    run_name: Name | None = None
     """Name shown and logged; null generates one."""
-    output_dir: str = "output"
+    output_dir: Name = "output"
     """Where the run writes: config, metrics, checkpoints, export."""
-    checkpoint_dir: str | None = None
+    checkpoint_dir: Name | None = None
     """Where checkpoints are written; null is `output_dir`."""
     num_epochs: Annotated[float, Interval(gt=0, le=10**6)] = 3.0
     """Passes over the training rows."""
     max_steps: Annotated[int, Interval(ge=-1, le=10**9)] = -1
     """Optimizer steps; -1 lets `num_epochs` decide."""
-    resume_from_checkpoint: bool | str = True
+    resume_from_checkpoint: bool | Name = True
     """true resumes from the latest good checkpoint if there is one; a path names it; false starts anew."""
     save_steps: Steps = 50
     """Optimizer steps between checkpoints; 0 saves at the end only."""
@@ -182,9 +184,9 @@ class RunConfig:
     """Probability that an input of an adapter is dropped while training."""
     lora_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that adapter weights are computed from; their masters are `master_dtype`."""
-    lora_target_modules: list[str] = field(default_factory=lambda: ["all"])
+    lora_target_modules: list[Name] = field(default_factory=lambda: ["all"])
     """Projections that get an adapter, by their names in the model (`q_proj`); `all` is every one."""
-    adapter_path: str | None = None
+    adapter_path: Name | None = None
     """An adapter to begin with: a directory of PEFT, or the output directory of a LoRA run."""
     adapter_init_mode: Literal["merge", "trainable"] = "merge"
     """merge folds `adapter_path` into the base and trains a fresh adapter on top; trainable trains it on."""
@@ -198,7 +200,7 @@ class RunConfig:
     """Keep the frozen projections in FP8 (E4M3) with a scale for each square block."""
     qlora_fp4: bool = False
     """Keep the frozen projections in NVFP4."""
-    qlora_format: str | None = None
+    qlora_format: Name | None = None
     """Keep the frozen projections in a weight format of a plugin, by its name."""
     qlora_bnb_block_size: Literal[64, 128, 256, 512] = 64
     """Values that share an absmax in NF4."""
@@ -234,7 +236,7 @@ class RunConfig:
     # ------------------------------------------------------------------------- placement
     offload: Selection = field(default_factory=lambda: Selection(name="none"))
     """Where the tensors live that the keys below move; an offloader alone moves every kind that it can."""
-    offload_dir: str | None = None
+    offload_dir: Name | None = None
     """Directory of an offloader's files; null is `output_dir`. They are scratch, and gone when the run is."""
     offload_residual: bool = False
     """Move what the blocks keep for the backward off the device; it comes back block by block."""
@@ -266,7 +268,7 @@ class RunConfig:
     """Tokens of the longest sample, where that is shorter than `sequence_len`; null is `sequence_len`."""
     use_chat_template: bool = True
     """Render rows by the tokenizer's chat template; false makes plain text of instructions."""
-    template: str = "auto"
+    template: Name = "auto"
     """The chat template: auto is the tokenizer's own; else a shipped one's name, or the path of a .jinja file."""
     system: str | None = None
     """System prompt of conversations and instructions that have none."""
@@ -276,7 +278,7 @@ class RunConfig:
     """Malformed rows that are skipped and reported; one more stops the run."""
     dataloader_num_workers: Literal["auto"] | Annotated[int, Interval(ge=0, le=1024)] = "auto"
     """Processes that tokenise; auto is one a core for large data sets, 0 is the run's own process."""
-    data_cache_dir: str | None = None
+    data_cache_dir: Name | None = None
     """Where tokenised shards are kept; null is the user's cache directory."""
     train_seed: Seed = 1234
     """Seed of weights, adapters, dropout and the order of rows."""
@@ -294,11 +296,11 @@ class RunConfig:
     # -------------------------------------------------------------------------- watching
     monitor: list[Selection] = field(default_factory=list)
     """The monitors that receive the run's events."""
-    report_to: list[str] | None = None
+    report_to: list[Name] | None = None
     """Names of further monitors, such as [wandb]; the same as adding them to `monitor`."""
     log_gpu_util: Steps = 100
     """Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0 reads none."""
-    log_file: str | None = None
+    log_file: Name | None = None
     """The run's log as JSON lines; null is `output_dir/surogate.log`."""
 
     # --------------------------------------------------------------------------- plugins

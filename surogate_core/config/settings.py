@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override
 
 from surogate_core.config import planned
 from surogate_core.config.grammar import KEY, LimitError, NotWritableError, encode, parse_override
-from surogate_core.config.paths import CONFIG_NAME, conf_dir
+from surogate_core.config.paths import CONFIG_NAME, conf_dir, expanded
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
@@ -32,6 +32,7 @@ LIST_GROUPS = frozenset({"monitor"})
 HUB_OPTION = "hf"
 """The option of `model` that reads a directory or hub id."""
 KEYS = frozenset(f.name for f in fields(RunConfig))
+DATA_KEYS = ("datasets", "validation_datasets")
 INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 """Hydra's keys for calling Python objects; a config of ours never has them."""
 
@@ -48,6 +49,9 @@ PEERS_NAMES = {
     "micro_batch_size": "per_device_train_batch_size",
     "max_seq_length": "sequence_len",
     "cutoff_len": "sequence_len",
+    "val_set_size": "validation_split_ratio",
+    "val_size": "validation_split_ratio",
+    "chat_template": "template",
     "base_model": "model",
     "model_name_or_path": "model",
     "lora_r": "lora_rank",
@@ -56,6 +60,18 @@ PEERS_NAMES = {
     "seed": "train_seed",
 }
 """What other trainers call a key → what it is called here."""
+
+PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "adapter": {"lora": "lora: true", "qlora": "lora: true and qlora_bnb: true", "": "lora: true, or lora: false"},
+    "finetuning_type": {"lora": "lora: true", "": "lora: false"},
+    "stage": {"sft": "surogate sft, or task: sft", "pt": "surogate pt, or task: pt"},
+    "bf16": {"true": "recipe: bf16", "": "torch_dtype: float32"},
+    "fp16": {"true": "recipe: bf16; fp16 is not available", "": "remove it"},
+    "tf32": {"": "remove it"},
+    "load_in_4bit": {"true": "qlora_bnb: true", "": "qlora_bnb: false"},
+    "load_in_8bit": {"true": "qlora_fp8: true", "": "qlora_fp8: false"},
+}
+"""Key of other trainers → its value (``""``: any other) → what sets the same here, where that is no single key."""
 
 _QUOTE_HINT = "write KEY=VALUE, and put text with brackets, commas or quotes in quotes: 'key=\"a, b\"'"
 
@@ -128,7 +144,7 @@ class Settings:
             elif key in KEYS:
                 self.put(key, value, where)
             else:
-                self.problems.append(unknown_key(key, where, self.registry))
+                self.problems.append(unknown_key(key, where, self.registry, value=value))
 
     def add_arguments(self, arguments: Sequence[str]) -> None:
         """Take the overrides of the command line."""
@@ -172,7 +188,8 @@ class Settings:
         elif root in KEYS:
             self._value_override(override)
         else:
-            self.problems.append(unknown_key(key, COMMAND_LINE, self.registry))
+            value = None if override.is_sweep_override() else override.value()
+            self.problems.append(unknown_key(key, COMMAND_LINE, self.registry, value=value))
 
     def _choose_override(self, override: Override) -> None:
         group = override.key_or_group
@@ -213,6 +230,8 @@ class Settings:
             return
         self.values = [v for v in self.values if v.key != key or v.text.startswith("{")]
         text = _right_hand_side(override)
+        if not override.is_sweep_override() and self._wrong_shape(key, override.value(), COMMAND_LINE):
+            return
         self.values.append(Value(key, text, COMMAND_LINE, sweep=override.is_sweep_override()))
         self.places = {k: w for k, w in self.places.items() if not k.startswith(f"{key}.")}
         self.places[key] = COMMAND_LINE
@@ -240,7 +259,7 @@ class Settings:
         elif group == "model" and self._is_model_path(name):
             self.choices["model"] = Choice([HUB_OPTION], where)
             self.places["model"] = where
-            self.put("model.path", str(Path(name).expanduser()) if name.startswith("~") else name, where)
+            self.put("model.path", expanded(name), where)
         elif self._has_bundle(group, name):
             self.choices[group] = Choice([], where)
             self.put(f"{group}.name", name, where)
@@ -268,7 +287,7 @@ class Settings:
             value = [value]
         elif isinstance(value, Mapping):
             is_one = isinstance(value.get("name"), str)
-            value = [value] if is_one else [{"name": k, **(v or {})} for k, v in value.items()]
+            value = [value] if is_one else [self._named(group, k, v, where) for k, v in value.items()]
         chosen: list[str] = []
         if not isinstance(value, list):
             message = f"must be a list of names; got {value!r}."
@@ -294,16 +313,43 @@ class Settings:
         self.choices[group] = Choice(chosen, where)
         self.places[group] = where
 
+    def _named(self, group: str, name: str, options: Any, where: str) -> dict[str, Any]:
+        """An entry of a list group that is written as a mapping of names."""
+        if options is not None and not isinstance(options, Mapping):
+            message = f"must be a mapping of the options of {name}; got {options!r}."
+            place = self.places.get(f"{group}.{name}", where)
+            self.problems.append(Problem(key=f"{group}.{name}", message=message, where=place, fix=f"{group}: [{name}]"))
+            options = None
+        return {"name": name, **(options or {})}
+
     def put(self, key: str, value: Any, where: str) -> None:
         """Set a key to a plain value."""
         if not KEY.fullmatch(key):
             self.problems.append(Problem(key=key, message="is not a config key.", where=where))
+            return
+        if self._wrong_shape(key, value, where):
             return
         try:
             self.values.append(Value(key, encode(value), where))
         except NotWritableError as error:
             self.problems.append(Problem(key=key, message=f"{error}.", where=where))
         self.places.setdefault(key, where)
+
+    def _wrong_shape(self, key: str, value: Any, where: str) -> bool:
+        """Refuse a list for a mapping and the reverse, which Hydra would end on before it reads the other keys."""
+        default = _schema_default(key)
+        if isinstance(default, list) and isinstance(value, Mapping):
+            what = "a list of mappings" if key in DATA_KEYS else "a list"
+            first = f"{key}: [{', '.join(encode(v) for v in value.values())}]"
+            fix = f"{key}: [{{{', '.join(f'{k}: {v}' for k, v in value.items())}}}]" if key in DATA_KEYS else first
+            problem = Problem(key=key, message=f"must be {what}; got one mapping.", where=where, fix=fix)
+        elif isinstance(default, Mapping) and not isinstance(value, Mapping) and not _is_interpolation(value):
+            fix = f"{key}: {{{next(iter(default), 'KEY')}: VALUE}}"
+            problem = Problem(key=key, message=f"must be a mapping; got {value!r}.", where=where, fix=fix)
+        else:
+            return False
+        self.problems.append(problem)
+        return True
 
     # ------------------------------------------------------------------------ the result
 
@@ -421,9 +467,15 @@ class Settings:
         self.problems.append(Problem(key=key, message=message, where=where, fix="choose what a plugin registered"))
 
 
-def unknown_key(key: str, where: str, registry: Registry, known: Iterable[str] | None = None) -> Problem:
+def unknown_key(
+    key: str, where: str, registry: Registry, known: Iterable[str] | None = None, value: Any = None
+) -> Problem:
     """The problem of a key that does not exist: planned, of a missing plugin, or misspelt."""
     root = key.partition(".")[0]
+    if known is None and key in PEERS_SETTINGS:
+        meant = PEERS_SETTINGS[key]
+        fix = meant.get(str(value).lower(), meant.get("", ""))
+        return Problem(key=key, message="there is no such key.", where=where, fix=fix)
     distribution = catalogue().keys.get(root)
     if distribution is not None and distribution not in {p.distribution for p in registry.plugins.values()}:
         message = f"its plugin {distribution} is not installed."
@@ -433,7 +485,7 @@ def unknown_key(key: str, where: str, registry: Registry, known: Iterable[str] |
     names = sorted(known) if known is not None else sorted(KEYS | set(default_groups()) | set(registry.options))
     last = key.rpartition(".")[2] if known is not None else root
     near = [PEERS_NAMES[last]] if known is None and last in PEERS_NAMES else []
-    near = near or get_close_matches(last, names, n=1, cutoff=0.6)
+    near = near or get_close_matches(last, names, n=1, cutoff=0.7)
     message = "there is no such key."
     if not near and known is not None:
         message = f"there is no such key; known here: {', '.join(names) or 'none'}."
@@ -461,6 +513,20 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
     if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
         return Problem(key=key, message=planned.MESSAGE, where=where)
     return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
+
+
+def _schema_default(key: str) -> Any:
+    """The default of a dotted key, None outside the schema."""
+    from surogate_core.config.compose import schema_defaults
+
+    node: Any = schema_defaults()
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
 
 
 def _names_objects(value: Any) -> bool:

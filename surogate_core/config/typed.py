@@ -99,7 +99,11 @@ class Builder:
 
     def _translate(self, error: ValidationError, hint: Any, value: Any, key: str) -> None:
         own = [e["msg"] for e in error.errors() if e["type"] in ("value_error", "assertion_error")]
-        message = f"{own[0]}." if own else f"must be {type_text(hint)}; got {_shown(value)}."
+        if value == "" and any(get_origin(a) is Annotated and get_args(a)[0] is str for a in _alternatives(hint)):
+            null = " or null" if _takes(hint, type(None)) else ""
+            self._problem(key, "is empty; an unset variable of a shell gives that.", f"{key}=VALUE{null}")
+            return
+        message = f"{own[0].rstrip('.')}." if own else f"must be {type_text(hint)}; got {_shown(value)}."
         self._problem(key, message, _fix(hint, value))
 
     def _problem(self, key: str, message: str, fix: str = "") -> None:
@@ -182,6 +186,8 @@ def _fix(hint: Any, value: Any) -> str:
             return "false"
         if _takes_number(hint) and _is_number(value):
             return f"{value}, without quotes" if not _takes(hint, int) or value.lstrip("+-").isdigit() else ""
+        if any(get_origin(part) is list and _takes(get_args(part)[0], str) for part in _parts(hint)):
+            return f"[{value}]"
     if isinstance(value, bool | float) and _takes(hint, str) and not _takes_number(hint):
         return "put it in quotes"
     if isinstance(value, float) and value.is_integer() and _takes(hint, int):
@@ -215,9 +221,12 @@ def _strip(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(_strip(hint)) if get_origin(_strip(hint)) in _UNION else (hint,)
+
+
 def _parts(hint: Any) -> tuple[Any, ...]:
-    bare = _strip(hint)
-    return tuple(_strip(a) for a in get_args(bare)) if get_origin(bare) in _UNION else (bare,)
+    return tuple(_strip(a) for a in _alternatives(hint))
 
 
 def _takes(hint: Any, kind: type) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.config.settings import INSTANTIATE_KEYS, LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.typed import Builder, field_types
@@ -51,9 +52,11 @@ def validate(
     check.contradictions(built)
     check.optimizer(built)
     check.weight_format(built)
-    if check.problems:
-        return None, check.problems
-    return RunConfig(**built), []
+    config = RunConfig(**built)
+    wrong_keys = {p.key.partition(".")[0] for p in check.problems}
+    if not wrong_keys & PLACES_READ:
+        check.problems += check_places(config, where)
+    return (None, check.problems) if check.problems else (expand_home(config), [])
 
 
 class _Validator:

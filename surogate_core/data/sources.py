@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 
 from surogate_core.data.chunks import START, Chunk, Place, SourceRow, chunked
 from surogate_core.data.csv_rows import csv_rows
@@ -46,7 +46,7 @@ _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gcs"
 class SourceSpec:
     """The fields of a `datasets` entry that say which rows it means."""
 
-    path: str
+    path: Annotated[str, MinLen(1)]
     """File, directory, ``pkg://package/file``, URL or hub id."""
     subset: str | None = None
     """Configuration of a hub data set, or a subdirectory of a local one."""

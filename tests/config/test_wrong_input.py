@@ -1,0 +1,188 @@
+"""Wrong input as people give it: each ends with exit code 2, names the key and the fix, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.main import main
+from surogate_core.errors import ConfigError, Problem
+
+Problems = Callable[..., list[Problem]]
+
+FILES = [
+    # what other trainers call it
+    ("val_set_size: 0.05", "val_set_size", "validation_split_ratio"),
+    ("val_size: 0.05", "val_size", "validation_split_ratio"),
+    ("adapter: qlora", "adapter", "lora: true and qlora_bnb: true"),
+    ("adapter: lora", "adapter", "lora: true"),
+    ("bf16: true", "bf16", "recipe: bf16"),
+    ("fp16: true", "fp16", "recipe: bf16; fp16 is not available"),
+    ("load_in_4bit: true", "load_in_4bit", "qlora_bnb: true"),
+    ("load_in_8bit: true", "load_in_8bit", "qlora_fp8: true"),
+    ("finetuning_type: lora", "finetuning_type", "lora: true"),
+    ("finetuning_type: full", "finetuning_type", "lora: false"),
+    ("stage: sft", "stage", "surogate sft, or task: sft"),
+    ("stage: pt", "stage", "surogate pt, or task: pt"),
+    ("chat_template: chatml", "chat_template", "template"),
+    ("report_to: wandb", "report_to", "[wandb]"),
+    ("lora_target_modules: q_proj", "lora_target_modules", "[q_proj]"),
+    ("seed: 3", "seed", "train_seed"),
+    # shapes
+    ("datasets: {path: x}", "datasets", "datasets: [{path: x}]"),
+    ("datasets: {path: x, type: text}", "datasets", "datasets: [{path: x, type: text}]"),
+    ("validation_datasets: {path: x}", "validation_datasets", "validation_datasets: [{path: x}]"),
+    ("lora_target_modules: {a: q_proj}", "lora_target_modules", "lora_target_modules: [q_proj]"),
+    ("monitor: {jsonl: x}", "monitor.jsonl", "monitor: [jsonl]"),
+    # empty text, as an unset variable of a shell gives
+    ("output_dir: ''", "output_dir", "output_dir=VALUE"),
+    ("run_name: ''", "run_name", "run_name=VALUE or null"),
+    ("checkpoint_dir: ''", "checkpoint_dir", "checkpoint_dir=VALUE or null"),
+    ("log_file: ''", "log_file", "log_file=VALUE or null"),
+    ("tokenizer: ''", "tokenizer", "tokenizer=VALUE or null"),
+    ("offload_dir: ''", "offload_dir", "offload_dir=VALUE or null"),
+    ("data_cache_dir: ''", "data_cache_dir", "data_cache_dir=VALUE or null"),
+    ("resume_from_checkpoint: ''", "resume_from_checkpoint", "resume_from_checkpoint=VALUE"),
+    ("datasets: [{path: '', type: text}]", "datasets.0.path", "datasets.0.path=VALUE"),
+    # numbers
+    ("max_steps: 1e3", "max_steps", "1000"),
+    ("lora_rank: '8'", "lora_rank", "8, without quotes"),
+    ("learning_rate: ${oc.env:RATE_}", "learning_rate", "learning_rate: ${oc.decode:${oc.env:RATE_}}"),
+    ("learning_rate: ${oc.env:UNSET_}", "learning_rate", "export UNSET_=VALUE, or ${oc.env:UNSET_,DEFAULT}"),
+    # places
+    ("model: ./base/config.json", "model.path", ""),
+    ("model: ./run", "model.path", "model=run/model"),
+    ("{model: ./base, output_dir: base}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    ("{model: ./base, checkpoint_dir: ./base}", "checkpoint_dir", "checkpoint_dir=ANOTHER_DIRECTORY"),
+    ("{model: ./run/model, lora: false, output_dir: run}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    ("{model: ./base, adapter_path: run/adapter, output_dir: run}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    ("{datasets: [{path: data, type: text}], output_dir: data}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    ("{datasets: [{path: data, type: text}], output_dir: data/a/b}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    ("{datasets: [{path: ., type: text}]}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    (
+        "{datasets: [{path: data, type: text}], data_cache_dir: data/c}",
+        "data_cache_dir",
+        "data_cache_dir=ANOTHER_DIRECTORY",
+    ),
+    ("{datasets: [{path: data/a.jsonl, type: text}], log_file: data/a.jsonl}", "log_file", "log_file: null"),
+    ("{datasets: [{path: data, type: text}], log_file: data/log.jsonl}", "log_file", "log_file: null"),
+    ("{model: ./base, log_file: base/log}", "log_file", "log_file: null"),
+    ("output_dir: hub/models--a--b", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model, an adapter, a run's output and a data set."""
+    place = tmp_path / "here"
+    for name in ("base", "adapter", "run/model", "run/adapter", "data", "hub"):
+        (place / name).mkdir(parents=True)
+    for name in ("base", "run/model"):
+        (place / name / "config.json").write_text("{}")
+    (place / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./base"}))
+    (place / "run" / "run.json").write_text("{}")
+    (place / "data" / "a.jsonl").write_text('{"text": "x"}\n')
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))
+    monkeypatch.setenv("RATE_", "1e-5")
+    return place
+
+
+@pytest.mark.parametrize(("text", "key", "fix"), FILES, ids=[text[:40] for text, _, _ in FILES])
+def test_one_message_with_the_key_and_the_fix(problems: Problems, here: Path, text: str, key: str, fix: str) -> None:
+    before = sorted(here.rglob("*"))
+    (problem,) = problems(file=f"{text}\n")
+    assert (problem.key, problem.fix) == (key, fix)
+    assert "\n" not in str(problem)
+    assert ".." not in problem.message.replace("../", "")
+    assert ConfigError([problem]).exit_code == 2
+    assert sorted(here.rglob("*")) == before
+
+
+def test_an_adapter_as_the_model_names_both_ways_out(problems: Problems, here: Path) -> None:
+    (problem,) = problems("model=./adapter")
+    assert problem.message == "./adapter is a LoRA adapter, not a model; its base is ./base."
+    assert "model=./base adapter_path=./adapter" in problem.fix
+    assert "surogate merge --base-model ./base --checkpoint-dir ./adapter --output MERGED" in problem.fix
+
+
+def test_what_is_near_a_forbidden_place_is_allowed(load: Any, here: Path) -> None:
+    """Directories beside or above data and model, a run's output inside of a model directory, other people's runs."""
+    assert load("model=./base", "output_dir=base/out").output_dir == "base/out"
+    assert load("datasets=[{path: data/a.jsonl, type: text}]", "output_dir=data").output_dir == "data"
+    assert load("datasets=[{path: data, type: text}]", "output_dir=data2", "log_file=data/a.log").log_file
+    assert load("model=./run/model", "output_dir=run", "lora=true").lora
+    assert load("model=./run/model", "output_dir=run2", "lora=false", "merge_adapter=false").output_dir == "run2"
+    assert load("model=owner/name").model.path == "owner/name"
+    assert load("system=''").system == ""
+
+
+def test_a_home_directory_in_a_file_is_the_users(load: Any, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    config = load(file="output_dir: ~/out\nlog_file: ~/log\n")
+    assert (config.output_dir, config.log_file) == (f"{here}/out", f"{here}/log")
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("./bass", " Fix: model=./base"),
+        ("./elsewhere", " Fix: model=./base"),
+        ("run/modle/", " Fix: model=run/model"),
+        ("a/b/c", ""),
+        ("~no-such-user/model", ""),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["learning_rate=1e-3,1e-4", "-m"]])
+def test_a_model_directory_that_is_not_there(
+    here: Path, capsys: pytest.CaptureFixture[str], given: str, fix: str, more: list[str]
+) -> None:
+    """Before anything is written; the nearest name, or the only model there."""
+    before = sorted(here.rglob("*"))
+    assert main(["sft", f"model={given}", *more]) == 2
+    assert capsys.readouterr().err == f"surogate: model: there is no directory {given}.{fix}\n"
+    assert sorted(here.rglob("*")) == before
+
+
+def test_mistakes_in_places_types_and_interpolations_come_together(problems: Problems, here: Path) -> None:
+    found = problems("model=./adapter", "lora_rnk=3", "run_name=${nothing}", "max_steps=x", "output_dir=data",
+                     "datasets=[{path: data, type: text}]")  # fmt: skip
+    assert {p.key for p in found} == {"model.path", "lora_rnk", "run_name", "max_steps", "output_dir"}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["train", "run.yaml", "max_steps=3"], "train: there is no such command"),
+        (["train", "run.yaml", "max_steps=3"], "Fix: surogate sft run.yaml max_steps=3\n"),
+        (["finetune"], "Fix: surogate sft\n"),
+        (["pretrain", "a.yaml"], "Fix: surogate pt a.yaml\n"),
+        (["run.yaml", "max_steps=3"], "Fix: surogate sft run.yaml max_steps=3\n"),
+    ],
+)
+def test_commands_of_other_trainers(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_wrong_plugin_policy_does_not_hide_the_other_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("plugins: [x]\nlearning_rte: 1\nlora: maybe\nlora_rank: 0\nrecipe: nvfp4\nnormuon_beta2: 0.9\n")
+    assert main(["sft", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "surogate: 4 mistakes in the configuration:"
+    assert [line.split()[1] for line in lines[1:]] == ["plugins", "learning_rte", "lora", "lora_rank"]
+
+
+def test_every_missing_option_of_the_defaults_is_named(problems: Problems) -> None:
+    """A core without plugins: each package that the default configuration needs, in one message."""
+    names = ["monitor-console", "monitor-jsonl", "monitor-adaptive", "recipe-bf16", "optimizer-adamw-8bit"]
+    found = problems(f"plugins.block=[{','.join(names)}]", fresh=True)
+    for name in names:
+        assert any(f"surogate-{name}" in f"{p.message} {p.fix}" for p in found), name
