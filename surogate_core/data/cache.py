@@ -1,7 +1,7 @@
 """A directory of finished results, keyed by a digest of what shapes them.
 
-An entry is built under a temporary name, synced and renamed, and records the size of each of its
-files: a killed build leaves nothing that is read, and a torn entry is built again. What a build
+An entry is built under a temporary name, synced and renamed, and records the sizes and checksums of its
+files: a killed build leaves nothing that is read, and a torn or damaged entry is built again. What a build
 that can be resumed leaves, `<key>.partial`, is handed to the next one. A lock per entry makes two
 runs that need the same one build it once.
 """
@@ -23,6 +23,14 @@ from typing import Any
 from surogate_core.errors import MachineError, UserError
 
 META = "meta.json"
+
+_BLOCK = 64 << 20
+"""Bytes of a file that have a checksum of their own, so that several threads check one file."""
+_READ = 1 << 20
+_MOST_THREADS = 8
+
+Checked = Callable[[int, int], None]
+"""Receives the bytes that are checked and their total, at most once a block."""
 
 Build = Callable[[Path], Mapping[str, Any]]
 """Writes an entry's files into an empty directory and returns its JSON-able facts."""
@@ -48,27 +56,59 @@ class Cache:
     def __init__(self, root: Path, kind: str):
         self._dir = root / kind
 
-    def get(self, key: str) -> CacheEntry | None:
-        """The entry, or None when it is absent or torn."""
+    def get(
+        self,
+        key: str,
+        *,
+        damaged: Callable[[str], None] = lambda text: None,
+        checked: Checked = lambda done, total: None,
+    ) -> CacheEntry | None:
+        """The entry, or None when it is absent, torn or damaged.
+
+        All of its files are read. `damaged` receives a sentence on an entry that was whole once and is not now.
+        Raises `UserError` when it may not be read.
+        """
         path = self._dir / key
         try:
-            meta = json.loads((path / META).read_bytes())
-            whole = all((path / name).stat().st_size == size for name, size in meta["files"].items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            content = (path / META).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        return CacheEntry(path=path, facts=meta["facts"]) if whole else None
+        except OSError as error:
+            raise UserError(
+                f"The entry {path} of the data cache cannot be read: {error.strerror}. "
+                f"Fix: correct its rights, or set `data_cache_dir` elsewhere."
+            ) from error
+        try:
+            meta = json.loads(content)
+            facts = meta["facts"]
+            wrong = _wrong(path, meta, checked)
+        except OSError as error:
+            wrong = f"{Path(error.filename or path).name}: {error.strerror}"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            wrong = f"{META} is not what was written"
+        if wrong:
+            damaged(f"The entry {path} of the data cache was damaged: {wrong}; it was built anew.")
+            return None
+        return CacheEntry(path=path, facts=facts)
 
     def get_or_build(
-        self, key: str, build: Build, *, waiting: Callable[[], None] = lambda: None, resumable: bool = False
+        self,
+        key: str,
+        build: Build,
+        *,
+        waiting: Callable[[], None] = lambda: None,
+        damaged: Callable[[str], None] = lambda text: None,
+        checked: Checked = lambda done, total: None,
+        resumable: bool = False,
     ) -> CacheEntry:
         """The entry, built now unless it exists. `waiting` is called when another run is building it.
 
         What `build` raises passes through. Nothing is left of its work then, unless it is
         `resumable`: such a build is given the directory as the last one left it, and starts anew
-        only after a `UserError`. Raises `MachineError` when the disk is full and `UserError` when
-        the cache cannot be written.
+        only after a `UserError`. `damaged` and `checked` are those of `get`; a damaged entry is built anew.
+        Raises `MachineError` when the disk is full and `UserError` when the cache cannot be written.
         """
-        found = self.get(key)
+        found = self.get(key, damaged=damaged, checked=checked)
         if found is not None:  # needs no lock, so a cache that cannot be written serves too
             return found
         with _disk_errors(self._dir):
@@ -85,8 +125,7 @@ class Cache:
                 (temporary / META).unlink(missing_ok=True)  # of a build that was killed between its seal and its name
                 finished = False
                 try:
-                    facts = build(temporary)
-                    self._seal(temporary, facts)
+                    facts = self._seal(temporary, build(temporary))
                     temporary.rename(self._dir / key)
                     finished = True
                 except UserError:
@@ -96,9 +135,7 @@ class Cache:
                     if finished or not resumable:
                         shutil.rmtree(temporary, ignore_errors=True)
                 _sync(self._dir)
-        built = self.get(key)
-        assert built is not None
-        return built
+        return CacheEntry(path=self._dir / key, facts=facts)
 
     @contextmanager
     def _lock(self, key: str, waiting: Callable[[], None]) -> Iterator[None]:
@@ -116,12 +153,67 @@ class Cache:
             lock.release()
 
     @staticmethod
-    def _seal(directory: Path, facts: Mapping[str, Any]) -> None:
+    def _seal(directory: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Record what the directory holds; the facts as they are read back."""
         files = sorted(path for path in directory.iterdir())
-        meta = {"files": {path.name: path.stat().st_size for path in files}, "facts": dict(facts)}
-        (directory / META).write_text(json.dumps(meta, indent=1))
+        sizes = {path.name: path.stat().st_size for path in files}
+        meta = {
+            "files": sizes,
+            "checksums": _checksums(directory, sizes),
+            "facts": json.loads(json.dumps(dict(facts))),
+        }
+        (directory / META).write_text(json.dumps({**meta, "digest": digest_of(meta)}, indent=1))
         for path in (*files, directory / META, directory):
             _sync(path)
+        read_back: Mapping[str, Any] = meta["facts"]
+        return read_back
+
+
+def _wrong(directory: Path, meta: Mapping[str, Any], checked: Checked) -> str:
+    """What of an entry is not as it was sealed; nothing: all is. An entry of an earlier version has no checksums."""
+    sealed = {name: value for name, value in meta.items() if name != "digest"}
+    if set(meta) != {"files", "facts"} and digest_of(sealed) != meta["digest"]:
+        return f"{META} is not what was written"
+    files = meta["files"]
+    for name, size in files.items():
+        if (found := (directory / name).stat().st_size) != size:
+            return f"{name} has {found:,} bytes instead of {size:,}"
+    if "checksums" not in meta:
+        return ""
+    sums = _checksums(directory, files, checked)
+    other = [name for name in files if sums[name] != meta["checksums"][name]]
+    return f"{' and '.join(other)} {'is' if len(other) == 1 else 'are'} not what was written" if other else ""
+
+
+def _checksums(
+    directory: Path, files: Mapping[str, int], checked: Checked = lambda done, total: None
+) -> dict[str, list[int]]:
+    """CRC-32 of each block of each file, which notices every flipped bit; read by several threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    blocks = [(name, start) for name, size in files.items() for start in range(0, size, _BLOCK)]
+    sums: dict[str, list[int]] = {name: [] for name in files}
+    total, done = sum(files.values()), 0
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(blocks)))) as pool:
+        parts = pool.map(lambda block: _checksum(directory / block[0], block[1]), blocks)
+        for (name, start), part in zip(blocks, parts, strict=True):
+            sums[name].append(part)
+            done += min(_BLOCK, files[name] - start)
+            checked(done, total)
+    return sums
+
+
+def _checksum(path: Path, start: int) -> int:
+    """CRC-32 of the block that begins at byte `start`."""
+    import zlib
+
+    value, left = 0, _BLOCK
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left and (content := file.read(min(_READ, left))):
+            value = zlib.crc32(content, value)
+            left -= len(content)
+    return value
 
 
 def _sync(path: Path) -> None:

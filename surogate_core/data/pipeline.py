@@ -48,6 +48,8 @@ MANY_DROPPED_SHARE = 0.1
 """Above this share of documents dropped for their length, the run is warned."""
 
 _PROGRESS_SECONDS = 0.2
+_CHECK_SECONDS = 1.0
+"""A check of the cache that takes longer is shown."""
 _SAVE_SECONDS = 5.0
 """Work that a killed tokenisation loses."""
 _STATE = "state.json"
@@ -106,6 +108,7 @@ def prepare(
             settings,
             padding_id=padding_id(tokenizer),
             progress=lambda done, total: progress(Progress(task="pack", done=done, total=total, unit="documents")),
+            damaged=encoder.notices.append,
         )
 
     documents = _concatenated(train_sets)
@@ -139,7 +142,7 @@ def prepare(
         train_fill=train.fill,
         eval=held_out.stats if held_out is not None else None,
         mixture=_mixture(train_sets, documents, passes),
-        warnings=tuple(_warnings(config, loaded, train, held_out)),
+        warnings=(*encoder.notices, *_warnings(config, loaded, train, held_out)),
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
     return PreparedData(train=train, eval=held_out, report=report, digest=digest)
@@ -179,6 +182,8 @@ class _Encoder:
         self._max_bad_rows = config.max_bad_rows
         self._bad_rows: list[BadRow] = []
         self._bad_row_count = 0
+        self.notices: list[str] = []
+        """What happened to the cache, for the report."""
         self._formats = formats
         self._task = config.task
         self._trains_prompts = config.task == "pt" or config.loss_scale == "all"
@@ -231,7 +236,16 @@ class _Encoder:
         def waiting() -> None:
             self._progress(Progress(task=f"wait for another run to {task}", done=0, unit="rows"))
 
-        found = self._cache.get_or_build(key, build, waiting=waiting, resumable=True)
+        began = time.monotonic()
+
+        def checked(done: int, total: int) -> None:
+            if time.monotonic() - began > _CHECK_SECONDS:
+                check = f"check the tokens of {source.name}"
+                self._progress(Progress(task=check, done=done >> 20, total=total >> 20, unit="MiB"))
+
+        found = self._cache.get_or_build(
+            key, build, waiting=waiting, damaged=self.notices.append, checked=checked, resumable=True
+        )
         if cached:
             rows = [BadRow(**row) for row in found.facts["bad_rows"]]
             self._count_bad_rows(entry, rows, found.facts["bad_row_count"])

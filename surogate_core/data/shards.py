@@ -264,12 +264,13 @@ def pack_documents(
     *,
     padding_id: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    damaged: Callable[[str], None] = lambda text: None,
 ) -> PackedRows:
     """Rows of the chosen documents (None: all), from the cache when they were packed before.
 
     Each array of `chosen` is packed by itself, so that a document which is in several does not
-    meet itself in a row. `chosen_key` is a JSON-able value that stands for `chosen` in the key.
-    `progress` is told the documents that are packed, and of how many.
+    meet itself in a row. `chosen_key` is a JSON-able value that represents `chosen` in the key.
+    `progress` receives the documents that are packed, and their total; `damaged` is that of `Cache.get`.
     """
     key = digest_of(
         {
@@ -296,5 +297,5 @@ def pack_documents(
                 progress(stats.documents, total)
         return {"stats": asdict(stats), "digest": key}
 
-    entry = cache.get_or_build(key, build)
+    entry = cache.get_or_build(key, build, damaged=damaged)
     return PackedRows(documents, entry.path, entry.facts, sequence_len=settings.sequence_len, padding_id=padding_id)

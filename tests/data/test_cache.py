@@ -57,6 +57,76 @@ def test_a_torn_entry_is_not_used_but_built_again(tmp_path: Path, tear: str) -> 
     assert (cache.get_or_build("k", build).path / "values").read_bytes() == b"12345678"
 
 
+@pytest.mark.parametrize("name", ["values", "more", META])
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("surogate_core.data.cache._BLOCK", 16)
+
+    def build_two(directory: Path) -> Mapping[str, Any]:
+        (directory / "more").write_bytes(bytes(range(40)))
+        return build(directory)
+
+    cache, said = Cache(tmp_path, "things"), []
+    path = cache.get_or_build("k", build_two).path / name
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for bit in (1, 128):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            said.clear()
+            assert cache.get("k", damaged=said.append) is None, (at, bit)
+            assert len(said) == 1
+            assert name in said[0]
+    path.write_bytes(whole)
+    assert cache.get("k", damaged=said.append) == cache.get_or_build("k", never)
+
+
+def test_a_damaged_entry_is_built_anew_or_the_run_stops(tmp_path: Path) -> None:
+    cache, said = Cache(tmp_path, "things"), []
+    path = cache.get_or_build("k", build).path
+    (path / "values").write_bytes(b"12345679")
+    assert (cache.get_or_build("k", build, damaged=said.append).path / "values").read_bytes() == b"12345678"
+    assert said == [
+        f"The entry {path} of the data cache was damaged: values is not what was written; it was built anew."
+    ]
+    (path / "values").write_bytes(b"12345679")
+
+    def refuse(directory: Path) -> Mapping[str, Any]:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(UserError, match="cannot be written"):
+        cache.get_or_build("k", refuse)
+
+
+def test_an_entry_of_an_earlier_version_has_no_checksums_and_serves(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, "things")
+    entry = cache.get_or_build("k", build)
+    meta = json.loads((entry.path / META).read_bytes())
+    del meta["checksums"], meta["digest"]
+    (entry.path / META).write_text(json.dumps(meta))
+    assert cache.get_or_build("k", never) == entry
+
+
+def test_a_check_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.data.cache._BLOCK", 3)
+    cache, seen = Cache(tmp_path, "things"), []
+    cache.get_or_build("k", build)
+    cache.get("k", checked=lambda done, total: seen.append((done, total)))
+    assert seen == [(3, 8), (6, 8), (8, 8)]
+
+
+def test_an_entry_that_may_not_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path, "things")
+    entry = cache.get_or_build("k", build)
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(UserError, match="cannot be read: Permission denied"):
+            cache.get_or_build("k", never)
+    assert cache.get_or_build("k", never) == entry
+
+
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def fail(directory: Path) -> Mapping[str, Any]:
         (directory / "values").write_bytes(b"half")

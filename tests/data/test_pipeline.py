@@ -322,3 +322,21 @@ def test_files_that_are_not_read_are_named_once(
         (warning,) = [text for text in report.warnings if "notes.txt" in text]
         assert "1 file is not read: notes.txt (files ending in '.txt' cannot be read)." in warning
         assert "leaves out test.jsonl (split test)." in report.summary()
+
+
+@pytest.mark.parametrize("kind", ["documents", "rows"])
+def test_a_flipped_byte_of_the_cache_is_mended_with_a_notice(
+    run: Prepare, document_rows: Any, tmp_path: Path, kind: str
+) -> None:
+    first = run(document_rows)
+    expected = tokens_of(first.train)
+    path = next(p for name in ("tokens", "pieces") for p in tmp_path.rglob(f"{kind}/*/{name}"))
+    content = bytearray(path.read_bytes())
+    content[8] ^= 1
+    path.write_bytes(content)
+    again = run(document_rows)
+    (notice, *others) = again.report.warnings
+    assert tuple(others) == first.report.warnings
+    assert f"{path.name} is not what was written; it was built anew" in notice
+    assert tokens_of(again.train) == expected
+    assert run(document_rows).report.warnings == first.report.warnings
