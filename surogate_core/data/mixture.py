@@ -20,6 +20,36 @@ def split_documents(count: int, ratio: float, seed: int) -> tuple[NDArray[np.int
     return np.sort(order[out:]), np.sort(order[:out])
 
 
+def count_copies(digests: NDArray[np.uint64]) -> int:
+    """Documents whose digest an earlier document has."""
+    ordered = np.sort(digests)
+    return int(np.count_nonzero(ordered[1:] == ordered[:-1]))
+
+
+def keep_copies_together(
+    kept: NDArray[np.int64], out: NDArray[np.int64], digests: NDArray[np.uint64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A split with all copies of a document on one side; `digests` are equal for copies. Others stay where they are.
+
+    Copies follow the first of them, but more copies than half of what is held out are kept. Where that leaves nothing
+    held out, the smallest set of copies of a held-out document is; nothing is where all documents are equal. There must
+    be copies, and `out` must not be empty.
+    """
+    values, counts = np.unique(digests, return_counts=True)
+    held = np.zeros(len(digests), bool)
+    held[out] = True
+    copies = np.flatnonzero(np.isin(digests, values[counts > 1]))
+    _, first, group, sizes = np.unique(digests[copies], return_index=True, return_inverse=True, return_counts=True)
+    touched = np.bincount(group, weights=held[copies]) > 0
+    follows = held[copies[first]] & (2 * sizes <= len(out))
+    held[copies] = follows[group]
+    if not held.any():
+        held[copies] = group == np.argmin(np.where(touched, sizes, len(digests) + 1))
+    if held.all():
+        held[copies] = group != np.argmax(sizes)
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
 def mix(
     documents: NDArray[np.int64], sizes: Sequence[int], weights: Sequence[float], seed: int
 ) -> list[NDArray[np.int64]]:

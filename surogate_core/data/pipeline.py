@@ -18,10 +18,11 @@ from surogate_core.data.cache import Cache, cache_root, digest_of
 from surogate_core.data.chunks import START
 from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
-from surogate_core.data.mixture import mix, split_documents
+from surogate_core.data.mixture import count_copies, keep_copies_together, mix, split_documents
 from surogate_core.data.packing import PackSettings
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows, list_some
 from surogate_core.data.shards import (
+    DOCUMENTS_VERSION,
     SHARD_VERSION,
     Documents,
     DocumentShard,
@@ -114,17 +115,31 @@ def prepare(
     documents = _concatenated(train_sets)
     ratio = 0.0 if eval_sets else config.validation_split_ratio
     kept, out = split_documents(len(documents), ratio, config.eval_seed)
+    split_key: dict[str, Any] = {"ratio": ratio, "seed": config.eval_seed}
+    digests = documents.digests()
+    copies = count_copies(digests)
+    if copies and len(out):
+        plain = out
+        kept, out = keep_copies_together(kept, out, digests)
+        split_key |= {} if np.array_equal(out, plain) else {"copies": "together"}
     weights = [item.weight for item in train_sets]
-    chosen_key: dict[str, Any] = {"ratio": ratio, "seed": config.eval_seed, "side": "train"} if len(out) else {}
+    chosen_key = {**split_key, "side": "train"} if len(out) else {}
     if any(weight != 1 for weight in weights):
         chosen_key |= {"weights": weights, "train_seed": config.train_seed}
     passes = mix(kept, [len(item.shard) for item in train_sets], weights, config.train_seed) if chosen_key else None
     train = packed(documents, passes, chosen_key or "all")
     held_out: PackedRows | None = None
+    notices = encoder.notices
     if eval_sets:
-        held_out = packed(_concatenated(eval_sets), None, "all")
+        measured = _concatenated(eval_sets)
+        held_out = packed(measured, None, "all")
+        if repeated := int(np.isin(measured.digests(), digests).sum()):
+            notices.append(
+                f"{repeated:,} of {len(measured):,} documents of validation_datasets are in datasets too: the held-out "
+                f"loss is partly that of training data."
+            )
     elif len(out):
-        held_out = packed(documents, [out], {"ratio": ratio, "seed": config.eval_seed, "side": "eval"})
+        held_out = packed(documents, [out], {**split_key, "side": "eval"})
     _require_rows(train, config, "datasets")
     if held_out is not None and len(held_out) == 0:
         if eval_sets:
@@ -142,7 +157,8 @@ def prepare(
         train_fill=train.fill,
         eval=held_out.stats if held_out is not None else None,
         mixture=_mixture(train_sets, documents, passes),
-        warnings=(*encoder.notices, *_warnings(config, loaded, train, held_out)),
+        copies=copies,
+        warnings=(*notices, *_warnings(config, loaded, train, held_out)),
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
     return PreparedData(train=train, eval=held_out, report=report, digest=digest)
@@ -183,7 +199,7 @@ class _Encoder:
         self._bad_rows: list[BadRow] = []
         self._bad_row_count = 0
         self.notices: list[str] = []
-        """What happened to the cache, for the report."""
+        """What else the report warns of."""
         self._formats = formats
         self._task = config.task
         self._trains_prompts = config.task == "pt" or config.loss_scale == "all"
@@ -201,6 +217,7 @@ class _Encoder:
         self._key = {
             "shard_version": SHARD_VERSION,
             "readers_version": READERS_VERSION,
+            "documents_version": DOCUMENTS_VERSION,
             "tokenizer": tokenizer_digest(tokenizer),
             "sequence_len": config.sequence_len,
             "truncation_strategy": config.truncation_strategy,
@@ -430,5 +447,5 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
                 f"{_longest(config)} and were dropped; raise it, or set truncation_strategy."
             )
     if held_out is None and config.validation_split_ratio > 0:
-        warnings.append("Nothing is held out: there are too few documents to split, so no evaluation is made.")
+        warnings.append("Nothing is held out: too few documents differ from each other, so no evaluation is made.")
     return warnings

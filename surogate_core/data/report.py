@@ -109,6 +109,8 @@ class DataReport:
     warnings: tuple[str, ...]
     mixture: tuple[float, ...] = ()
     """Share of each entry of `datasets` in the tokens that an epoch is made of, before long documents are cut."""
+    copies: int = 0
+    """Documents of `datasets` that are equal to an earlier one in tokens, labels and weights."""
 
     @property
     def rows_read(self) -> int:
@@ -147,6 +149,9 @@ class DataReport:
         ]
         if changes:
             parts.append(", ".join(changes))
+        if self.copies:
+            side = ", all on one side of the split" if self.eval is not None else ""
+            parts.append(f"{self.copies:,} documents are copies of others{side}")
         if len(self.mixture) > 1:
             shares = zip(self.datasets, self.mixture, strict=False)
             parts.append("mixed of " + ", ".join(f"{share:.1%} {d.key} ({d.path})" for d, share in shares))

@@ -1,10 +1,11 @@
 """Tokenised documents and packed rows as memory-mapped files.
 
-A document shard is four flat files: `tokens` (int32, all documents end to end), `weights` (uint8
+A document shard is five flat files: `tokens` (int32, all documents end to end), `weights` (uint8
 per token: the index of its loss weight among the shard's values, 0 where it is not trained),
-`offsets` (int64, D + 1 borders in tokens) and `label_counts` (int32 per document). Packed rows
-are `pieces` ([P, 3] int64: document, start, length) and `row_offsets` (int64, R + 1 borders in
-pieces). Nothing but what a batch needs is read into memory.
+`offsets` (int64, D + 1 borders in tokens), `label_counts` (int32 per document) and `digests`
+(uint64 per document: equal documents have equal ones). Packed rows are `pieces` ([P, 3] int64:
+document, start, length) and `row_offsets` (int64, R + 1 borders in pieces). Nothing but what a batch
+needs is read into memory.
 
 Shape suffixes: D documents, T tokens of a document, R rows, P pieces, L sequence_len.
 """
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 SHARD_VERSION = 2
 """Raised when the files' layout changes; part of every key."""
+DOCUMENTS_VERSION = 3
+"""Raised when document shards have further files; not part of the rows' digest, which checkpoints record."""
 
 
 def _map(path: Path, dtype: DTypeLike) -> NDArray[Any]:
@@ -67,6 +70,7 @@ class DocumentWriter:
             "weights": self.tokens,
             "offsets": 8 * (self.documents + 1),
             "label_counts": 4 * self.documents,
+            "digests": 8 * self.documents,
         }
         self._files = {}
         for name, size in sizes.items():
@@ -92,6 +96,7 @@ class DocumentWriter:
         self._files["weights"].write(codes_T.tobytes())
         self._files["offsets"].write((self.tokens + np.cumsum(chunk.lengths_D, dtype=np.int64)).tobytes())
         self._files["label_counts"].write(chunk.label_counts_D.tobytes())
+        self._files["digests"].write(b"".join(digest[:8] for digest in chunk.digests))
         self.documents += len(chunk.lengths_D)
         self.tokens += len(chunk.tokens_T)
         self.label_tokens += int(chunk.label_counts_D.sum())
@@ -133,6 +138,7 @@ class DocumentShard:
         self._values = np.array(weight_values, np.float32)
         self.offsets: NDArray[np.int64] = _map(directory / "offsets", np.int64)
         self.label_counts: NDArray[np.int32] = _map(directory / "label_counts", np.int32)
+        self.digests: NDArray[np.uint64] = _map(directory / "digests", np.dtype("<u8"))
 
     def __len__(self) -> int:
         return len(self.label_counts)
@@ -169,6 +175,10 @@ class Documents:
         """(tokens, loss weights) of a part of a document."""
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         return self._shards[shard].span(document - int(self._first[shard]), start, length)
+
+    def digests(self) -> NDArray[np.uint64]:
+        """Digest of each document's tokens, labels and weights, uint64 [D]; a copy in memory."""
+        return np.concatenate([shard.digests for shard in self._shards])
 
     def trained(self, document: int) -> NDArray[np.bool_]:
         """Whether each token of the document carries loss."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surogate_core.data.mixture import mix, split_documents
+from surogate_core.data.mixture import count_copies, keep_copies_together, mix, split_documents
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,31 @@ def test_another_seed_draws_another_part() -> None:
     parts = [mix(documents, [100], [0.5], seed)[0].tolist() for seed in (1, 2)]
     assert parts[0] != parts[1]
     assert len(parts[0]) == len(parts[1]) == 50
+
+
+@given(
+    contents=st.lists(st.integers(0, 12), min_size=2, max_size=60),
+    ratio=st.sampled_from([0.02, 0.1, 0.5]),
+    seed=st.integers(0, 5),
+)
+def test_copies_are_on_one_side_of_a_split(contents: list[int], ratio: float, seed: int) -> None:
+    digests = np.array(contents, np.uint64)
+    assert count_copies(digests) == len(contents) - len(set(contents))
+    plain = split_documents(len(contents), ratio, seed)
+    kept, out = keep_copies_together(*plain, digests)
+    assert sorted([*kept, *out]) == list(range(len(contents)))
+    assert (np.diff(kept) > 0).all()
+    assert (np.diff(out) > 0).all()
+    assert not set(digests[kept].tolist()) & set(digests[out].tolist())
+    assert len(kept) > 0
+    assert (len(out) > 0) == (len(set(contents)) > 1)
+    if len(set(contents)) == len(contents):
+        assert (kept.tolist(), out.tolist()) == (plain[0].tolist(), plain[1].tolist())
+
+
+def test_a_document_that_fills_the_data_is_not_held_out() -> None:
+    digests = np.array([7] * 900 + list(range(100, 200)), np.uint64)
+    for seed in range(5):
+        kept, out = keep_copies_together(*split_documents(1000, 0.1, seed), digests)
+        assert (digests[kept] == 7).sum() == 900
+        assert 0 < len(out) < 30

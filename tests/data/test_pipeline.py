@@ -267,7 +267,7 @@ def test_documents_without_a_trained_end_are_warned_of(run: Prepare) -> None:
 def test_weights_mix_data_sets(write_rows: Any, make_config: Any, tokenizer: Any, formats: Any) -> None:
     sizes = {"a": 40, "b": 20}
     words = {"a": 3, "b": 4}
-    paths = [write_rows([{"text": f"w{words[n]} w5"}] * sizes[n], f"{n}.jsonl") for n in sizes]
+    paths = [write_rows([{"text": f"w{words[n]} w{i + 10}"} for i in range(sizes[n])], f"{n}.jsonl") for n in sizes]
 
     def mixed(*weights: float, **keys: Any) -> PreparedData:
         sets = [{"path": str(p), "type": "words", "weight": w} for p, w in zip(paths, weights, strict=True)]
@@ -340,3 +340,29 @@ def test_a_flipped_byte_of_the_cache_is_mended_with_a_notice(
     assert f"{path.name} is not what was written; it was built anew" in notice
     assert tokens_of(again.train) == expected
     assert run(document_rows).report.warnings == first.report.warnings
+
+
+def test_copies_of_a_document_are_on_one_side_of_the_split_and_counted(run: Prepare) -> None:
+    rows = [{"text": f"w{3 + i // 3} w{40 + i // 3} w5"} for i in range(60)]
+    data = run(rows, validation_split_ratio=0.2)
+    assert data.eval is not None
+    assert not tokens_of(data.train) & tokens_of(data.eval)
+    assert data.report.copies == 40
+    assert "40 documents are copies of others, all on one side of the split" in data.report.summary()
+
+
+def test_the_split_of_documents_that_differ_is_what_it_was(run: Prepare) -> None:
+    """The digest names the rows in checkpoints; it was recorded before copies were kept together."""
+    data = run([{"text": f"w{3 + i} w{40 - i} w5"} for i in range(30)], validation_split_ratio=0.2)
+    assert data.report.copies == 0
+    assert "copies" not in data.report.summary()
+    assert data.digest == "b828732f6f34b0221cdc78eae44ec01258ea3e338287f7e36d510eaa5f591eeb"
+
+
+def test_validation_documents_that_are_trained_on_are_counted(
+    run: Prepare, write_rows: Any, document_rows: Any
+) -> None:
+    held = write_rows([*document_rows[:3], {"text": "w3 w9 w4"}], "held.jsonl")
+    data = run(document_rows, validation_datasets=[{"path": str(held), "type": "words"}])
+    (warning,) = [text for text in data.report.warnings if "are in datasets too" in text]
+    assert warning.startswith("3 of 4 documents of validation_datasets")
