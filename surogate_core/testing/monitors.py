@@ -23,6 +23,7 @@ from surogate_core.train.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    ReportWritten,
     RoutingStats,
     RunEnd,
     RunInfo,
@@ -66,6 +67,7 @@ def events() -> list[Event]:
         RunEnd(
             reason="finished", step=3, seconds=1.0, first_eval_loss=4.0, last_eval_loss=2.0, export_path=None
         ),
+        ReportWritten(path="report.html"),
     ]  # fmt: skip
 
 

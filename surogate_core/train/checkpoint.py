@@ -4,11 +4,16 @@
 ``manifest.json`` with every file's size and digest. The newest checkpoint is the one saved last, by
 the manifest's sequence number: a run that started anew or went back to an earlier step overtakes
 checkpoints of higher steps that an earlier run left.
+
+A save deletes only older checkpoints of its own run, by the run id of the manifest, and only those
+that it could read. Everything else stays under its name, or is renamed when a new checkpoint needs the name.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from surogate_core.errors import UserError
+from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.train import atomic
 from surogate_core.train.tensorfile import TensorFile, file_digest, nbytes, write_tensors
 
@@ -28,8 +33,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the directory's layout."""
 
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
+_KEPT = re.compile(r"checkpoint-\d{1,18}\.kept-\d+")
 _HIDDEN = re.compile(r"\.(checkpoint-\d+)\.surogate-(?:tmp|old|trash)")
+_DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+_REFUSED = (errno.EACCES, errno.EPERM)
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 
@@ -38,6 +46,14 @@ log = structlog.get_logger(__name__)
 
 class TornCheckpointError(UserError):
     """A checkpoint directory that is not what its manifest says; the message is the reason."""
+
+
+class UnreadableCheckpointError(UserError):
+    """A checkpoint that this user may not read; it may be whole."""
+
+
+class FailedReadError(MachineError):
+    """A checkpoint that the disk did not give; it may be whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +65,8 @@ class Manifest:
     """Order of saving in the directory, over all runs."""
     files: Mapping[str, tuple[int, str]]
     """File name → (bytes, xxh3-128 digest)."""
+    run: str = ""
+    """Id of the run that saved it; empty where a version before run ids did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +80,8 @@ class Checkpoint:
     """The JSON state that was saved."""
     groups: tuple[str, ...]
     """Names of the groups of tensors."""
+    run: str = ""
+    """Id of the run that saved it; empty where a version before run ids did."""
 
     def tensors(self, group: str) -> TensorFile:
         """The group's tensors by name; each is read from disk when it is looked up."""
@@ -69,14 +89,17 @@ class Checkpoint:
 
 
 class CheckpointDir:
-    """The checkpoints of a run under one directory, the newest `limit` of them kept."""
+    """The checkpoints under one directory; a run keeps the newest `limit` of its own."""
 
-    def __init__(self, root: Path, *, limit: int):
+    def __init__(self, root: Path, *, limit: int, run: str = ""):
+        """`run`: the id that saves write, whose older checkpoints they delete."""
         assert limit >= 1
         self.root = root
         self.limit = limit
+        self.run = run
         self.skipped: list[str] = []
-        """Why the last `latest_good` passed over a directory, one sentence each."""
+        """Why the last `latest_good` did not choose a directory, one sentence each."""
+        self._unusable: set[Path] = set()
         self._recovered = False
 
     def save(
@@ -91,7 +114,7 @@ class CheckpointDir:
 
         `progress` is told the bytes of tensors that are written, and all.
 
-        When this returns the checkpoint is durable and older ones beyond `limit` are gone. When it
+        When this returns the checkpoint is durable and this run's older ones beyond `limit` are gone. When it
         raises (`MachineError`: disk full or failing; `UserError`: not writable), nothing has changed.
         """
         if not self._recovered:
@@ -109,38 +132,79 @@ class CheckpointDir:
 
         fix = "free space, point checkpoint_dir to another disk, or lower save_total_limit; older checkpoints are kept"
         sequence = 1 + max((manifest.sequence for _, manifest in self._ours()), default=0)
-        self._set_aside_foreign(final)
+        self._set_aside(final)
         with atomic.replaced_directory(final, what="checkpoint", needed=needed, fix=fix) as directory:
             files: dict[str, tuple[int, str]] = {}
             for group, named in tensors.items():
                 files[f"{group}.safetensors"] = write_tensors(directory / f"{group}.safetensors", named, wrote=wrote)
             atomic.write_file(directory / _STATE, state_bytes)
             files[_STATE] = (len(state_bytes), file_digest(directory / _STATE))
-            _write_manifest(directory, Manifest(step=step, sequence=sequence, files=files))
+            _write_manifest(directory, Manifest(step=step, sequence=sequence, files=files, run=self.run))
         self._rotate(final)
         return final
 
     def latest_good(self) -> Checkpoint | None:
-        """The checkpoint saved last that is whole, every digest verified; None if there is none.
+        """The checkpoint saved last that is whole, every digest verified; None where there is no checkpoint.
 
-        Settles what killed runs left in the directory first. `skipped` then says which directories
-        were passed over and why; directories of other programs are not listed and never touched.
+        Settles what killed runs left in the directory first. `skipped` then says which directories were not
+        chosen and why. Raises `UserError`, or `MachineError` for a failing disk, with the reason for each
+        where checkpoints are here and none can be used.
         """
         self.skipped = []
         self.recover()
-        for path, _ in sorted(self._ours(), key=_newest_last, reverse=True):
+        readable: list[tuple[Path, Manifest]] = []
+        refused: list[tuple[Path, SurogateError]] = []
+        for path in self._named(_NAME):
             try:
-                return self.load(path)
-            except TornCheckpointError as error:
-                self.skipped.append(str(error))
-        return None
+                readable.append((path, read_manifest(path)))
+            except SurogateError as error:
+                refused.append((path, error))
+        chosen, newer = None, set()
+        for path, _ in sorted(readable, key=_newest_last, reverse=True):
+            try:
+                chosen = self.load(path)
+                break
+            except SurogateError as error:
+                refused.append((path, error))
+                newer.add(path)
+        self._unusable = {path for path, _ in refused}
+        if chosen is None and refused:
+            raise self._none_usable([error for _, error in sorted(refused, reverse=True, key=_by_step)])
+        if chosen is not None:
+            for path, reason in sorted(refused, reverse=True, key=_by_step):
+                # Without a manifest only the name says when it was saved.
+                earlier = path in newer or _step(path) > chosen.step
+                then = f"an earlier checkpoint is used, {chosen.path.name}" if earlier else "it is left as it is"
+                self.skipped.append(f"{reason}; {then}.")
+        return chosen
+
+    def _none_usable(self, errors: list[SurogateError]) -> SurogateError:
+        kind = MachineError if any(isinstance(e, MachineError) for e in errors) else UserError
+        reasons = "\n".join(f"  - {error}" for error in errors)
+        several = f"there are {len(errors)} checkpoints, and none can be used"
+        what = several if len(errors) > 1 else "there is a checkpoint, and it cannot be used"
+        return kind(
+            f"{self.root}: {what}:\n{reasons}\n"
+            "Fix: make one readable or bring back a whole copy; or start anew with resume_from_checkpoint=false, "
+            "which deletes none of them."
+        )
+
+    def left_over(self) -> list[Path]:
+        """The directories here that a save of this run will never delete: another run's, unusable and renamed ones."""
+        found = self._named(_KEPT)
+        for path in self._named(_NAME):
+            try:
+                own = read_manifest(path).run == self.run and path not in self._unusable
+            except SurogateError:
+                own = False
+            if not own:
+                found.append(path)
+        return sorted(found, key=_by_step_and_name)
 
     def recover(self) -> None:
         """Settle what killed runs left; for the run that owns the directory, not for readers."""
         self._recovered = True
-        if not self.root.is_dir():
-            return
-        names = {match[1] for p in self.root.iterdir() if (match := _HIDDEN.fullmatch(p.name))}
+        names = {match[1] for p in self._named(_HIDDEN) if (match := _HIDDEN.fullmatch(p.name))}
         for name in sorted(names):
             try:
                 atomic.recover(self.root / name)
@@ -149,63 +213,105 @@ class CheckpointDir:
 
     @staticmethod
     def load(path: Path) -> Checkpoint:
-        """The checkpoint at `path`, every digest verified; raises `UserError` with the reason if it is not whole."""
-        if not path.is_dir():
+        """The checkpoint at `path`, every digest verified.
+
+        Raises `UserError` with the reason if it is not whole or may not be read, `MachineError` if the disk fails.
+        """
+        if not os.path.lexists(path):
             raise UserError(f"{path}: there is no checkpoint here.")
-        if not (path / _MANIFEST).exists() and (inside := sorted(p.name for p in path.glob("checkpoint-*"))):
+        if not os.path.lexists(path / _MANIFEST) and (inside := sorted(p.name for p in path.glob("checkpoint-*"))):
             raise UserError(f"{path}: not a checkpoint; it holds {', '.join(inside)}. Fix: name one of them.")
         manifest = read_manifest(path)
         verify(path, manifest, digests=True)
-        state = json.loads((path / _STATE).read_bytes())
+        try:
+            state = json.loads((path / _STATE).read_bytes())
+        except OSError as error:
+            raise _read_error(path, _STATE, error) from error
+        except ValueError as error:
+            raise TornCheckpointError(f"{path}: {_STATE} cannot be read: {error}") from error
+        if not isinstance(state, dict):
+            raise TornCheckpointError(f"{path}: {_STATE} does not hold a JSON object")
         groups = tuple(n.removesuffix(".safetensors") for n in manifest.files if n.endswith(".safetensors"))
-        return Checkpoint(path=path, step=manifest.step, state=state, groups=groups)
+        return Checkpoint(path=path, step=manifest.step, state=state, groups=groups, run=manifest.run)
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """What is in the directory under such a name, whatever it is."""
+        try:
+            return [path for path in self.root.iterdir() if pattern.fullmatch(path.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _read_error(self.root, "the directory", error) from error
 
     def _ours(self) -> list[tuple[Path, Manifest]]:
-        """The directories here that have a manifest of ours, whole or torn."""
+        """The directories here that have a manifest that can be read, whole or torn, of any run."""
         found: list[tuple[Path, Manifest]] = []
-        if self.root.is_dir():
-            for path in self.root.iterdir():
-                if _NAME.fullmatch(path.name) and path.is_dir():
-                    with suppress(TornCheckpointError):
-                        found.append((path, read_manifest(path)))
+        for path in self._named(_NAME):
+            with suppress(SurogateError):
+                found.append((path, read_manifest(path)))
         return found
 
-    def _rotate(self, newest: Path) -> None:
-        """Delete the checkpoints before the newest `limit` good ones."""
-        good = []
-        ours = sorted(self._ours(), key=_newest_last)
-        for path, manifest in ours:
-            with suppress(TornCheckpointError):
-                verify(path, manifest, digests=False)
-                good.append((path, manifest))
-        assert good, f"{newest} was complete a moment ago"
-        oldest_kept = good[-self.limit :][0][1].sequence
-        for path, manifest in ours:
-            if manifest.sequence < oldest_kept and path != newest:
-                try:
-                    atomic.remove_directory(path)
-                except OSError as error:
-                    log.warning("an old checkpoint could not be deleted", path=str(path), reason=str(error))
-
-    def _set_aside_foreign(self, final: Path) -> None:
-        """Move a directory that no save of ours made out of the way, rather than delete a stranger's files."""
-        if not final.is_dir():
-            return
+    def _is_own_and_whole(self, path: Path, manifest: Manifest) -> bool:
+        """Whether this run saved it, and nothing is wrong with it that shows without reading all its bytes."""
+        if manifest.run != self.run or path in self._unusable:
+            return False
         try:
-            read_manifest(final)
-        except TornCheckpointError:
-            number = 1
-            while (aside := final.with_name(f"{final.name}.kept-{number}")).exists():
-                number += 1
-            log.warning("the name of a new checkpoint was taken; the old directory was renamed", to=str(aside))
+            verify(path, manifest, digests=False)
+        except SurogateError:
+            return False
+        return True
+
+    def _rotate(self, newest: Path) -> None:
+        """Delete this run's whole checkpoints before the newest `limit`; what is torn or not its own stays."""
+        own = [(path, manifest) for path, manifest in self._ours() if self._is_own_and_whole(path, manifest)]
+        assert any(path == newest for path, _ in own), f"{newest} was complete a moment ago"
+        for path, _ in sorted(own, key=_newest_last)[: -self.limit]:
             try:
-                final.rename(aside)
+                atomic.remove_directory(path)
             except OSError as error:
-                raise atomic.disk_error(error, what="checkpoint", path=final) from error
+                log.warning("an old checkpoint could not be deleted", path=str(path), reason=str(error))
+
+    def _set_aside(self, final: Path) -> None:
+        """Rename what has the name of a new checkpoint, unless it is this run's own and whole, which is replaced."""
+        if not os.path.lexists(final):
+            return
+        with suppress(SurogateError):
+            if self._is_own_and_whole(final, read_manifest(final)):
+                return
+        number = 1
+        while os.path.lexists(aside := final.with_name(f"{final.name}.kept-{number}")):
+            number += 1
+        log.warning("the name of a new checkpoint was taken; the old directory was renamed", to=str(aside))
+        try:
+            final.rename(aside)
+        except OSError as error:
+            raise atomic.disk_error(error, what="checkpoint", path=final) from error
+        self._unusable.discard(final)
 
 
 def _newest_last(item: tuple[Path, Manifest]) -> tuple[int, int]:
     return item[1].sequence, item[1].step
+
+
+def _step(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("checkpoint-").partition(".")[0])
+
+
+def _by_step(item: tuple[Path, object]) -> int:
+    return _step(item[0])
+
+
+def _by_step_and_name(path: Path) -> tuple[int, str]:
+    return _step(path), path.name
+
+
+def _read_error(path: Path, name: str, error: OSError) -> SurogateError:
+    """What to raise for a failed read: damage, a refusal, or a fault of the disk."""
+    message = f"{path}: {name} cannot be read: {error.strerror or error}"
+    if error.errno in _DAMAGE:
+        return TornCheckpointError(message)
+    return (UnreadableCheckpointError if error.errno in _REFUSED else FailedReadError)(message)
 
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -213,41 +319,57 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
         "format": FORMAT,
         "step": manifest.step,
         "sequence": manifest.sequence,
+        "run": manifest.run,
         "files": {name: {"bytes": size, "xxh3_128": digest} for name, (size, digest) in manifest.files.items()},
     }
     atomic.write_file(directory / _MANIFEST, json.dumps(value, indent=1).encode())
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint directory `path`; raises `TornCheckpointError`."""
+    """The manifest of the checkpoint directory `path`.
+
+    Raises `TornCheckpointError`, `UnreadableCheckpointError` or `FailedReadError`.
+    """
     try:
         value = json.loads((path / _MANIFEST).read_bytes())
         if value["format"] != FORMAT:
             raise TornCheckpointError(
-                f"{path}: layout {value['format']} is not known to this version, which reads {FORMAT}"
+                f"{path}: {_MANIFEST} is of layout {value['format']}, and this version reads layout {FORMAT}"
             )
         files = {str(name): (int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in value["files"].items()}
-        return Manifest(step=int(value["step"]), sequence=int(value["sequence"]), files=files)
+        manifest = Manifest(
+            step=int(value["step"]), sequence=int(value["sequence"]), files=files, run=str(value.get("run", ""))
+        )
     except FileNotFoundError as error:
         raise TornCheckpointError(f"{path}: not a complete checkpoint: {_MANIFEST} is missing") from error
     except TornCheckpointError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TornCheckpointError(f"{path}: {_MANIFEST} cannot be read: {error}") from error
+    except OSError as error:
+        raise _read_error(path, _MANIFEST, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TornCheckpointError(f"{path}: {_MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
+    if _STATE not in files or any(Path(name).name != name for name in files):
+        raise TornCheckpointError(f"{path}: {_MANIFEST} is not one of a checkpoint: it lists {sorted(files)[:5]}")
+    return manifest
 
 
 def verify(path: Path, manifest: Manifest, *, digests: bool) -> None:
-    """Hold the files against the manifest: sizes, and with `digests` every byte; raises `TornCheckpointError`."""
+    """Check that each file opens and has its size, and with `digests` every byte.
+
+    Raises `TornCheckpointError`, `UnreadableCheckpointError` or `FailedReadError`.
+    """
     for name, (size, digest) in manifest.files.items():
-        file = path / name
         try:
-            found = file.stat().st_size
+            with (path / name).open("rb") as file:
+                found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise TornCheckpointError(f"{path}: {name} has {found} bytes, not {size}")
-            if digests and file_digest(file) != digest:
+            if digests and file_digest(path / name) != digest:
                 raise TornCheckpointError(f"{path}: {name} was altered: its digest is not the manifest's")
+        except FileNotFoundError as error:
+            raise TornCheckpointError(f"{path}: {name} is missing") from error
         except OSError as error:
-            raise TornCheckpointError(f"{path}: {name} cannot be read: {error.strerror}") from error
+            raise _read_error(path, name, error) from error
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, path: Path) -> list[str]:

@@ -237,12 +237,18 @@ class RunEnd(Event):
     first_eval_loss: float | None
     last_eval_loss: float | None
     export_path: str | None
-    report_path: str | None = None
-    """The report that is written right after this event; None for a run without the monitor `jsonl`."""
     message: str = ""
 
     def __post_init__(self) -> None:
         _mask(self, "message")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportWritten(Event):
+    """The report is on disk; the only event after `RunEnd`. A run without the monitor `jsonl` has none."""
+
+    path: str
+    """The HTML file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,10 +33,11 @@ from surogate_core.train.budget import adjusted_epochs, token_budget
 from surogate_core.train.bus import EventBus
 from surogate_core.train.card import Card, changed_keys
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
-from surogate_core.train.events import Progress, RunEnd, RunInfo, RunStart
+from surogate_core.train.events import Progress, ReportWritten, RunEnd, RunInfo, RunStart
 from surogate_core.train.export import check_place, export_adapter, export_full, generation_of
 from surogate_core.train.flops import gemm_flops_per_second
 from surogate_core.train.loop import Loop
+from surogate_core.train.record import CONFIG, FACTS, Record, new_run_id
 from surogate_core.train.setup import (
     ResolvedModel,
     build_engine,
@@ -84,6 +86,8 @@ class _Run:
         self.started = time.perf_counter()
         self.signals = StopSignals()
         self.setting_up = True
+        self.accepted = False
+        """Whether the record in the output directory is this run's to write."""
         self.loop: Loop | None = None
         self.engine: Engine | None = None
         self.bus = EventBus({})
@@ -95,6 +99,7 @@ class _Run:
                 atomic.ensure_writable(directory, key=key)
                 stack.enter_context(_locked(directory, key=key))
             stack.enter_context(self.signals)
+            self.record = Record(self.output)
             try:
                 self.bus = EventBus(self._monitors())
                 return self._main()
@@ -106,13 +111,14 @@ class _Run:
                 if not isinstance(error, SurogateError) and is_out_of_memory(error):
                     shown = out_of_memory(self.config, error)
                 message = str(shown) if isinstance(shown, SurogateError) else f"{type(shown).__name__}: {shown}"
+                log.info("the run failed", message=message, accepted=self.accepted)
                 self.bus.emit(self._end("failed", None, message))
                 if shown is error:
                     raise
                 raise shown from error
             finally:
-                self.bus.close()
                 self._write_report()
+                self.bus.close()
 
     def _directories(self) -> dict[str, Path]:
         """Config key → each directory that the run writes to."""
@@ -142,6 +148,7 @@ class _Run:
         checkpoints = CheckpointDir(self.checkpoint_root, limit=config.save_total_limit)
         identity = self._identity(resolved)
         checkpoint = self._checkpoint_to_resume(checkpoints, identity, notes)
+        checkpoints.run = checkpoint.run if checkpoint is not None else new_run_id()
         tokenizer, of_tokenizer = tokenizer_of_run(
             config, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None
         )
@@ -183,6 +190,7 @@ class _Run:
         if checkpoint is not None:
             notes.append(_resumed(checkpoint, self.loop.total_steps))
         self._stop_if_asked()
+        notes += self._take_over(checkpoints)
         self._write_run_files(identity, data)
         self.setting_up = False
         self.loop.emit(self._start(resolved, data, loader, notes, rate))
@@ -247,7 +255,7 @@ class _Run:
         self._progress("verifying the checkpoint", 0, 1)
         if asked is True:
             checkpoint = checkpoints.latest_good()
-            notes += [f"{reason}; an earlier checkpoint is used." for reason in checkpoints.skipped]
+            notes += checkpoints.skipped
         else:
             beside = self.checkpoint_root / asked
             checkpoint = CheckpointDir.load(beside if beside.is_dir() and not Path(asked).is_dir() else Path(asked))
@@ -275,10 +283,27 @@ class _Run:
         )
         return dataclasses.replace(self.config, num_epochs=epochs)
 
+    def _take_over(self, checkpoints: CheckpointDir) -> list[str]:
+        """Make the output directory's record this run's; what the owner should know of former runs there."""
+        notes = []
+        if self.record.is_of_another_run(checkpoints.run):
+            former = self.record.set_aside()
+            notes.append(
+                f"The record and the exports of the run before were moved to {former}. "
+                f"To delete them: rm -r {shlex.quote(str(former))}"
+            )
+        if left := checkpoints.left_over():
+            few = "1 checkpoint here is" if len(left) == 1 else f"{len(left)} checkpoints here are"
+            listed = " ".join(shlex.quote(str(path)) for path in left)
+            notes.append(f"{few} another run's or cannot be used, and no save deletes such. To delete: rm -r {listed}")
+        self.accepted, self.run_id = True, checkpoints.run
+        return notes
+
     def _write_run_files(self, identity: Mapping[str, Any], data: PreparedData) -> None:
         config = self.config
         header = f"# The resolved configuration of this run; `surogate {config.task}` on this file repeats it.\n"
         facts = {
+            "run": self.run_id,
             "surogate": __version__,
             "torch": torch.__version__,
             "plugins": self.registry.plugin_set(),
@@ -296,10 +321,8 @@ class _Run:
             "essential": identity["essential"],
         }
         text = json.dumps(masked_values(facts), indent=1) + "\n"
-        atomic.replace_file(
-            self.output / "config.yaml", (header + to_yaml(config)).encode(), key="output_dir", opener=private
-        )
-        atomic.replace_file(self.output / "run.json", text.encode(), key="output_dir")
+        atomic.replace_file(self.output / CONFIG, (header + to_yaml(config)).encode(), key="output_dir", opener=private)
+        atomic.replace_file(self.output / FACTS, text.encode(), key="output_dir")
 
     def _monitors(self) -> dict[str, Monitor]:
         config = self.config
@@ -416,7 +439,7 @@ class _Run:
                 "tokens": state.total_tokens,
                 "trained parameters": parameters.counts()[1],
                 "held-out loss before": state.first_eval_loss,
-                "held-out loss after": state.last_eval_loss,
+                "held-out loss after": state.last_eval_loss if state.evaluated_step else None,
             },
         )
         stack: list[LoraAdapter] = []
@@ -476,13 +499,18 @@ class _Run:
         return any(chosen.name == "jsonl" for chosen in self.config.monitor)
 
     def _write_report(self) -> None:
-        """Leave report.html and report.md, however the run ended; a failure at it changes nothing."""
-        if not self._reports():
+        """Leave report.html and report.md, however the run ended; a failure at it changes nothing.
+
+        A start that failed leaves the report of the run before as it is.
+        """
+        if not self._reports() or (self.record.exists and not self.accepted):
             return
         try:
-            write_report([self.output])
+            written = write_report([self.output])
         except Exception as error:
             log.warning("no report was written", error=repr(error), exc_info=True)
+        else:
+            self.bus.emit(ReportWritten(path=str(written[0])))
 
     def _end(self, reason: str, export: Path | None, message: str) -> RunEnd:
         state = self.loop.state if self.loop else None
@@ -491,9 +519,9 @@ class _Run:
             step=state.step if state else 0,
             seconds=time.perf_counter() - self.started,
             first_eval_loss=state.first_eval_loss if state else None,
-            last_eval_loss=state.last_eval_loss if state else None,
+            # Evaluated once, before the first step: there is no loss after it to compare with.
+            last_eval_loss=state.last_eval_loss if state and state.evaluated_step else None,
             export_path=str(export) if export else None,
-            report_path=str(self.output / "report.html") if self._reports() else None,
             message=message,
         )
 

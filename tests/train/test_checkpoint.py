@@ -6,11 +6,15 @@ import errno
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +109,37 @@ def test_rotation_does_not_count_torn_ones_nor_touch_strangers(tmp_path: Path) -
     save(checkpoints, 4)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4"]
     save(checkpoints, 5)
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-4", "checkpoint-5"]
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-5"]
+    assert [path.name for path in checkpoints.left_over()] == ["checkpoint-1"]
+
+
+def test_a_save_deletes_no_checkpoint_of_another_run(tmp_path: Path) -> None:
+    former = CheckpointDir(tmp_path, limit=2, run="former")
+    save(former, 3, take="former")
+    save(former, 4, take="former")
+    own = CheckpointDir(tmp_path, limit=1, run="own")
+    for step in (1, 2, 3):
+        save(own, step, take="own")
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-3.kept-1", "checkpoint-4"]
+    assert CheckpointDir.load(tmp_path / "checkpoint-3").state["take"] == "own"
+    assert CheckpointDir.load(tmp_path / "checkpoint-3.kept-1").state["take"] == "former"
+    assert [path.name for path in own.left_over()] == ["checkpoint-3.kept-1", "checkpoint-4"]
+    latest = own.latest_good()
+    assert latest is not None
+    assert (latest.step, latest.run) == (3, "own")
+
+
+def test_a_manifest_without_a_run_id_is_read_and_kept(tmp_path: Path) -> None:
+    path = save(CheckpointDir(tmp_path, limit=1), 4)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["run"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert CheckpointDir.load(path).run == ""
+    save(CheckpointDir(tmp_path, limit=1, run="own"), 5)
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-5"]
+    # A run that resumes it goes on as the run that saved it.
+    save(CheckpointDir(tmp_path, limit=1), 6)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
 
 
 def test_same_step_again_replaces(tmp_path: Path) -> None:
@@ -137,25 +171,144 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("tear", [truncate, flip, Path.unlink, lambda p: p.write_bytes(b"")])
-def test_torn_is_skipped_with_a_reason(tmp_path: Path, file: str, tear) -> None:
-    checkpoints = CheckpointDir(tmp_path, limit=5)
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00{]")
+
+
+def replaced_by_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replaced_by_a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def wrong_format(path: Path) -> None:
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "format": 99}))
+
+
+def listing_another_place(path: Path) -> None:
+    value = json.loads(path.read_text())
+    value["files"]["../state.json"] = value["files"]["state.json"]
+    path.write_text(json.dumps(value))
+
+
+def not_an_object(path: Path) -> None:
+    path.write_text("[1, 2]")
+
+
+FILES = ("weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+DAMAGES = [
+    *((tear, file) for tear in (truncate, missing, empty, garbage, replaced_by_a_directory) for file in FILES),
+    *((flip, file) for file in FILES[:3]),
+    *((replaced_by_a_loop, file) for file in FILES[2:]),
+    *((tear, FILES[3]) for tear in (wrong_format, listing_another_place, not_an_object)),
+]
+
+
+@pytest.mark.parametrize(("tear", "file"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_checkpoint_is_named_and_kept(tmp_path: Path, tear: Callable[[Path], None], file: str) -> None:
+    """The older one is used where there is one; otherwise the run stops. Later saves delete neither."""
+    checkpoints = CheckpointDir(tmp_path, limit=2)
     save(checkpoints, 1)
-    save(checkpoints, 2)
-    tear(tmp_path / "checkpoint-2" / file)
+    path = save(checkpoints, 2)
+    tear(path / file)
     latest = checkpoints.latest_good()
     assert latest is not None
-    if file == "manifest.json":
-        # Without a manifest it may be a stranger's; or the bit flip hit white space.
-        assert latest.step == 1 or tear is flip
-    else:
-        assert latest.step == 1
-        assert len(checkpoints.skipped) == 1
-        assert "checkpoint-2" in checkpoints.skipped[0]
-        assert file in checkpoints.skipped[0]
-        with pytest.raises(UserError, match=file):
-            CheckpointDir.load(tmp_path / "checkpoint-2")
+    assert latest.step == 1
+    (reason,) = checkpoints.skipped
+    assert reason.startswith(f"{path}: ")
+    assert file in reason
+    assert reason.endswith("; an earlier checkpoint is used, checkpoint-1.")
+    with pytest.raises(UserError, match=re.escape(file)):
+        CheckpointDir.load(path)
+
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    stopped = CheckpointDir(tmp_path, limit=1)
+    with pytest.raises(UserError) as caught:
+        stopped.latest_good()
+    for part in (f"{path}: ", file, "Fix:", "resume_from_checkpoint=false"):
+        assert part in str(caught.value)
+    assert "an earlier checkpoint is used" not in str(caught.value)
+
+    anew = CheckpointDir(tmp_path, limit=1, run="anew")
+    for step in (1, 2, 3):
+        save(anew, step)
+    assert names(tmp_path) == ["checkpoint-2.kept-1", "checkpoint-3"]
+
+
+def test_a_flipped_byte_is_not_deleted_by_the_run_that_found_it(tmp_path: Path) -> None:
+    """Retention reads sizes only, but remembers what resuming found."""
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    save(checkpoints, 1)
+    flip(save(checkpoints, 2) / "weights.safetensors")
+    again = CheckpointDir(tmp_path, limit=1)
+    assert again.latest_good() is not None
+    save(again, 3)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("file", FILES)
+def test_an_unreadable_checkpoint_is_not_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int
+) -> None:
+    """Without another one the run stops: exit 2 for a permission, 3 for a disk. Nothing is deleted meanwhile."""
+    checkpoints = CheckpointDir(tmp_path, limit=1)
+    path = save(checkpoints, 2)
+    opened = Path.open
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        if self == path / file:
+            raise OSError(number, os.strerror(number), str(self))
+        return opened(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(UserError if number == errno.EACCES else MachineError) as caught:
+            CheckpointDir(tmp_path, limit=1).latest_good()
+        assert f"{path}: {file} cannot be read: {os.strerror(number)}" in str(caught.value)
+        assert "resume_from_checkpoint=false" in str(caught.value)
+        # Even a save of the same run leaves alone what it cannot read.
+        for step in (3, 4):
+            save(checkpoints, step)
+        assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+        latest = CheckpointDir(tmp_path, limit=1).latest_good()
+        assert latest is not None
+        assert latest.step == 4
+    assert CheckpointDir.load(path).step == 2
+
+
+def test_a_partial_copy_and_what_is_no_checkpoint_are_named(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=5)
+    path = save(checkpoints, 7)
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "weights.safetensors").write_bytes((path / "weights.safetensors").read_bytes())
+    (tmp_path / "checkpoint-8").write_text("a file")
+    (tmp_path / "checkpoint-3").mkdir()
+    latest = checkpoints.latest_good()
+    assert latest is not None
+    assert latest.step == 7
+    ends = ["an earlier checkpoint is used, checkpoint-7."] * 2 + ["it is left as it is."]
+    assert [reason.split(": ", 1)[0] for reason in checkpoints.skipped] == [
+        str(tmp_path / f"checkpoint-{step}") for step in (9, 8, 3)
+    ]
+    assert [reason.endswith(end) for reason, end in zip(checkpoints.skipped, ends, strict=True)] == [True] * 3
+    shutil.rmtree(path)
+    with pytest.raises(UserError, match=r"there are 3 checkpoints, and none can be used") as caught:
+        checkpoints.latest_good()
+    assert str(caught.value).count("manifest.json") == 3
 
 
 @pytest.mark.parametrize("replace", [False, True])

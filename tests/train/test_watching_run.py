@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from surogate_core.config.resolve import load_run_config
-from surogate_core.errors import ConfigError
+from surogate_core.errors import ConfigError, MachineError
 from surogate_core.plugins.registry import Registry
-from surogate_core.train.events import GpuStats
+from surogate_core.train.bus import EventBus
+from surogate_core.train.events import Event, GpuStats, ReportWritten, RunEnd
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -91,11 +92,23 @@ def test_a_device_without_room_to_be_measured_trains_all_the_same(
     assert records(tmp_path / "run", "step_end")[0]["speed_of_light"] is None
 
 
-def test_the_end_names_the_report(tmp_path: Path, base: list[str], run_here: RunHere, records: Records) -> None:
+def test_the_report_is_named_when_it_is_there(
+    tmp_path: Path, base: list[str], run_here: RunHere, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Event] = []
+    emit = EventBus.emit
+    monkeypatch.setattr(EventBus, "emit", lambda bus, event: seen.append(event) or emit(bus, event))
     run_here(tmp_path / "run", *base, "max_steps=1")
-    (end,) = records(tmp_path / "run", "run_end")
-    assert Path(end["report_path"]) == tmp_path / "run" / "report.html"
-    assert Path(end["report_path"]).is_file()
+    assert isinstance(seen[-1], ReportWritten)
+    assert Path(seen[-1].path) == tmp_path / "run" / "report.html"
+    assert Path(seen[-1].path).is_file()
+
+    def full(directories: object) -> None:
+        raise MachineError("the disk is full")
+
+    monkeypatch.setattr("surogate_core.train.run.write_report", full)
+    assert run_here(tmp_path / "full", *base, "max_steps=1") == 0
+    assert isinstance(seen[-1], RunEnd)
 
 
 def names(registry: Registry, *overrides: str, file: Path | None = None) -> list[str]:

@@ -26,6 +26,7 @@ from surogate_core.train.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    ReportWritten,
     RunEnd,
     RunInfo,
     RunStart,
@@ -158,7 +159,8 @@ def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> Non
     view.on_event(PhaseChange(step=1, phase="converging", previous="warmup", improvement=0.1))
     view.on_event(step(2, speed_of_light=0.415))
     view.on_event(GPU)
-    view.on_event(replace(END, report_path="output/report.html"))
+    view.on_event(END)
+    view.on_event(ReportWritten(path="output/report.html"))
     lines = stream.getvalue().splitlines()
     assert "tok/s  SOL  7.1 %  mem  1.50 GiB  eta    1:01" in lines[4]
     assert lines[6].endswith("tok/s  SOL 41.5 %  mem  1.50 GiB  eta    1:01  converging")

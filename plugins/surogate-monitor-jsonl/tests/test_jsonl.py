@@ -172,16 +172,40 @@ def test_a_new_run_sets_the_old_file_aside(tmp_path: Path) -> None:
         writer.on_event(step(1, loss))
         writer.close()
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl", event="step_end")] == [2.0]
-    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl.previous", event="step_end")] == [1.0]
+    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl.1", event="step_end")] == [1.0]
+    writer = monitor(tmp_path)
+    writer.on_event(START)
+    writer.close()
+    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl.2", event="step_end")] == [2.0]
 
 
-def test_failing_before_the_start_keeps_the_history(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_failing_before_the_start_leaves_an_earlier_run_as_it_is(tmp_path: Path, ended: bool) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"event": "step_end", "step": 1, "loss": 1.0}\n{"torn')
+    text = '{"event": "step_end", "step": 1, "loss": 1.0}\n{"event": "run_end", "reason": "finished"}\n{"torn'
+    path.write_text(text)
     writer = monitor(tmp_path)
     writer.on_event(Notice(level="error", message="no such data set"))
+    if ended:
+        writer.on_event(replace(END, reason="failed"))
     writer.close()
-    assert [r["event"] for r in read_metrics(path)] == ["step_end", "notice"]
+    assert path.read_text() == text
+
+
+def test_failing_before_the_start_is_recorded_where_no_run_was(tmp_path: Path) -> None:
+    for message in ("no such data set", "no such model"):
+        writer = monitor(tmp_path)
+        writer.on_event(Notice(level="error", message=message))
+        writer.on_event(replace(END, reason="failed"))
+        # Before `close`: the report is made from the file.
+        assert [r["event"] for r in lines(tmp_path)] == ["notice", "run_end"]
+        assert lines(tmp_path)[0]["message"] == message
+        writer.close()
+    writer = monitor(tmp_path)
+    writer.on_event(START)
+    writer.close()
+    assert [r["event"] for r in lines(tmp_path)] == ["run_start"]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_reader_gives_one_record_a_step(tmp_path: Path) -> None:

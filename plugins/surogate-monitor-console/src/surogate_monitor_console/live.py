@@ -26,6 +26,7 @@ from surogate_core.train.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    ReportWritten,
     RunEnd,
     RunInfo,
     RunStart,
@@ -107,6 +108,8 @@ class LiveView:
                 for line in text.summary(event):
                     self._say(line, style=style)
                     style = ""
+            case ReportWritten():
+                self._say(f"Report: {event.path}")
         return None
 
     def state(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from surogate_core.train.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    ReportWritten,
     RunEnd,
     RunInfo,
     RunStart,
@@ -76,6 +77,8 @@ class PlainView:
                 self._progress(event)
             case RunEnd():
                 self._print(*text.summary(event))
+            case ReportWritten():
+                self._print(f"Report: {event.path}")
         return None
 
     def state(self) -> dict[str, Any]:

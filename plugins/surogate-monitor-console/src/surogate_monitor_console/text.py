@@ -165,8 +165,6 @@ def summary(event: RunEnd) -> list[str]:
         lines.append(f"Held-out loss {first:.4f} → {last:.4f}, perplexity {_perplexity(first)} → {_perplexity(last)}.")
     if event.export_path is not None:
         lines.append(f"Exported to {event.export_path}")
-    if event.report_path is not None:
-        lines.append(f"Report: {event.report_path}")
     if event.reason == "signal":
         lines.append("The same command again goes on from here.")
     # Why a run failed is said by the command itself, once, at the very end.

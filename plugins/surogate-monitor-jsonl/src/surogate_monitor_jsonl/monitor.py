@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from surogate_core.safe_files import regular
-from surogate_core.train.events import Control, Event, Progress, RunInfo, RunStart, StepEnd
+from surogate_core.train.events import Control, Event, Progress, ReportWritten, RunEnd, RunInfo, RunStart, StepEnd
 from surogate_monitor_jsonl.reader import read_lines
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
@@ -39,7 +39,8 @@ class JsonlMonitor:
     A line by itself costs the loop ten times what it costs in a group, with all that it needs out of the caches.
     A checkpoint never has more steps than the file: `state`, which it asks for, writes what waits. A run that resumes
     at step s drops the records of later steps that a killed run left, so that no step has two. A run that starts anew
-    moves an earlier run's file to ``<name>.previous``.
+    moves an earlier run's file to ``<name>.1`` (``.2``, …). A start that fails before its first step leaves the file
+    of an earlier run as it is, and writes its few events where there is none.
     """
 
     def __init__(self, options: JsonlOptions, info: RunInfo):
@@ -58,10 +59,14 @@ class JsonlMonitor:
             raise self._error
         if isinstance(event, StepEnd):
             self._waiting.append((time.time(), event))
+        elif isinstance(event, ReportWritten):
+            pass  # The report is made from this file, which ends with the run's end.
         elif self._progress or not isinstance(event, Progress):
             if isinstance(event, RunStart):
                 self._begin(event.start_step)
             self._waiting.append((time.time(), event))
+            if isinstance(event, RunEnd) and self._file is None:
+                self._write_failed_start()
             self._write_waiting()
         return None
 
@@ -74,20 +79,28 @@ class JsonlMonitor:
         """Nothing to restore."""
 
     def close(self) -> None:
-        """Close the file; a run that failed before its start leaves its few events at the end."""
+        """Close the file; a run that failed before its start leaves its few events where no earlier run's are."""
         if self._file is None and self._waiting:
-            self._open()
+            self._write_failed_start()
         self._close()
 
     def _begin(self, start_step: int) -> None:
         self._close()
-        if self._path.exists():
-            if start_step == 0:
-                self._path.replace(self._path.with_name(f"{self._path.name}.previous"))
-            else:
-                drop_after(self._path, start_step)
+        if not has_run(self._path):
+            self._path.unlink(missing_ok=True)
+        elif start_step == 0:
+            self._path.replace(_free_name(self._path))
+        else:
+            drop_after(self._path, start_step)
         self._open()
         threading.Thread(target=self._write_often, args=(self._over,), name="metrics", daemon=True).start()
+
+    def _write_failed_start(self) -> None:
+        if has_run(self._path):
+            self._waiting.clear()
+        else:
+            self._path.unlink(missing_ok=True)
+            self._open()
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +141,18 @@ class JsonlMonitor:
                 lines.append(json_line(event, at=at))
             if lines:
                 self._file.write("".join(lines).encode())
+
+
+def has_run(path: Path) -> bool:
+    """Whether the file has anything of a run that got as far as its start."""
+    return path.exists() and any(r.get("event") in ("run_start", "step_end") for r in read_lines(path))
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return free
 
 
 def drop_after(path: Path, step: int) -> None:
