@@ -47,6 +47,11 @@ def private(path: str | Path, flags: int) -> int:
 def private_directory(path: Path) -> Path:
     """Make a directory that only this user may enter; raises `OSError` where another user could put files into it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for parent in path.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            # Its entries can be renamed by anybody, this one too.
+            raise OSError(errno.EPERM, f"everyone may write to {parent}", str(path))
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:

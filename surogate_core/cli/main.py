@@ -53,10 +53,14 @@ _PEERS_COMMANDS = {
 """What other trainers call a command → what it is called here."""
 PREFIXES = ("+", "~", "-")
 
+_NO_EXTENSIONS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYDANTIC_DISABLE_PLUGINS": "__all__"}
+"""torch and pydantic import every entry point of their groups, before a lock is compared; no run needs one."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Installed as ``surogate``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.update(_NO_EXTENSIONS)
     code = 0
     try:
         code = _dispatch(arguments)

@@ -10,8 +10,10 @@ from typing import Any
 
 from surogate_core.errors import UserError
 from surogate_core.plugins.contract import rule_differences
+from surogate_core.plugins.digests import MISSING
 from surogate_core.plugins.discovery import DEFAULT_LOCK, EDITABLE_VARIABLE, import_policy, installed_plugins
-from surogate_core.plugins.lock import MISSING, installed_lock, requirements, write_lock
+from surogate_core.plugins.lock import installed_lock, requirements, write_lock
+from surogate_core.plugins.surroundings import SCOPES
 
 
 def add_commands(commands: Any) -> None:
@@ -20,6 +22,13 @@ def add_commands(commands: Any) -> None:
         "lock", help="write the installed set to a file", description="Write what the plugin policy lets in to a file."
     )
     locking.add_argument("--output", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
+    locking.add_argument(
+        "--scope",
+        choices=SCOPES,
+        default="plugins",
+        help="what is locked: the plugins; the core as well; all that both require; or every installed distribution, "
+        "so that one more is refused whatever it is; default: %(default)s",
+    )
     locking.add_argument(
         "--require-hashes",
         action="store_true",
@@ -45,7 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _lock(arguments: argparse.Namespace) -> int:
     # The locks of the policy do not count here: they may be what is to be written anew.
     policy = import_policy()
-    lock = installed_lock(p for p in installed_plugins() if policy.refusal(p.name) is None)
+    allowed = [p for p in installed_plugins() if policy.refusal(p.name) is None]
+    lock = installed_lock(allowed, arguments.scope)
     if arguments.require_hashes:
         if arguments.wheels is not None and not arguments.wheels.is_dir():
             raise UserError(f"--wheels {arguments.wheels}: there is no such directory.")
@@ -71,6 +81,9 @@ def _lock(arguments: argparse.Namespace) -> int:
     startup = [f"{d.name} ({p})" for d in lock.distributions.values() for p in d.files if p.endswith(".pth")]
     if startup:
         print(f"these bring a .pth file, which may run code whenever Python starts: {', '.join(startup)}")
+    for text in lock.started:
+        if text.startswith("start-up"):
+            print(f"Python runs this before Surogate: {text}")
     return 0
 
 

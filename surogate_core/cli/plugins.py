@@ -14,9 +14,11 @@ from typing import Any
 from surogate_core.cli import plugin_lock
 from surogate_core.errors import UserError
 from surogate_core.plugins.catalogue import catalogue
-from surogate_core.plugins.contract import incompatible, supported_api
+from surogate_core.plugins.contract import incompatible, rule_differences, supported_api
 from surogate_core.plugins.discovery import (
+    ImportPolicy,
     InstalledPlugin,
+    canonical,
     core_plugin,
     import_policy,
     installed_plugins,
@@ -103,7 +105,9 @@ def main(argv: Sequence[str]) -> int:
 def _rows() -> list[_Row]:
     policy = import_policy()
     rows = []
-    for plugin in (core_plugin(), *installed_plugins()):
+    installed = installed_plugins()
+    unlocked = _unlocked(policy, installed)
+    for plugin in (core_plugin(), *installed):
         view = static_view(plugin.module)
         options = view.options
         if plugin.entry_point is None:
@@ -112,10 +116,30 @@ def _rows() -> list[_Row]:
             options = config_options(conf_dir())
         unmet = unmet_requirements(plugin)
         refusal = policy.refusal(plugin.name) if plugin.entry_point is not None else None
-        refusal = refusal or incompatible(plugin)
+        refusal = refusal or incompatible(plugin) or unlocked.get(canonical(plugin.distribution))
         state = refusal or view.problem or ("requirements not met" if unmet else "ok")
         rows.append(_Row(plugin=plugin, view=view, options=[f"{g}={o}" for g, o in sorted(options)], state=state))
     return rows
+
+
+def _unlocked(policy: ImportPolicy, installed: Sequence[InstalledPlugin]) -> dict[str, str]:
+    """Normalised distribution → how it is not what the policy's locks hold. The rest goes to stderr."""
+    found: dict[str, str] = {}
+    for rule in policy.locks:
+        try:
+            all_differences = rule_differences(
+                policy, installed, file=Path(rule.file), allow_editable=rule.allow_editable
+            )
+        except UserError as error:
+            print(f"surogate: every run is refused: {error}", file=sys.stderr)
+            continue
+        named = {canonical(p.distribution) for p in (core_plugin(), *installed)}
+        for difference in all_differences:
+            if difference.distribution in named:
+                found.setdefault(difference.distribution, f"not as locked: {difference}")
+            else:
+                print(f"surogate: every run is refused: {difference} ({rule.file})", file=sys.stderr)
+    return found
 
 
 def _unknown(name: str, rows: list[_Row]) -> UserError:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from surogate_core.caches import use_private_caches
+
 UNTIMED = {
     "deterministic": True,
     # Of kernels without a reduction it would still time two.
@@ -27,6 +29,7 @@ UNTIMED = {
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph for inputs like these (fake tensors)."""
     _keep_additions(module)
+    use_private_caches()
     with torch.no_grad(), torch._inductor.config.patch(UNTIMED):
         return torch._inductor.compile(module, list(inputs))
 

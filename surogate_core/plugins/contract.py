@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from surogate_core import API_VERSION
 from surogate_core.errors import PluginError
 from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin, canonical
 from surogate_core.plugins.static import module_api
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.lock import Difference
 
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
@@ -36,10 +41,13 @@ def incompatible(plugin: InstalledPlugin, api: int = API_VERSION) -> str | None:
 
 def verify(policy: ImportPolicy, found: Sequence[InstalledPlugin]) -> None:
     """Raise `PluginError` with every difference between the locks of a policy and what may be imported under it."""
+    if policy.locks or policy.allow:
+        # Hydra would import every module of this namespace, which any distribution can add to.
+        sys.modules.setdefault("hydra_plugins", None)  # type: ignore[arg-type]
     problems = []
     for rule in policy.locks:
         lines = rule_differences(policy, found, file=Path(rule.file), allow_editable=rule.allow_editable)
-        problems += [f"{line} ({rule.file}, asked for by {rule.where})" for line in lines]
+        problems += [f"{line} ({Path(rule.file).absolute()}, asked for by {rule.where})" for line in lines]
     if problems:
         listed = "\n".join(f"  - {p}" for p in dict.fromkeys(problems))
         raise PluginError(
@@ -50,7 +58,7 @@ def verify(policy: ImportPolicy, found: Sequence[InstalledPlugin]) -> None:
 
 def rule_differences(
     policy: ImportPolicy, found: Sequence[InstalledPlugin], *, file: Path, allow_editable: bool
-) -> list[str]:
+) -> list[Difference]:
     """The differences between a lock and what a policy lets in."""
     from surogate_core.plugins.lock import differences, installed_lock, read_lock
 
@@ -61,5 +69,5 @@ def rule_differences(
     }
     named = {canonical(p.distribution) for p in let_in}
     # All entry points of a distribution count: a lock has them all.
-    installed = installed_lock(p for p in found if canonical(p.distribution) in named)
+    installed = installed_lock((p for p in found if canonical(p.distribution) in named), lock.scope)
     return differences(lock, installed, allow_editable=allow_editable, may_lack=kept_out)

@@ -1,49 +1,44 @@
-"""The plugin lock: what is installed, to the byte, written to a file and compared with it; nothing is imported.
-
-A digest is taken over the files that an import would read, wherever they are, so that an altered file, an added one,
-and a package that stands before the installed one on `sys.path` all show.
-"""
+"""The plugin lock: what is installed, to the byte, written to a file and compared with it; nothing is imported."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from surogate_core.errors import UserError
+from surogate_core.plugins.digests import LINK, MISSING, digest_of, direct_url, installed_files
 from surogate_core.plugins.discovery import InstalledPlugin, canonical
-from surogate_core.plugins.static import locate
+from surogate_core.plugins.surroundings import CORE_DISTRIBUTION, SCOPES, Scope, in_scope, installed_twice, started_code
 
-VERSION = 1
+VERSION = 2
 """Version of the file's format."""
-
-_BY_INSTALLER = frozenset({"RECORD", "RECORD.jws", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"})
-"""Files of a ``.dist-info`` that say how it was installed, not what was."""
-
-MISSING = "missing"
-"""Stands for the digest of a ``RECORD`` that is not there: files beside the package are not known then."""
 
 _SHOWN = 3
 """Altered files that a difference names."""
 
+_LARGEST = 64 << 20
+"""Bytes of a lock that are read; one of a whole environment with CUDA has less than 10 MiB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedDistribution:
-    """One distribution that has plugins."""
+    """One distribution."""
 
     name: str
     """Normalised (PEP 503)."""
     version: str
     entry_points: Mapping[str, str]
-    """Entry point of group ``surogate`` → module."""
+    """Entry point of group ``surogate`` → module; empty for the core and for dependencies."""
     editable: bool
-    """Whether the modules are outside of the installed files: an editable install, or another package before it."""
+    """Whether a module is imported from outside of the installed files: an editable install, or a package before it."""
     files: Mapping[str, str]
     """Path below the directory of installation → SHA-256 of the file, in hexadecimal."""
     wheel_sha256: str = ""
@@ -53,7 +48,7 @@ class LockedDistribution:
     def sha256(self) -> str:
         """SHA-256 over names and digests of all files, as ``sha256sum`` would list them."""
         lines = "".join(f"{digest}  {path}\n" for path, digest in sorted(self.files.items()))
-        return hashlib.sha256(lines.encode()).hexdigest()
+        return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,109 +58,53 @@ class Lock:
     core: str
     api: int
     distributions: Mapping[str, LockedDistribution]
+    scope: Scope = "plugins"
+    """What the distributions are besides the plugins'."""
+    started: tuple[str, ...] = ()
+    """Code that libraries or Python itself start unasked; see `started_code`."""
 
 
 # ------------------------------------------------------------------------------- what is installed
 
 
-def installed_lock(plugins: Iterable[InstalledPlugin]) -> Lock:
-    """The lock of these plugins, as they are installed now."""
+def installed_lock(plugins: Iterable[InstalledPlugin], scope: Scope = "plugins") -> Lock:
+    """The lock of these plugins, as they are installed now, and of what `scope` adds to them."""
     from surogate_core import API_VERSION, __version__
 
     groups: dict[str, list[InstalledPlugin]] = {}
     for plugin in plugins:
         groups.setdefault(canonical(plugin.distribution), []).append(plugin)
-    found = {name: _distribution(name, members) for name, members in sorted(groups.items())}
-    return Lock(core=__version__, api=API_VERSION, distributions=found)
-
-
-def _distribution(name: str, plugins: Sequence[InstalledPlugin]) -> LockedDistribution:
-    entry_point = plugins[0].entry_point
-    dist = entry_point.dist if entry_point is not None else None
-    assert dist is not None, "only installed plugins are locked"
-    root = Path(str(dist.locate_file(""))).resolve()
-    origin = _direct_url(dist)
-    editable = bool(origin.get("dir_info", {}).get("editable", False))
-    files: dict[str, Path] = {}
-    for plugin in plugins:
-        for package in _packages(plugin.module):
-            # Not resolved: a link inside of the directory of installation is one of its files.
-            editable = editable or not Path(os.path.abspath(package)).is_relative_to(root)  # noqa: PTH100
-            files.update(_below(package))
-    for record in dist.files or ():
-        path = PurePosixPath(record.as_posix())
-        skipped = path.name in _BY_INSTALLER and path.parent.suffix == ".dist-info"
-        # What an editable install puts there names a directory of this machine; scripts name its interpreter.
-        if skipped or ".." in path.parts or "__pycache__" in path.parts or (editable and path.suffix == ".pth"):
-            continue
-        files.setdefault(path.as_posix(), Path(str(dist.locate_file(record))))
-    digests = {}
-    if dist.files is None:
-        metadata = _metadata(root, dist)
-        files.update((label, file) for label, file in _below(metadata) if file.name not in _BY_INSTALLER)
-        digests[f"{metadata.name}/RECORD"] = MISSING
-    digests.update((label, _digest(file)) for label, file in files.items())
-    return LockedDistribution(
-        name=name,
-        version=plugins[0].version,
-        entry_points={p.name: p.module for p in sorted(plugins, key=lambda p: p.name)},
-        editable=editable,
-        files=dict(sorted(digests.items())),
-        wheel_sha256=str(origin.get("archive_info", {}).get("hashes", {}).get("sha256", "")),
+    found = {}
+    for name, members in groups.items():
+        entry_point = members[0].entry_point
+        dist = entry_point.dist if entry_point is not None else None
+        assert dist is not None, "only installed plugins are locked"
+        found[name] = _distribution(name, dist, members)
+    for name, dist in in_scope(scope, groups).items():
+        found.setdefault(name, _distribution(name, dist, ()))
+    return Lock(
+        core=__version__,
+        api=API_VERSION,
+        distributions=dict(sorted(found.items())),
+        scope=scope,
+        started=started_code(),
     )
 
 
-def _metadata(root: Path, dist: Distribution) -> Path:
-    """The distribution's ``.dist-info`` directory, whichever way its name is written there."""
-    for directory in sorted(root.glob("*.dist-info")):
-        name, _, version = directory.name.removesuffix(".dist-info").rpartition("-")
-        if canonical(name) == canonical(dist.name) and version == dist.version:
-            return directory
-    return root / f"{dist.name}-{dist.version}.dist-info"
-
-
-def _packages(module: str) -> Iterator[Path]:
-    """The directory or file that an import of the module reads, of its first package that is not a namespace."""
-    top, *rest = module.partition(":")[0].strip().split(".")
-    found = locate(top)
-    while found is not None and found.is_dir() and not (found / "__init__.py").is_file() and rest:
-        below = found / rest.pop(0)
-        found = next((p for p in (below, below.with_suffix(".py")) if p.exists()), None)
-    if found is not None:
-        yield found
-
-
-def _below(package: Path) -> Iterator[tuple[str, Path]]:
-    """(label, file) of a module, or of everything in a package but the caches of bytecode."""
-    if not package.is_dir():
-        yield package.name, package
-        return
-    seen: set[str] = set()
-    for directory, directories, names in os.walk(package, followlinks=True):
-        real = os.path.realpath(directory)
-        directories[:] = sorted(d for d in directories if d != "__pycache__") if real not in seen else []
-        seen.add(real)
-        for name in sorted(names):
-            file = Path(directory, name)
-            yield f"{package.name}/{file.relative_to(package).as_posix()}", file
-
-
-def _digest(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        return f"unreadable: {error.strerror}"
-
-
-def _direct_url(dist: Distribution) -> Mapping[str, Any]:
-    """The installer's record of a direct URL (PEP 610), or nothing."""
-    text = dist.read_text("direct_url.json")
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        value = {}
-    return value if isinstance(value, dict) else {}
+def _distribution(name: str, dist: Distribution, plugins: Sequence[InstalledPlugin]) -> LockedDistribution:
+    # An editable core has no module of its own in its RECORD.
+    modules = ["surogate_core"] if name == CORE_DISTRIBUTION else [p.module for p in plugins]
+    installed = installed_files(dist, modules)
+    archive = direct_url(dist).get("archive_info", {})
+    hashes = archive.get("hashes", {}) if isinstance(archive, dict) else {}
+    return LockedDistribution(
+        name=name,
+        version=dist.version,
+        entry_points={p.name: p.module for p in sorted(plugins, key=lambda p: p.name)},
+        editable=installed.elsewhere,
+        files=installed.digests,
+        wheel_sha256=str(hashes.get("sha256", "")) if isinstance(hashes, dict) else "",
+    )
 
 
 # ------------------------------------------------------------------------------- the file
@@ -178,6 +117,11 @@ def write_lock(lock: Lock, file: Path) -> None:
         f"version = {VERSION}",
         f"core = {_text(lock.core)}",
         f"api = {lock.api}",
+        f"scope = {_text(lock.scope)}",
+        "# What libraries and Python itself start unasked.",
+        "started = [",
+        *(f"  {_text(text)}," for text in lock.started),
+        "]",
     ]
     for dist in lock.distributions.values():
         lines += ["", "[[distribution]]", f"name = {_text(dist.name)}", f"version = {_text(dist.version)}"]
@@ -201,25 +145,47 @@ def read_lock(file: Path) -> Lock:
     """The lock in a file. Raises `UserError` that names the file, what is wrong and the fix."""
     fix = f"Fix: surogate plugins lock --output {file}"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _lock_text(file)
     except FileNotFoundError:
-        raise UserError(f"{file}: there is no plugin lock. {fix}") from None
+        raise UserError(f"{file.absolute()}: there is no plugin lock. {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: the plugin lock cannot be read: {error}. {fix}") from None
     try:
         return _parse(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, ValueError) as error:
+    except RecursionError:
+        raise UserError(f"{file}: malformed plugin lock: its values are nested too deep. {fix}") from None
+    except ValueError as error:
         raise UserError(f"{file}: malformed plugin lock: {error}. {fix}") from None
+
+
+def _lock_text(file: Path) -> str:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        if status.st_size > _LARGEST:
+            raise OSError(f"it has {status.st_size:,} bytes, more than {_LARGEST:,}")
+        return stream.read(_LARGEST).decode()
+
+
+_KEYS = ("version", "core", "api", "scope", "started", "distribution")
+_DISTRIBUTION_KEYS = ("name", "version", "entry_points", "editable", "sha256", "wheel_sha256", "files")
 
 
 def _parse(data: Mapping[str, Any]) -> Lock:
     version = _get(data, "version", int)
     if version != VERSION:
         raise ValueError(f"its format is version {version}, this surogate reads version {VERSION}")
+    _refuse_unknown(data, _KEYS)
+    scope = next((s for s in SCOPES if s == _get(data, "scope", str)), None)
+    if scope is None:
+        raise ValueError(f"`scope` must be one of {', '.join(SCOPES)}")
     found: dict[str, LockedDistribution] = {}
     for entry in _get(data, "distribution", list) if "distribution" in data else []:
         if not isinstance(entry, dict):
             raise ValueError("`distribution` must be a list of tables")
+        _refuse_unknown(entry, _DISTRIBUTION_KEYS)
         dist = LockedDistribution(
             name=_get(entry, "name", str),
             version=_get(entry, "version", str),
@@ -233,7 +199,17 @@ def _parse(data: Mapping[str, Any]) -> Lock:
         if dist.sha256 != _get(entry, "sha256", str):
             raise ValueError(f"`sha256` of {dist.name} is not that of its `files`")
         found[dist.name] = dist
-    return Lock(core=_get(data, "core", str), api=_get(data, "api", int), distributions=found)
+    started = _get(data, "started", list)
+    if not all(isinstance(text, str) for text in started):
+        raise ValueError("`started` must be a list of strings")
+    core, api = _get(data, "core", str), _get(data, "api", int)
+    return Lock(core=core, api=api, distributions=found, scope=scope, started=tuple(started))
+
+
+def _refuse_unknown(data: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(data.keys() - set(known))
+    if unknown:
+        raise ValueError(f"there is no key `{unknown[0]}`; known: {', '.join(known)}")
 
 
 def _get(data: Mapping[str, Any], key: str, expected: type) -> Any:
@@ -256,38 +232,62 @@ def _texts(data: Mapping[str, Any], key: str) -> dict[str, str]:
 # ------------------------------------------------------------------------------- comparison
 
 
-def differences(lock: Lock, installed: Lock, *, allow_editable: bool, may_lack: Iterable[str] = ()) -> list[str]:
-    """What keeps the installed set from being the locked one; one sentence each, sorted by distribution.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One way in which the installed set is not the locked one."""
+
+    distribution: str
+    """Normalised name, or empty where the difference is no distribution's."""
+    text: str
+    """A sentence without a full stop."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def differences(lock: Lock, installed: Lock, *, allow_editable: bool, may_lack: Iterable[str] = ()) -> list[Difference]:
+    """What keeps the installed set from being the locked one, sorted by distribution.
 
     Distributions of `may_lack` may be in the lock without being installed.
     """
     found = []
     if lock.api != installed.api:
-        found.append(f"the hook API is version {installed.api}, locked is {lock.api}")
+        found.append(Difference(distribution="", text=f"the hook API is version {installed.api}, locked is {lock.api}"))
     if lock.core != installed.core:
-        found.append(f"surogate is {installed.core}, locked is {lock.core}")
+        found.append(Difference(distribution="surogate", text=f"surogate is {installed.core}, locked is {lock.core}"))
     absent = lock.distributions.keys() - installed.distributions.keys() - set(may_lack)
+    twice = installed_twice(installed.distributions)
     for name in sorted(absent | installed.distributions.keys()):
         if name in absent:
-            found.append(f"{name} {lock.distributions[name].version} is locked but not installed")
-            continue
-        now = installed.distributions[name]
-        then = lock.distributions.get(name)
-        if then is None:
-            points = ", ".join(now.entry_points)
-            found.append(f"{name} {now.version} (plugin {points}) is installed but not locked")
-            continue
-        if now.version != then.version:
-            found.append(f"{name} is {now.version}, locked is {then.version}")
-        if now.entry_points != then.entry_points:
-            found.append(f"{name} has the entry points {_points(now)}, locked are {_points(then)}")
-        if now.editable != then.editable:
-            how = "not imported from its installed files" if now.editable else "no longer an editable install"
-            found.append(f"{name} is {how}")
-        if now.editable and not allow_editable:
-            found.append(f"{name} is an editable install, which plugins.allow_editable=false refuses")
-        if now.version == then.version and now.files != then.files:
-            found.append(f"{name} {now.version}: {_changes(then.files, now.files)}")
+            texts = [f"{name} {lock.distributions[name].version} is locked but not installed"]
+        else:
+            then, now = lock.distributions.get(name), installed.distributions[name]
+            texts = _distribution_differences(then, now, allow_editable=allow_editable)
+        texts += [f"{name} is installed twice: {', '.join(twice[name])}"] if name in twice else []
+        found += [Difference(distribution=name, text=text) for text in texts]
+    for text in sorted(set(installed.started) - set(lock.started)):
+        found.append(Difference(distribution="", text=f"{text} is not locked"))
+    return found
+
+
+def _distribution_differences(
+    then: LockedDistribution | None, now: LockedDistribution, *, allow_editable: bool
+) -> list[str]:
+    name, found = now.name, []
+    if then is None:
+        points = f" (plugin {', '.join(now.entry_points)})" if now.entry_points else ""
+        return [f"{name} {now.version}{points} is installed but not locked"]
+    if now.version != then.version:
+        found.append(f"{name} is {now.version}, locked is {then.version}")
+    if now.entry_points != then.entry_points:
+        found.append(f"{name} has the entry points {_points(now)}, locked are {_points(then)}")
+    if now.editable != then.editable:
+        how = "not imported from its installed files" if now.editable else "no longer an editable install"
+        found.append(f"{name} is {how}")
+    if now.editable and then.editable and not allow_editable:
+        found.append(f"{name} is an editable install, which plugins.allow_editable=false refuses")
+    if now.version == then.version and now.files != then.files:
+        found.append(f"{name} {now.version}: {_changes(then.files, now.files)}")
     return found
 
 
@@ -297,9 +297,14 @@ def _points(dist: LockedDistribution) -> str:
 
 def _changes(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     added = sorted(now.keys() - then.keys())
-    changed = [f"{p} is missing" if now[p] == MISSING else f"{p} was added" for p in added]
+    how = {MISSING: "is missing", LINK: "is a symbolic link"}
+    changed = [f"{p} {how.get(now[p], 'was added')}" for p in added]
     changed += [f"{p} is gone" for p in sorted(then.keys() - now.keys())]
-    changed += [f"{p} was altered" for p in sorted(now.keys() & then.keys()) if now[p] != then[p]]
+    for path in sorted(now.keys() & then.keys()):
+        if now[path] != then[path]:
+            link = now[path].startswith(LINK) and not then[path].startswith(LINK)
+            reason = f": {now[path].removeprefix('unreadable: ')}" if now[path].startswith("unreadable") else ""
+            changed.append(f"{path} is a symbolic link" if link else f"{path} was altered{reason}")
     more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     return ", ".join(changed[:_SHOWN]) + more
 
@@ -315,7 +320,7 @@ def requirements(lock: Lock, wheels: Path | None = None) -> tuple[str, list[str]
     for dist in lock.distributions.values():
         digests = {dist.wheel_sha256} - {""}
         stem = f"{dist.name.replace('-', '_')}-{dist.version}-"
-        digests |= {_digest(w) for w in sorted(wheels.glob(f"{stem}*.whl"))} if wheels is not None else set()
+        digests |= {digest_of(w) for w in sorted(wheels.glob(f"{stem}*.whl"))} if wheels is not None else set()
         if digests:
             lines.append(" ".join([f"{dist.name}=={dist.version}", *(f"--hash=sha256:{d}" for d in sorted(digests))]))
         else:

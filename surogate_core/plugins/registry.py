@@ -16,6 +16,7 @@ import pluggy
 
 from surogate_core import hookspecs
 from surogate_core.bundles import KINDS, Bundle
+from surogate_core.caches import use_private_caches
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue
 from surogate_core.plugins.contract import incompatible, verify
@@ -201,9 +202,19 @@ class Registry:
 
     # ----------------------------------------------------------------------------- facts
 
-    def plugin_set(self) -> list[dict[str, str]]:
-        """Name, distribution and version of every loaded plugin, sorted by name; the core is one."""
-        return [_facts(p) for _, p in sorted(self.plugins.items())]
+    def plugin_set(self, *, digests: bool = False) -> list[dict[str, str]]:
+        """Name, distribution and version of every loaded plugin, sorted by name; the core is one.
+
+        `digests` adds ``sha256``, over the distribution's files, as a lock has it.
+        """
+        from surogate_core.plugins.lock import installed_lock
+
+        found = [_facts(p) for _, p in sorted(self.plugins.items())]
+        if digests:
+            lock = installed_lock((p for p in self.plugins.values() if p.entry_point is not None), "core")
+            for facts in found:
+                facts["sha256"] = lock.distributions[canonical(facts["distribution"])].sha256
+        return found
 
     def plugins_used(self, selected: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
         """The same, of the plugins that offer the given (kind, name) bundles only."""
@@ -223,6 +234,7 @@ def load_plugins(policy: ImportPolicy | None = None) -> Registry:
     from surogate_core.plugins.discovery import import_policy
 
     policy = import_policy() if policy is None else policy
+    use_private_caches()
     manager = pluggy.PluginManager("surogate")
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager=manager, policy=policy)

@@ -306,7 +306,7 @@ class _Run:
             "run": self.run_id,
             "surogate": __version__,
             "torch": torch.__version__,
-            "plugins": self.registry.plugin_set(),
+            "plugins": self.registry.plugin_set(digests=True),
             "plugins_in_use": sorted(identity["plugins"]),
             "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
             "data": data.digest,

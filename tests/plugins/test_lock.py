@@ -141,7 +141,8 @@ def test_files_of_the_record_count(install_plugin: Any, tmp_path: Path, only: No
     assert {"start.pth", "helper.py", "plugin_marked/__init__.py"} <= files.keys()
     assert files["plugin_marked/gone.py"].startswith("unreadable")
     assert files["start.pth"] == hashlib.sha256(b"import helper\n").hexdigest()
-    assert not any("RECORD" in f or "script" in f for f in files)
+    assert files["../../bin/script"].startswith("unreadable")
+    assert not any("RECORD" in f for f in files)
 
 
 # -------------------------------------------------------------------------------- editable installs
@@ -273,8 +274,8 @@ def test_the_file_is_toml_and_says_what_is_installed(locked: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("version = 1\n", "version = \n", "Invalid value"),
-        ("version = 1\n", "version = 2\n", "version 2, this surogate reads version 1"),
+        ("version = 2\n", "version = \n", "Invalid value"),
+        ("version = 2\n", "version = 1\n", "version 1, this surogate reads version 2"),
         ("api = 1\n", "", "`api` is missing"),
         ("api = 1\n", "api = true\n", "`api` must be an integer"),
         ("editable = false", 'editable = "no"', "`editable` must be true or false"),
@@ -311,7 +312,7 @@ def test_lock_and_verify(
     assert main(["plugins", "lock"]) == 0
     printed = "surogate.lock: 1 distributions, 3 files\n"
     printed += "these have no RECORD, so files beside their packages are not known: dist-marked\n"
-    assert capsys.readouterr().out == printed
+    assert capsys.readouterr().out.startswith(printed)
     assert main(["plugins", "verify", "--lock", "surogate.lock"]) == 0
     (site / "plugin_marked" / "__init__.py").open("a").write("\n")
     assert main(["plugins", "verify"]) == 1

@@ -21,8 +21,9 @@ def make_wheel(
     version: str = "1.0",
     requires: Sequence[str] = (),
     extras: Sequence[str] = (),
+    group: str = "surogate",
 ) -> Path:
-    """A wheel with these files (path → text) and entry points of group ``surogate`` (name → module)."""
+    """A wheel with these files (path → text) and entry points of the group (name → module)."""
     directory.mkdir(parents=True, exist_ok=True)
     name = distribution.replace("-", "_")
     info = f"{name}-{version}.dist-info"
@@ -32,7 +33,7 @@ def make_wheel(
         **files,
         f"{info}/METADATA": "\n".join(metadata) + "\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": "[surogate]\n" + "".join(f"{n} = {m}\n" for n, m in points.items()),
+        f"{info}/entry_points.txt": f"[{group}]\n" + "".join(f"{n} = {m}\n" for n, m in points.items()),
     }
     record = [f"{path},sha256={_digest(text)},{len(text.encode())}" for path, text in texts.items()]
     texts[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,"]) + "\n"

@@ -1,0 +1,77 @@
+"""Where compilers keep code that later processes run: in directories that only this user can write to.
+
+By default Inductor takes ``/tmp/torchinductor_NAME``, and NAME from a variable. Whoever makes that directory first puts
+code into the runs of the user of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import tempfile
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from surogate_core.errors import UserError
+from surogate_core.safe_files import private_directory
+
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUPY_CACHE_DIR": "cupy"}
+"""Variable that the library reads → name of the directory."""
+
+
+def use_private_caches() -> None:
+    """Point Inductor, Triton and CuPy to caches of the user's own, unless the user has named others.
+
+    Raises `UserError` where a directory that the user has named can be written to by others.
+    """
+    for variable, name in VARIABLES.items():
+        given = os.environ.get(variable)
+        if not given:
+            os.environ[variable] = str(_home() / name)
+            continue
+        reason = _unsafe(Path(given))
+        if reason:
+            raise UserError(
+                f"{variable}={given}: {reason}, and code is run from it. "
+                f"Fix: unset {variable}, or name a directory that only you may write to."
+            )
+
+
+@cache
+def _home() -> Path:
+    """The directory of all three; it is this process's alone where the user's cache cannot be used."""
+    from platformdirs import user_cache_path
+
+    try:
+        return private_directory(user_cache_path("surogate") / "compiled") / _versions()
+    except OSError:
+        return Path(_temporary().name) / _versions()
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="surogate-compiled-")
+
+
+def _versions() -> str:
+    found = [f"python-{platform.python_version()}"]
+    for name in ("torch", "triton"):
+        try:
+            found.append(f"{name}-{version(name)}")
+        except PackageNotFoundError:
+            continue
+    return "-".join(found)
+
+
+def _unsafe(directory: Path) -> str:
+    """Why others may write to a directory, which is made if it is not there; empty where they may not."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        return f"it cannot be made: {error.strerror}"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to the user with the id {status.st_uid}"
+    return "everyone may write to it" if status.st_mode & stat.S_IWOTH else ""
