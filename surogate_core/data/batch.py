@@ -41,6 +41,10 @@ class MicroBatch:
     weights: Tensor | None = None
     """[N] float32: what each position counts in the loss; None is 1 for each, in the whole run."""
 
+    pairs: int | None = None
+    """Pairs of a token and one that it attends to, itself included, padding aside; None: for each of `tokens` as many
+    as the positions say on average."""
+
     @property
     def loss_weight(self) -> float:
         """Sum of the weights of the positions that carry loss."""

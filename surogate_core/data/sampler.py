@@ -31,7 +31,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
     weights = np.zeros(n, np.float32)
     positions = np.empty(n, np.int32)
     borders = [0]
-    tokens = 0
+    tokens = pairs = 0
     for slot, index in enumerate(indices):
         at = slot * length
         if index is not None:
@@ -43,6 +43,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
             for document in row.lengths:
                 positions[at : at + document] = np.arange(document, dtype=np.int32)
                 at += document
+                pairs += document * (document + 1) // 2
                 weights[at - 1] = 0  # the next token belongs to another document
                 borders.append(at)
         padding = (slot + 1) * length - at
@@ -60,6 +61,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=length,
         tokens=tokens,
+        pairs=pairs,
         label_tokens=int(np.count_nonzero(weights)),
         weights=torch.from_numpy(weights) if rows.weighted else None,
     )

@@ -164,9 +164,14 @@ def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
 # -------------------------------------------------------------------------- cross_entropy
 
 
+LOGITS = 1 << 20
+"""Logits whose exponentials exist at one time: torch makes a tensor of those of all that it is given."""
+
+
 @torch.library.custom_op("surogate::cpu_cross_entropy", mutates_args=())
 def _entropy(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    lse_N = torch.logsumexp(logits_NV, dim=-1)
+    rows = max(1, LOGITS // logits_NV.shape[1])
+    lse_N = torch.cat([torch.logsumexp(part_RV, dim=-1) for part_RV in logits_NV.split(rows)])
     trained_N = labels_N != IGNORE_LABEL
     picked_N = logits_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0]
     return (lse_N - picked_N).where(trained_N, 0.0), lse_N

@@ -57,11 +57,13 @@ class Work:
 
     def step(self, batches: Sequence[MicroBatch]) -> float:
         """FLOPs of an optimizer step over these micro-batches; padding counts as nothing."""
-        return sum(b.tokens * self.per_token(mean_pairs(b.positions)) for b in batches)
+        tokens = sum(b.tokens for b in batches)
+        pairs = sum(b.tokens * mean_pairs(b.positions) if b.pairs is None else b.pairs for b in batches)
+        return self.products_per_token * tokens + self.attention_per_pair * pairs
 
 
 def mean_pairs(positions_N: Tensor) -> float:
-    """Tokens that a token attends to on average, where positions restart in each document."""
+    """Tokens that a token attends to on average, where positions restart in each document; padding is one too."""
     return float(positions_N.double().mean()) + 1.0
 
 

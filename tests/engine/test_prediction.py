@@ -71,7 +71,12 @@ def test_bytes_are_those_of_the_engine(
         engine._run_training()
     assert held["residuals"] == kept > 0
     assert EMBED in {a.key for a in prediction.schedule}
-    assert prediction.total("device") == sum(held.values())
+    resting = sum(g.master.nbytes + g.grad.nbytes for g in groups) + sum(c.nbytes for c, _ in engine.parameters.copies)
+    resting += engine.weights.nbytes()["device"] + kept
+    of_optimizer = sum(t.nbytes for t in engine.optimizer.state().values())
+    counted_else = held["working set"] + held["tables and inputs"] + held["optimizer state"]
+    assert prediction.total("device") - counted_else == resting
+    assert held["optimizer state"] == pytest.approx(of_optimizer, abs=16)
     assert prediction.total("host") == 0
 
 

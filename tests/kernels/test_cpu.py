@@ -100,3 +100,75 @@ def test_narrow_dtypes_take_the_reference(dtype: torch.dtype) -> None:
     assert not any(k.supports(torch.device("cpu"), dtype) for k in cpu.kernels())
     assert all(k.supports(torch.device("cpu"), torch.float32) for k in cpu.kernels())
     assert not any(k.supports(torch.device("cuda"), torch.float32) for k in cpu.kernels())
+
+
+# ---------------------------------------------------------------------- long reductions
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal"])
+def test_a_norms_weight_gets_the_gradient_of_100000_tokens(kind: str) -> None:
+    x_ND, dy_ND = (random(100_000, 8, seed=seed, dtype=F32) for seed in (0, 1))
+    if kind == "equal":
+        dy_ND = torch.full_like(dy_ND, 0.1234567).copysign(x_ND)
+    weight_D = random(8, seed=2, dtype=F32)
+    found = torch.ops.surogate.cpu_rms_norm_backward(dy_ND, x_ND, weight_D, *_inverse(x_ND), True)
+    wide = [t.double() for t in (dy_ND, x_ND, weight_D)]
+    expected = torch.ops.surogate.cpu_rms_norm_backward(*wide, *_inverse(wide[1]), True)
+    assert relative(found[1], expected[1]) < 1e-6
+    assert relative(found[0], expected[0]) < 1e-6
+
+
+def _inverse(x_ND: Tensor) -> list[Tensor]:
+    return [torch.ops.surogate.cpu_rms_norm(x_ND, torch.ones_like(x_ND[0]), 1e-6)[1]]
+
+
+def test_a_loss_over_150000_logits_and_the_sum_of_100000_losses() -> None:
+    logits_NV = random(8, 151_936, dtype=F32)
+    labels_N = torch.arange(8)
+    loss_N, lse_N = torch.ops.surogate.cpu_cross_entropy(logits_NV, labels_N)
+    wide_N, wide_lse_N = torch.ops.surogate.cpu_cross_entropy(logits_NV.double(), labels_N)
+    assert relative(loss_N, wide_N) < 1e-6
+    ones_N = torch.ones(8)
+    found = torch.ops.surogate.cpu_cross_entropy_backward(ones_N, logits_NV, labels_N, lse_N)
+    expected = torch.ops.surogate.cpu_cross_entropy_backward(ones_N.double(), logits_NV.double(), labels_N, wide_lse_N)
+    assert relative(found, expected) < 1e-6
+    many_N = loss_N.repeat(12_500)
+    assert relative(many_N.sum(), many_N.double().sum()) < 1e-6
+
+
+def test_the_last_tokens_of_a_long_document_attend_to_all() -> None:
+    """Keys alike, so that every weight of a sum is about 1 / N."""
+    tokens = 12_000
+    q, k, v = (random(tokens, 1, 8, seed=seed, dtype=F32) for seed in range(3))
+    k, v = k * 1e-3, v + 1
+    borders = torch.tensor([0, tokens], dtype=torch.int32)
+    out, lse = torch.ops.surogate.cpu_attention(q, k, v, borders, 0.3)
+    last = slice(tokens - 64, tokens)
+    scores = 0.3 * q[last, 0].double() @ k[:, 0].double().t()
+    order = torch.arange(tokens)
+    scores = scores.masked_fill(order[None] > order[last, None], float("-inf"))
+    assert relative(out[last, 0], torch.softmax(scores, -1) @ v[:, 0].double()) < 1e-6
+    dout = random(tokens, 1, 8, seed=4, dtype=F32)
+    found = torch.ops.surogate.cpu_attention_backward(dout, q, k, v, out, lse, borders, 0.3)
+    wide = [t.double() for t in (q, k, v)]
+    out64, lse64 = torch.ops.surogate.cpu_attention(*wide, borders, 0.3)
+    expected = torch.ops.surogate.cpu_attention_backward(dout.double(), *wide, out64, lse64, borders, 0.3)
+    for name, mine, theirs in zip("qkv", found, expected, strict=True):
+        assert relative(mine, theirs) < 2e-6, name
+
+
+def test_the_exponentials_of_logits_are_made_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_NV, labels_N = random(50, 1000, dtype=F32), torch.arange(50)
+    whole = torch.ops.surogate.cpu_cross_entropy(logits_NV, labels_N)
+    assert torch.equal(whole[1], torch.logsumexp(logits_NV, dim=-1))
+    for logits in (1, 3000, 7001):
+        monkeypatch.setattr(cpu, "LOGITS", logits)
+        for found, expected in zip(torch.ops.surogate.cpu_cross_entropy(logits_NV, labels_N), whole, strict=True):
+            assert torch.equal(found, expected)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        torch.ops.surogate.cpu_cross_entropy(logits_NV, labels_N)
+    assert max(event.cpu_memory_usage for event in profile.function_events) < logits_NV.nbytes / 2

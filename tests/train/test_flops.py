@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 
 from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.data.sampler import collate
 from surogate_core.train.flops import Work, gemm_flops_per_second, mean_pairs
 
 
@@ -54,6 +56,15 @@ def test_documents_are_short_and_padding_is_no_work() -> None:
     work = Work(products_per_token=100.0, attention_per_pair=1.0)
     assert work.step([batch(4), batch(2, 2)]) == pytest.approx(4 * 102.5 + 4 * 101.5)
     assert work.step([batch(4, padding=4)]) == pytest.approx(4 * 102.5)
+
+
+def test_the_length_of_padding_is_no_work() -> None:
+    """Rows of 64 positions have documents of 3 and 5 tokens, and then padding, whose positions go up to 55."""
+    row = SimpleNamespace(input_ids=np.arange(8), weights=np.ones(8, np.float32), lengths=(3, 5))
+    rows: Any = SimpleNamespace(sequence_len=64, padding_id=0, max_documents=3, weighted=False, row=lambda index: row)
+    work = Work(products_per_token=100.0, attention_per_pair=1.0)
+    for rows_of_batch in ([0], [0, None]):
+        assert work.step([collate(rows, rows_of_batch)]) == 8 * 100 + (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)
 
 
 def test_a_layer_without_attention_has_none_counted() -> None:
