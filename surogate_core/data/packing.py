@@ -8,6 +8,7 @@ window of documents: deterministic, one pass, memory bounded by the window.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -95,29 +96,31 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     """Indices of `lengths` grouped into bins whose sums are at most `capacity`.
 
     Longest first, equal lengths in their order, each into the fullest bin that has room (the one
-    opened last among equals). Every length must lie in 1 … capacity.
+    opened last among equals). Every length must lie in 1 … capacity. Memory depends on the documents alone.
     """
     bins: list[list[int]] = []
-    with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
-    spaces = 0  # bit s is set where with_space[s] is not empty: finds the tightest fit in a few machine words
+    with_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # the keys of with_space, ascending: finds the tightest fit, and does not grow with capacity
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        fitting = spaces >> length
-        if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
+        at = bisect_left(spaces, length)
+        if at < len(spaces):
+            space = spaces[at]
             candidates = with_space[space]
             chosen = candidates.pop()
             if not candidates:
-                spaces &= ~(1 << space)
+                del spaces[at], with_space[space]
             bins[chosen].append(index)
         else:
             space = capacity
             chosen = len(bins)
             bins.append([index])
         left = space - length
-        if left:
+        if left in with_space:
             with_space[left].append(chosen)
-            spaces |= 1 << left
+        elif left:
+            with_space[left] = [chosen]
+            insort(spaces, left)
     return bins
 
 

@@ -115,6 +115,10 @@ def test_best_fit_decreasing_places_each_document_once_in_bins_that_hold(lengths
     assert len(loads) < 2 or loads[0] + loads[1] > capacity
 
 
+def test_a_row_of_any_length_needs_no_memory_of_its_own() -> None:
+    assert best_fit_decreasing([5, 999_999_999_998, 7], 999_999_999_999) == [[1], [2, 0]]
+
+
 def test_best_fit_prefers_the_tightest_bin() -> None:
     assert best_fit_decreasing([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
 
