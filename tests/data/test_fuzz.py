@@ -84,3 +84,21 @@ def test_the_check_finds_what_it_is_for(fuzz_data: ModuleType, monkeypatch: pyte
         counts = fuzz_data.Counts()
         fuzz_data.run_case(case(), counts)
         assert [key for key in counts.failures if words in key], counts
+
+
+def test_the_check_finds_a_lost_row(fuzz_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = fuzz_data.Case(
+        kind="text",
+        files=(("f.jsonl", b'{"text": "one"}\n[{"text": "two"}, {"text": "three"}]\n'),),
+        path="f.jsonl",
+        entry={"type": "text"},
+        keys={"sequence_len": 64, "validation_split_ratio": 0.0},
+        template="own",
+    )
+    counts = fuzz_data.Counts()
+    fuzz_data.run_case(case, counts)
+    assert not counts.failures, counts.failures
+    monkeypatch.setattr("surogate_core.data.json_rows._line_rows", lambda line: iter(()))
+    fuzz_data.run_case(case, counts)
+    ((_, detail),) = counts.failures.values()
+    assert "3 rows in the file, 1 read" in detail
