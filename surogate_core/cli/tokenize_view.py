@@ -16,7 +16,7 @@ from rich.text import Text
 
 from surogate_core.data import preview
 from surogate_core.data.cache import cache_root
-from surogate_core.data.report import BAD_ROWS_SHOWN
+from surogate_core.data.report import BAD_ROWS_SHOWN, list_some
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +68,7 @@ def report_of(
         "datasets": sets,
         "train": _rows_of(data.train, report.train),
         "eval": _rows_of(data.eval, report.eval) if data.eval is not None and report.eval is not None else None,
+        "copies": report.copies,
         "bad_row_count": report.bad_row_count,
         "bad_rows": [dataclasses.asdict(row) for row in report.bad_rows],
         "warnings": [*notes, *report.warnings],
@@ -114,6 +115,12 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     console.print(sets)
     console.print(_packed_table(report))
     console.print(_lengths_table(report))
+    if report["copies"]:
+        console.print(f"{report['copies']:,} documents are copies of others.")
+    for d in report["datasets"]:
+        if d["other_splits"]:
+            others = Text(f"{d['key']} leaves out {list_some(d['other_splits'])}")
+            console.print(others, soft_wrap=True)
     if any(d["bad_rows"] > BAD_ROWS_SHOWN for d in report["datasets"]):  # else the warnings name each of them
         console.print(f"Bad rows, {report['bad_row_count']:,} in all:", style="bold")
         for row in report["bad_rows"][:BAD_ROWS_LISTED]:

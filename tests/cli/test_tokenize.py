@@ -34,8 +34,9 @@ def rows(tmp_path: Path) -> Path:
     """Conversations, two of them malformed and one too long."""
     turns = [("What is one and one?", "Two."), ("And two?", "Four, two and two."), ("Say it.", "word " * 300)]
     lines = [
-        json.dumps({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]})
-        for q, a in turns * 4
+        json.dumps({"messages": [{"role": "user", "content": f"{i}. {q}"}, {"role": "assistant", "content": a}]})
+        for i in range(4)
+        for q, a in turns
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join([*lines, '{"messages": 1}', "{"]) + "\n", encoding="utf-8")
