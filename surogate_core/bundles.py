@@ -421,6 +421,8 @@ class MonitorSpec:
     build: Callable[[Any, RunInfo], Monitor]
     """(options, the run's facts) → the monitor."""
     options: type = NoOptions
+    prints: bool = False
+    """Whether it writes to standard output, as a console does; the conformance kit refuses that of others."""
 
 
 Bundle = (

@@ -98,7 +98,7 @@ def report_bug(error: BaseException, place: str = "") -> None:
     path = record_traceback("a bug ended the run", error)
     plugin = culprit(error)
     where = f" in {plugin.label}" if plugin is not None else ""
-    text = masked(" ".join(str(error).split()))
+    text = masked(" ".join(str(error).split())).rstrip(".")
     begin = f"surogate: {place}: " if place else "surogate: "
     print(f"{begin}a bug{where}: {type(error).__name__}: {text}. The traceback is in {path}", file=sys.stderr)
 

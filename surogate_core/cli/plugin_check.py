@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import sys
+from textwrap import indent
 
 from surogate_core.errors import PluginError
 from surogate_core.testing.check import Check, NotApplicable
@@ -26,8 +27,8 @@ def matrix() -> int:
     return 1 if found.missed or found.count("crashed") else 0
 
 
-def main(names: list[str]) -> int:
-    """Try the plugins; 0 when every check that applies here holds."""
+def main(names: list[str], *, verbose: bool = False) -> int:
+    """Try the plugins; 0 when every check that applies here holds. `verbose`: with the traceback of what does not."""
     import torch
 
     from surogate_core.plugins import import_policy, load_plugins
@@ -45,13 +46,15 @@ def main(names: list[str]) -> int:
             failures.append(str(error))
             found = []
         for check in found:
-            outcome = _run(check)
-            if outcome is None:
-                held += 1
-            elif outcome[0]:
-                missed.append(f"{check}: {outcome[1]}")
+            try:
+                _run(check)
+            except NotApplicable as reason:
+                missed.append(f"{check}: {reason}")
+            except AssertionError as error:
+                trace = getattr(error, "trace", "") if verbose else ""
+                failures.append(f"{check}: {error}" + (f"\n{indent(trace.rstrip(), ' ' * 4)}" if trace else ""))
             else:
-                failures.append(f"{check}: {outcome[1]}")
+                held += 1
         verdict = "fails" if failures else "conforms"
         skipped = f", {len(missed)} not applicable" if missed else ""
         print(f"{name} {verdict}: {held} checks hold, {len(failures)} do not{skipped}")
@@ -64,19 +67,12 @@ def main(names: list[str]) -> int:
     return 1 if bad else 0
 
 
-def _run(check: Check) -> tuple[bool, str] | None:
-    """None where the check holds, else whether it does not apply, and why."""
+def _run(check: Check) -> None:
     # A monitor under test writes to the terminal, and the bus logs the failures that the kit provokes.
     quiet = io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             check.run()
-    except NotApplicable as reason:
-        return True, str(reason)
-    except Exception as error:
-        text = " ".join(str(error).split()) or "it failed"
-        return False, text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
     finally:
         logging.disable(logging.NOTSET)
-    return None

@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="instead: whether every pair of family, recipe, optimizer, offloader and mode trains a step together",
     )
+    checking.add_argument("-v", "--verbose", action="store_true", help="with the traceback of each check that fails")
     making = commands.add_parser("new", help="write a package for a plugin")
     making.add_argument("name", metavar="NAME", help="lower-case, with dashes; also what a config selects it by")
     making.add_argument("--kind", required=True, choices=list(KINDS), help="what it offers")
@@ -78,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "check":
         from surogate_core.cli import plugin_check
 
-        return plugin_check.matrix() if arguments.matrix else plugin_check.main(arguments.names)
+        if arguments.matrix:
+            return plugin_check.matrix()
+        return plugin_check.main(arguments.names, verbose=arguments.verbose)
     if arguments.command == "new":
         directory = new_plugin(arguments.name, arguments.kind, arguments.output)
         point = f"{arguments.kind}-{arguments.name}"

@@ -25,6 +25,7 @@ import numpy as np
 
 from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.data.chat import encoder_of
+from surogate_core.data.contract import encoded
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import MachineError, UserError
@@ -95,8 +96,7 @@ class RowEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Encode the rows; unusable ones are counted."""
-        encode = self.format.encode
-        assert encode is not None, "a type that chooses has been replaced by its choice"
+        assert self.format.encode is not None, "a type that chooses has been replaced by its choice"
         special_ids = encoder_of(self.context.tokenizer).special_ids
         read = None if self.format.columns is None else frozenset(self.format.columns(self.options))
         unread: Counter[str] = Counter()
@@ -110,10 +110,7 @@ class RowEncoder:
                     raise row
                 if read is not None and not row.keys() <= read:
                     unread.update(str(name) for name in row.keys() - read if not _is_empty(row[name]))
-                try:
-                    document = encode(row, self.options, self.context)
-                except RecursionError as error:
-                    raise RowError("nested too deeply") from error
+                document = encoded(self.format, row, self.options, self.context)
                 if document.label_tokens == 0:
                     raise RowError("no token of it would be trained")
             except RowError as error:

@@ -63,6 +63,10 @@ class Encoded:
     """[T] float32: what each trained token counts in the loss, 0 where nothing is trained; None is 1 for each."""
 
     def __post_init__(self) -> None:
+        for name in ("input_ids", "labels"):
+            value = getattr(self, name)
+            if not isinstance(value, np.ndarray):
+                raise TypeError(f"{name} is {type(value).__name__}, not a NumPy array of int32.")
         if self.input_ids.shape != self.labels.shape or self.input_ids.ndim != 1:
             raise ValueError(
                 f"input_ids has shape {self.input_ids.shape} and labels {self.labels.shape}: want equal 1-D shapes."

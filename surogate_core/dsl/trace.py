@@ -100,16 +100,27 @@ class Program:
     """Signatures of what the forward keeps besides inputs; their bytes are the residuals'."""
 
 
+class UnusedInputsError(ValueError):
+    """The output does not depend on inputs whose gradients are asked for."""
+
+    def __init__(self, positions: Sequence[int]):
+        super().__init__(f"the output does not depend on the inputs {list(positions)}")
+        self.positions = tuple(positions)
+
+
 def trace_joint(function: Callable[..., Tensor], inputs: Sequence[Signature]) -> fx.GraphModule:
     """The joint graph of a function of flat tensor inputs with one output.
 
     Placeholders: the inputs, then the output's gradient. Outputs: the output, then the gradients
-    of the inputs that require them.
+    of the inputs that require them. Raises `UnusedInputsError` where there is no gradient.
     """
     joint = _export(function, inputs, joint=True)
     (output,) = (n for n in joint.graph.nodes if n.op == "output")
     flat = list(torch.utils._pytree.tree_leaves(output.args[0]))
     grads = [g for g, signature in zip(flat[1:], inputs, strict=True) if signature.requires_grad]
+    unused = [i for i, (g, s) in enumerate(zip(flat[1:], inputs, strict=True)) if s.requires_grad and g is None]
+    if unused:
+        raise UnusedInputsError(unused)
     output.args = ([flat[0], *grads],)
     joint.graph.eliminate_dead_code()
     registry.rewrite(joint.graph)

@@ -19,13 +19,29 @@ from surogate_core.dsl.trace import (
     Program,
     Recompute,
     Signature,
+    UnusedInputsError,
     _Call,
     differentiate,
     with_gradients,
     without_gradients,
 )
 from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.errors import SurogateError
 from surogate_core.kernels import ops, registry
+
+
+@contextmanager
+def _naming_unused(piece: Piece) -> Iterator[None]:
+    """Name the block and those of its parameters that its forward does not use."""
+    try:
+        yield
+    except UnusedInputsError as error:
+        names = [piece.specs[i].name for i in error.positions if i < len(piece.specs)] or ["its input"]
+        block = type(piece.block)
+        raise SurogateError(
+            f"{block.__module__}.{block.__name__}: the output of forward does not depend on {', '.join(names)}, so "
+            f"that there is no gradient. Fix: use it, or take it out of the block."
+        ) from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +144,7 @@ class ProgramBuilder:
         """
         key = self.signature(piece)
         if key not in self._layers:
-            with self._making(f"differentiating {type(piece.block).__name__}"):
+            with self._making(f"differentiating {type(piece.block).__name__}"), _naming_unused(piece):
                 self._layers[key] = differentiate(
                     self._layer_function(piece, training=True),
                     self._layer_inputs(piece),
@@ -140,7 +156,7 @@ class ProgramBuilder:
 
     def layer_footprint(self, piece: Piece) -> Footprint:
         """What a layer keeps between forward and backward besides its input, and needs while it runs."""
-        with registry.using(self.kernels):
+        with registry.using(self.kernels), _naming_unused(piece):
             return footprint(
                 self._layer_function(piece, training=True),
                 self._layer_inputs(piece),

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import wraps
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.errors import PluginError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +28,21 @@ REFERENCE_PRIORITY = -100
 
 references: dict[str, Kernel] = {}
 """Op name → its reference, as the kernel of last resort."""
+
+
+OP_MODULES = ("ops", "scaled", "nvfp4", "updates", "blockwise")
+"""Modules of this package that define ops; importing them makes `references` complete."""
+
+
+def unknown_op(name: str) -> str:
+    """What is wrong with the name of an op, with the nearest there is; empty where there is such an op."""
+    for module in OP_MODULES:
+        import_module(f"surogate_core.kernels.{module}")
+    if name in references:
+        return ""
+    near = get_close_matches(name, references, n=1)
+    fix = f" Fix: {near[0]}" if near else ""
+    return f"there is no op {name!r}; known: {', '.join(sorted(references))}.{fix}"
 
 
 workspaces: dict[Any, Callable[..., int]] = {}
@@ -54,12 +72,18 @@ class KernelTable:
 
     @classmethod
     def build(cls, device: torch.device, packs: Sequence[KernelPack], *, deterministic: bool = True) -> KernelTable:
-        """The table of all kernels of the packs that the device can use, deterministic ones alone if so asked."""
+        """The table of all kernels of the packs that the device can use, deterministic ones alone if so asked.
+
+        Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call.
+        """
         usable = [pack for pack in packs if pack.unavailable(device) is None]
-        offered = (kernel for pack in usable for kernel in pack.kernels())
+        offered = [(pack, kernel) for pack in usable for kernel in pack.kernels()]
+        for pack, kernel in offered:
+            if kernel.op not in references and (fault := unknown_op(kernel.op)):
+                raise PluginError(f"kernel pack {pack.name}: kernel {kernel.name}: {fault}")
         return cls(
             device=device,
-            kernels=tuple(k for k in offered if k.deterministic or not deterministic),
+            kernels=tuple(k for _, k in offered if k.deterministic or not deterministic),
             rewrites=tuple(rewrite for pack in usable for rewrite in pack.rewrites()),
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from surogate_core.testing.guard import SECONDS, NotApplicable, guarded
 
-class NotApplicable(Exception):  # noqa: N818 - an outcome, not an error
-    """The check says nothing about this bundle on this machine; the message is the reason."""
+__all__ = ["Check", "NotApplicable", "ensure"]
 
 
 def ensure(holds: bool, message: str) -> None:
@@ -24,8 +25,18 @@ class Check:
     """``plugin`` or the kind and name of the bundle, e.g. ``optimizer adamw``."""
     title: str
     """What must hold."""
-    run: Callable[[], None]
-    """Raises `AssertionError` (or whatever the bundle raises) where it does not hold, `NotApplicable` with a reason."""
+    call: Callable[[], None]
+    """The check itself: raises `AssertionError`, whatever the bundle raises, or `NotApplicable`."""
+    package: Path | None = None
+    """The plugin's module file or package directory, whose lines failures name."""
+    seconds: float = SECONDS
+    """The time that it may take."""
+    apart: bool = False
+    """Whether it runs in a child process, where that is possible."""
+
+    def run(self) -> None:
+        """Raises `CheckFailedError`, an `AssertionError`, where it does not hold; `NotApplicable` with a reason."""
+        guarded(self.call, seconds=self.seconds, package=self.package, apart=self.apart)
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.title}"

@@ -5,18 +5,21 @@ Shape suffixes as in `surogate_core.kernels.ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import references
+from surogate_core.kernels.registry import REFERENCE_PRIORITY, references, unknown_op
 from surogate_core.testing.check import NotApplicable, ensure
+from surogate_core.testing.guard import explained
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error over the largest value of a tensor, by dtype of the inputs."""
@@ -24,14 +27,18 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.
 EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """Arguments of an op, made from the tensors that are differentiated."""
 
-    leaves: tuple[Tensor, ...]
-    """fp64, on the CPU."""
+    leaves: Mapping[str, Tensor]
+    """Name → tensor, fp64, on the CPU."""
     call: Callable[[Callable[..., Any], list[Tensor]], Any]
     """(function, leaves in some dtype, on some device) → what the function returns."""
+    what: str = ""
+    """What is special about them."""
+    apart: bool = False
+    """Whether rows of the leaves and of the results' gradients lie apart in memory."""
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -40,69 +47,119 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _turns(like: Tensor) -> tuple[Tensor, Tensor]:
-    angles = _normal(48, 32, seed=90).to(like.device)
+    angles = _normal(like.shape[0], like.shape[-1] // 2, seed=90).to(like.device)
     wide = torch.promote_types(like.dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def _rms_norm() -> Inputs:
-    return Inputs((_normal(48, 64, seed=0), _normal(64, seed=1)), lambda f, t: f(*t, EPS))
+def _rms_norm() -> Iterator[Inputs]:
+    def made(*shape: int, what: str = "", eps: float = EPS, size: float = 1.0, apart: bool = False) -> Inputs:
+        leaves = {"x": size * _normal(*shape, seed=0), "weight": _normal(shape[-1], seed=1)}
+        return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps), what=what, apart=apart)
+
+    yield made(48, 64)
+    yield made(200, 64, what="200 rows")
+    yield made(1, 64, what="one row")
+    yield made(48, 40, what="40 features")
+    yield made(6, 8, 64, what="x of 3 dimensions")
+    yield made(48, 64, what="eps as large as the mean square", eps=1e-4, size=1e-2)
+    yield made(48, 64, what="rows that lie apart", apart=True)
+    yield made(48, 512, what="512 features")
 
 
-def _swiglu() -> Inputs:
-    return Inputs((_normal(48, 64, seed=0), _normal(48, 64, seed=1)), lambda f, t: f(*t))
+def _swiglu() -> Iterator[Inputs]:
+    def made(*shape: int, what: str = "", apart: bool = False) -> Inputs:
+        leaves = {"gate": _normal(*shape, seed=0), "up": _normal(*shape, seed=1)}
+        return Inputs(leaves=leaves, call=lambda f, t: f(*t), what=what, apart=apart)
+
+    yield made(48, 64)
+    yield made(200, 64, what="200 rows")
+    yield made(1, 64, what="one row")
+    yield made(48, 40, what="40 features")
+    yield made(48, 64, what="rows that lie apart", apart=True)
 
 
-def _rope() -> Inputs:
-    return Inputs((_normal(48, 4, 64, seed=0),), lambda f, t: f(t[0], *_turns(t[0])))
+def _rope() -> Iterator[Inputs]:
+    def made(n: int, what: str = "", apart: bool = False) -> Inputs:
+        leaves = {"x": _normal(n, 4, 64, seed=0)}
+        return Inputs(leaves=leaves, call=lambda f, t: f(t[0], *_turns(t[0])), what=what, apart=apart)
+
+    yield made(48)
+    yield made(1, what="one token")
+    yield made(48, what="rows that lie apart", apart=True)
 
 
-def _norm_rope() -> Inputs:
-    heads = tuple(_normal(48, n, 64, seed=n) for n in (4, 2, 2))
-    weights = (_normal(64, seed=8), _normal(64, seed=9))
-    return Inputs((*heads, *weights), lambda f, t: f(*t, EPS, *_turns(t[0])))
+def _norm_rope() -> Iterator[Inputs]:
+    def made(n: int, what: str = "", eps: float = EPS, size: float = 1.0, apart: bool = False) -> Inputs:
+        leaves = {name: size * _normal(n, h, 64, seed=ord(name)) for name, h in (("q", 4), ("k", 2), ("v", 2))}
+        leaves |= {"q_norm": _normal(64, seed=8), "k_norm": _normal(64, seed=9)}
+        return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps, *_turns(t[0])), what=what, apart=apart)
+
+    yield made(48)
+    yield made(200, what="200 tokens")
+    yield made(1, what="one token")
+    yield made(48, what="eps as large as the mean square", eps=1e-4, size=1e-2)
+    yield made(48, what="rows that lie apart", apart=True)
 
 
-def _attention() -> Inputs:
-    def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
-        borders = torch.tensor([0, 20, 21, 48, 48], dtype=torch.int32, device=t[0].device)
-        return function(*t, borders, 48, 0.125)
+def _attention() -> Iterator[Inputs]:
+    def made(what: str = "", apart: bool = False) -> Inputs:
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            borders = torch.tensor([0, 20, 21, 48, 48], dtype=torch.int32, device=t[0].device)
+            return function(*t, borders, 48, 0.125)
 
-    return Inputs(tuple(_normal(48, n, 128, seed=s) for s, n in enumerate((4, 2, 2))), call)
+        leaves = {name: _normal(48, h, 128, seed=s) for s, (name, h) in enumerate((("q", 4), ("k", 2), ("v", 2)))}
+        return Inputs(leaves=leaves, call=call, what=what, apart=apart)
+
+    yield made()
+    yield made(what="rows that lie apart", apart=True)
 
 
-def _cross_entropy() -> Inputs:
-    labels = torch.randint(0, 128, (48,), generator=torch.Generator().manual_seed(3))
-    labels[[0, 7, 47]] = IGNORE_LABEL
-    return Inputs((_normal(48, 128, seed=0),), lambda f, t: f(t[0], labels.to(t[0].device)))
+def _cross_entropy() -> Iterator[Inputs]:
+    def made(n: int, vocabulary: int, what: str = "") -> Inputs:
+        labels = torch.randint(0, vocabulary, (n,), generator=torch.Generator().manual_seed(3))
+        labels[[0, 7 % n, n - 1]] = IGNORE_LABEL
+        labels[n // 2] = vocabulary - 1
+        leaves = {"logits": _normal(n, vocabulary, seed=0)}
+        return Inputs(leaves=leaves, call=lambda f, t: f(t[0], labels.to(t[0].device)), what=what)
+
+    yield made(48, 128)
+    yield made(200, 100, what="200 tokens of 100 words")
 
 
-def _dropout() -> Inputs:
+def _dropout() -> Iterator[Inputs]:
     def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
         return function(t[0], torch.tensor(5, dtype=torch.int32, device=t[0].device), 3, 0.25)
 
-    return Inputs((_normal(48, 64, seed=0),), call)
+    yield Inputs(leaves={"x": _normal(48, 64, seed=0)}, call=call)
+    yield Inputs(leaves={"x": _normal(1, 40, seed=0)}, call=call, what="one row of 40")
 
 
-def _adapted_linears() -> Inputs:
-    shape = PanelShape(inputs=64, outputs=(64, 128), rank=16, scale=0.75, dropout=0.0, salts=(0, 1))
-    weights = [_normal(n, 64, seed=n) for n in shape.outputs]
-    adapters = [_normal(*size, seed=s) for s, n in enumerate(shape.outputs) for size in ((16, 64), (n, 16))]
+def _adapted_linears() -> Iterator[Inputs]:
+    def made(n: int, what: str = "", apart: bool = False) -> Inputs:
+        shape = PanelShape(inputs=64, outputs=(64, 128), rank=16, scale=0.75, dropout=0.0, salts=(0, 1))
+        weights = [_normal(o, 64, seed=o) for o in shape.outputs]
+        leaves = {"x": _normal(n, 64, seed=20)}
+        for s, o in enumerate(shape.outputs):
+            leaves |= {f"A{s}": _normal(16, 64, seed=s), f"B{s}": _normal(o, 16, seed=s)}
 
-    def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
-        x, *ab = t
-        panel = shape.allocate(x.device, x.dtype)
-        for number, weight in enumerate(weights):
-            # bf16 holds it in every dtype, so that all compute with the same weight.
-            shape.weight(panel, number).copy_(weight.bfloat16())
-        with torch.no_grad():
-            shape.load(panel, list(zip(ab[::2], ab[1::2], strict=True)))
-        return function(x, panel, None, shape, *ab)
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, *ab = t
+            panel = shape.allocate(x.device, x.dtype)
+            for number, weight in enumerate(weights):
+                # bf16 holds it in every dtype, so that all compute with the same weight.
+                shape.weight(panel, number).copy_(weight.bfloat16())
+            with torch.no_grad():
+                shape.load(panel, list(zip(ab[::2], ab[1::2], strict=True)))
+            return function(x, panel, None, shape, *ab)
 
-    return Inputs((_normal(48, 64, seed=20), *adapters), call)
+        return Inputs(leaves=leaves, call=call, what=what, apart=apart)
+
+    yield made(48)
+    yield made(200, what="200 tokens")
 
 
-CASES: Mapping[str, Callable[[], Inputs]] = {
+CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "rope": _rope,
@@ -112,7 +169,10 @@ CASES: Mapping[str, Callable[[], Inputs]] = {
     "dropout": _dropout,
     "adapted_linears": _adapted_linears,
 }
-"""Op → inputs for it."""
+"""Op → inputs for it; the first are plain."""
+
+WIDE_STATISTICS = frozenset({"rms_norm", "norm_rope"})
+"""Ops whose statistics of a row are in fp32, so that no row is scaled by a rounded factor."""
 
 WITHOUT_CASES = frozenset(
     {
@@ -129,12 +189,52 @@ WITHOUT_CASES = frozenset(
 """Ops that work in place or give codes: no bound on an error says whether they are right, so packs test their bits."""
 
 
-def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> list[Tensor]:
-    leaves = [t.detach().clone().requires_grad_() for t in leaves]
+def _spread(tensor: Tensor) -> Tensor:
+    """A copy whose rows lie apart in memory."""
+    room = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 16)
+    return room[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def _leaves(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    made = [t.to(device, dtype) for t in inputs.leaves.values()]
+    return [_spread(t) if inputs.apart and t.ndim > 1 else t.clone() for t in made]
+
+
+def _values(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> dict[str, Tensor]:
     returned = inputs.call(function, leaves)
-    values = list(returned) if isinstance(returned, tuple | list) else [returned]
-    dys = [_normal(*y.shape, seed=70 + n).to(y) for n, y in enumerate(values)]
-    return [*(y.detach() for y in values), *torch.autograd.grad(values, leaves, dys)]
+    if isinstance(returned, Tensor):
+        return {"y": returned}
+    ensure(isinstance(returned, tuple | list), f"it returns {type(returned).__name__}, not a tensor")
+    return {f"y{number}": y for number, y in enumerate(returned)}
+
+
+def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> dict[str, Tensor]:
+    """Values and gradients by name; refuses a function that writes to what it is given."""
+    # Views, so that the layout stays; what a function writes to them is seen in `leaves`.
+    before = [t.clone() for t in leaves]
+    given = [t.detach().requires_grad_() for t in leaves]
+    values = _values(function, inputs, given)
+    _ensure_untouched(inputs.leaves, leaves, before, "argument")
+    dys = [_normal(*y.shape, seed=70 + n).to(y) for n, y in enumerate(values.values())]
+    if inputs.apart:
+        dys = [_spread(dy) if dy.ndim > 1 else dy for dy in dys]
+    kept = [dy.clone() for dy in dys]
+    live = [name for name, y in values.items() if not y.requires_grad]
+    ensure(not live, f"{', '.join(live)} has no gradient")
+    gradients = torch.autograd.grad(list(values.values()), given, dys, allow_unused=True)
+    _ensure_untouched(inputs.leaves, leaves, before, "argument")
+    _ensure_untouched(values, dys, kept, "gradient of")
+    found = {name: y.detach() for name, y in values.items()}
+    for name, gradient in zip(inputs.leaves, gradients, strict=True):
+        ensure(gradient is not None, f"it gives no d{name}")
+        assert gradient is not None
+        found[f"d{name}"] = gradient
+    return found
+
+
+def _ensure_untouched(names: Iterable[str], tensors: list[Tensor], before: list[Tensor], what: str) -> None:
+    for name, tensor, old in zip(names, tensors, before, strict=True):
+        ensure(torch.equal(tensor, old), f"it writes to its {what} {name}")
 
 
 def _takes(kernel: Kernel, inputs: Inputs, leaves: list[Tensor]) -> bool:
@@ -152,12 +252,46 @@ def _devices(pack: KernelPack) -> list[torch.device]:
     return usable
 
 
-def _offered(pack: KernelPack) -> Iterator[tuple[torch.device, Kernel, torch.dtype]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A kernel and inputs that it takes."""
+
+    kernel: Kernel
+    device: torch.device
+    dtype: torch.dtype
+    inputs: Inputs
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return _leaves(self.inputs, self.device, self.dtype)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Begin what is wrong with the kernel's name and what it was given."""
+        special = f", {self.inputs.what}" if self.inputs.what else ""
+        where = f"{self.kernel.op} {self.kernel.name} on {self.device.type} in {self.dtype}{special}"
+        try:
+            with explained(where):
+                yield
+        except AssertionError as error:
+            if isinstance(error.__cause__, Exception):
+                raise
+            raise AssertionError(f"{where}: {error}").with_traceback(error.__traceback__) from error.__cause__
+
+
+def _cases(pack: KernelPack) -> Iterator[_Case]:
+    """Every kernel with all inputs of its op that it takes, in each dtype and on each device that it supports."""
     for device in _devices(pack):
         for kernel in pack.kernels():
             for dtype in BOUNDS:
-                if kernel.supports(device, dtype):
-                    yield device, kernel, dtype
+                if not kernel.supports(device, dtype):
+                    continue
+                for inputs in CASES.get(kernel.op, tuple)():
+                    case = _Case(kernel=kernel, device=device, dtype=dtype, inputs=inputs)
+                    with case.named():
+                        taken = _takes(kernel, inputs, case.leaves)
+                    if taken:
+                        yield case
 
 
 def names_ops(pack: KernelPack) -> None:
@@ -165,48 +299,102 @@ def names_ops(pack: KernelPack) -> None:
     _devices(pack)
     kernels = list(pack.kernels())
     for kernel in kernels:
-        ensure(kernel.op in references, f"there is no op {kernel.op!r}; known: {', '.join(sorted(references))}")
-        ensure(kernel.priority > references[kernel.op].priority, f"{kernel.name} is never above the reference")
+        fault = unknown_op(kernel.op)
+        ensure(not fault, f"kernel {kernel.name}: {fault}")
+        lowest = REFERENCE_PRIORITY
+        ensure(kernel.priority > lowest, f"{kernel.name} is never above the reference, whose priority is {lowest}")
     names = [(k.op, k.name) for k in kernels]
     ensure(len(set(names)) == len(names), "two kernels of an op have one name")
 
 
 def equals_references(pack: KernelPack) -> None:
-    """Values and gradients are those of the reference in float64, in each dtype that is said to be supported."""
+    """Values and gradients are those of the reference in float64, in each dtype and shape that it takes."""
     tried = 0
-    for device, kernel, dtype in _offered(pack):
-        if kernel.op not in CASES:
-            continue
-        inputs = CASES[kernel.op]()
-        leaves = [t.to(device, dtype) for t in inputs.leaves]
-        if not _takes(kernel, inputs, leaves):
-            continue
-        found = _run(kernel.function, inputs, leaves)
-        expected = _run(references[kernel.op].function, inputs, [t.double() for t in leaves])
-        for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-            ensure(a.shape == b.shape, f"{kernel.op} {kernel.name}: tensor {number} has shape {tuple(a.shape)}")
-            error = float((a.double() - b.double()).abs().max() / b.double().abs().max())
-            ensure(
-                error <= BOUNDS[dtype],
-                f"{kernel.op} {kernel.name} on {device.type} in {dtype}: error {error:.1e} of tensor {number}",
-            )
+    for case in _cases(pack):
+        with case.named():
+            _ensure_equal(case)
         tried += 1
     if not tried:
         raise NotApplicable("no kernel supports a device of this machine and takes the kit's inputs")
 
 
+def _ensure_equal(case: _Case) -> None:
+    reference, leaves, dtype = references[case.kernel.op].function, case.leaves, case.dtype
+    found = _run(case.kernel.function, case.inputs, leaves)
+    expected = _run(reference, case.inputs, [t.double() for t in leaves])
+    ensure(found.keys() == expected.keys(), f"it returns {len(found)} tensors, not {len(expected)}")
+    own = _run(reference, case.inputs, leaves) if case.kernel.op in WIDE_STATISTICS else {}
+    for name, exact in expected.items():
+        a, b = found[name], exact.double()
+        ensure(a.shape == b.shape, f"{name} has the shape {tuple(a.shape)}, not {tuple(b.shape)}")
+        ensure(bool(a.isfinite().all()), f"{name} is not finite")
+        error = float((a.double() - b).abs().max() / b.abs().max())
+        ensure(error <= BOUNDS[dtype], f"error {error:.1e} of {name}, more than {BOUNDS[dtype]:.0e}")
+        if name in own and b.ndim > 1 and name.startswith("y"):
+            off, usual = _row_scale(a, b), _row_scale(own[name], b)
+            ensure(
+                off <= 3 * usual + 1e-6,
+                f"rows of {name} are scaled by a factor that is {off:.1e} off, the reference's by {usual:.1e}: "
+                f"statistics of a row must be fp32",
+            )
+
+
+def _row_scale(found: Tensor, exact: Tensor) -> float:
+    """How far the rows are scaled wrongly: root mean square over the rows; rounding of elements averages out."""
+    a, b = found.double().flatten(0, -2), exact.double().flatten(0, -2)
+    scale = (a * b).sum(-1) / (b * b).sum(-1)
+    return float((scale - 1).square().mean().sqrt())
+
+
+def is_traced_as_it_runs(pack: KernelPack) -> None:
+    """On fake tensors, as blocks are traced with, it gives the shapes, dtypes and layouts of a real run."""
+    tried = 0
+    for case in _cases(pack):
+        with case.named():
+            found = _run(case.kernel.function, case.inputs, case.leaves)
+            traced = _layouts_traced(case)
+            for name, tensor in found.items():
+                real = _layout(tensor)
+                ensure(
+                    traced[name] == real,
+                    f"traced, {name} is {traced[name]}, and when it runs {real}: the fake of its custom op is wrong",
+                )
+        tried += 1
+    if not tried:
+        raise NotApplicable("no kernel supports a device of this machine and takes the kit's inputs")
+
+
+def _layout(tensor: Tensor) -> str:
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tuple(strides)}"
+
+
+def _layouts_traced(case: _Case) -> dict[str, str]:
+    """What `_run` gives, on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = [mode.from_tensor(t).detach().requires_grad_() for t in case.leaves]
+        try:
+            values = _values(case.kernel.function, case.inputs, given)
+            dys = [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for y in values.values()]
+            if case.inputs.apart:
+                dys = [_spread(dy) if dy.ndim > 1 else dy for dy in dys]
+            gradients = torch.autograd.grad(list(values.values()), given, dys)
+        except DataDependentOutputException as error:
+            raise AssertionError(f"it reads a tensor's value on the host ({error.func})").with_traceback(
+                error.__traceback__
+            ) from error
+        names = (f"d{name}" for name in case.inputs.leaves)
+        return {n: _layout(t) for n, t in (*values.items(), *zip(names, gradients, strict=True))}
+
+
 def repeats_its_bits(pack: KernelPack) -> None:
     """A kernel that is `deterministic` gives equal bits for equal inputs."""
-    for device, kernel, dtype in _offered(pack):
-        if not kernel.deterministic or kernel.op not in CASES:
-            continue
-        inputs = CASES[kernel.op]()
-        leaves = [t.to(device, dtype) for t in inputs.leaves]
-        if not _takes(kernel, inputs, leaves):
-            continue
-        first, second = (_run(kernel.function, inputs, leaves) for _ in range(2))
-        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        ensure(same, f"{kernel.op} {kernel.name} on {device.type} in {dtype}: other bits the second time")
+    for case in _cases(pack):
+        if case.kernel.deterministic:
+            with case.named():
+                first, second = (_run(case.kernel.function, case.inputs, case.leaves) for _ in range(2))
+                for name, tensor in first.items():
+                    ensure(torch.equal(tensor, second[name]), f"{name} has other bits the second time")
 
 
-CHECKS = (names_ops, equals_references, repeats_its_bits)
+CHECKS = (names_ops, equals_references, is_traced_as_it_runs, repeats_its_bits)

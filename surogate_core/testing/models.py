@@ -73,6 +73,29 @@ def reads_its_presets(family: ModelFamily) -> None:
     raise AssertionError("a config.json without sizes is not refused with a UserError")
 
 
+def says_what_it_is(family: ModelFamily) -> None:
+    """`hf_model_types` has the `model_type` of each preset, and `architecture` is the class that transformers loads."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for name, preset in family.presets.items():
+        model_type = str(preset.get("model_type", ""))
+        types = ", ".join(map(repr, family.hf_model_types))
+        ensure(
+            model_type in family.hf_model_types,
+            f"`hf_model_types` ({types}) does not have the model_type {model_type!r} of preset {name}: its own export "
+            f"would not be read",
+        )
+        found = family.build(dict(preset)).architecture
+        listed = preset.get("architectures", [found])
+        ensure(found in listed, f"`architecture` is {found!r}, and preset {name} has `architectures` {list(listed)}")
+        theirs = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, found)
+        known = (theirs,) if isinstance(theirs, str) else tuple(theirs)
+        ensure(
+            found in known,
+            f"`architecture` is {found!r}; transformers loads model_type {model_type!r} as {', '.join(known)}",
+        )
+
+
 def equals_transformers(family: ModelFamily) -> None:
     """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
     model = _reference(family)
@@ -163,4 +186,4 @@ def trains_with(recipes: Mapping[str, Recipe]) -> Callable[[ModelFamily], None]:
     return trains_under_every_recipe
 
 
-CHECKS = (reads_its_presets, equals_transformers, comes_back_from_an_export)
+CHECKS = (reads_its_presets, says_what_it_is, equals_transformers, comes_back_from_an_export)

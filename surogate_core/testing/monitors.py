@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from surogate_core.bundles import Monitor, MonitorSpec
 from surogate_core.errors import MachineError
 from surogate_core.testing.check import NotApplicable, ensure
-from surogate_core.train.bus import EventBus
+from surogate_core.testing.guard import explained
+from surogate_core.train.bus import EventBus, fault_of
 from surogate_core.train.events import (
     Advice,
     CheckpointSaved,
@@ -97,6 +101,7 @@ class _Failing(_Recorder):
     def __init__(self, inner: Monitor):
         super().__init__()
         self.inner = inner
+        self.closing: Exception | None = None
 
     def on_event(self, event: Event) -> Control | None:
         if isinstance(event, StepEnd) and event.step == 2:
@@ -104,7 +109,16 @@ class _Failing(_Recorder):
         return self.inner.on_event(event)
 
     def close(self) -> None:
-        self.inner.close()
+        try:
+            self.inner.close()
+        except Exception as error:
+            self.closing = error
+
+
+SLOW_SECONDS = 1.0
+"""An event that takes longer is slow; a first one may be, since a monitor imports what it needs."""
+SLOW_EVENTS = 3
+"""Slow events with which a monitor holds up the steps."""
 
 
 @contextmanager
@@ -112,46 +126,80 @@ def _built(spec: MonitorSpec) -> Iterator[Monitor]:
     with tempfile.TemporaryDirectory() as directory:
         info = RunInfo(run_name="check", output_dir=directory, task="sft", config={}, interactive=False)
         try:
-            monitor = spec.build(spec.options(), info)
-        except MachineError as error:
-            raise NotApplicable(str(error)) from error
+            with explained("build fails"):
+                monitor = spec.build(spec.options(), info)
+        except AssertionError as error:
+            if isinstance(error.__cause__, MachineError):
+                raise NotApplicable(str(error.__cause__)) from error
+            raise
         yield monitor
 
 
-def sees_a_run(spec: MonitorSpec) -> None:
-    """It takes every event of a run, non-finite figures too, answers with controls or nothing, and can be closed."""
-    with _built(spec) as monitor:
-        bus = EventBus({"it": monitor})
-        for event in events():
-            for control in bus.emit(event):
-                ensure(isinstance(control, Control), f"it answered {event.name} with {control!r:.60}")
-            ensure("it" in bus.names, f"it failed at {event.name}")
+def _shown(monitor: Monitor) -> None:
+    """Show it a run, and look at its answers and at the time that it takes."""
+    slow = 0
+    for event in events():
+        begin = time.monotonic()
+        with explained(f"on_event fails at {event.name}"):
+            control = monitor.on_event(event)
+        seconds = time.monotonic() - begin
+        if control is not None:
+            fault = fault_of(control)
+            ensure(not fault, f"it answers {event.name} with {fault}")
+            scale = control.lr_scale
+            right = scale is None or (math.isfinite(scale) and scale >= 0)
+            ensure(right, f"it answers {event.name} with lr_scale {scale}, which is no finite number from 0 up")
+        slow += seconds > SLOW_SECONDS
+        ensure(slow < SLOW_EVENTS, f"on_event holds up the run: {slow} events took {seconds:.1f} s or so each")
+
+
+def _closed(monitor: Monitor) -> None:
+    with explained("close fails"):
         monitor.close()
+
+
+def sees_a_run(spec: MonitorSpec) -> None:
+    """It takes every event of a run, non-finite figures too, in time, answers with controls or nothing, and closes."""
+    with redirect_stdout(io.StringIO()) as printed, _built(spec) as monitor:
+        _shown(monitor)
+        _closed(monitor)
+    text = printed.getvalue().strip()
+    if not spec.prints:
+        ensure(not text, f"it prints to standard output: {text[:60]!r}; a monitor that is meant to has `prints=True`")
 
 
 def keeps_json(spec: MonitorSpec) -> None:
-    """Its state is JSON, and is the same in a monitor that has loaded it."""
+    """Its state is strict JSON, and is the same in a monitor that has loaded it."""
     with _built(spec) as monitor, _built(spec) as other:
-        for event in events():
-            monitor.on_event(event)
-        state = json.loads(json.dumps(monitor.state()))
-        other.load_state(state)
-        ensure(json.loads(json.dumps(other.state())) == state, "state() after load_state(s) is not s")
-        monitor.close()
-        other.close()
+        _shown(monitor)
+        with explained("state() fails"):
+            found = monitor.state()
+        try:
+            state = json.loads(json.dumps(found, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise AssertionError(f"state() is not JSON: {error}; it is {found!r:.200}") from None
+        ensure(isinstance(state, dict), f"state() is {type(found).__name__}, not a dictionary")
+        with explained("load_state fails with what state() gave"):
+            other.load_state(state)
+        again = json.loads(json.dumps(other.state()))
+        ensure(again == state, f"state() after load_state(s) is not s: {again!r:.100} for {state!r:.100}")
+        _closed(monitor)
+        _closed(other)
 
 
 def is_isolated(spec: MonitorSpec) -> None:
     """Where it raises, the run goes on: it is closed and left out with a notice, the others see every event."""
-    with _built(spec) as monitor:
+    with redirect_stdout(io.StringIO()), _built(spec) as monitor:
         recorder = _Recorder()
-        bus = EventBus({"it": _Failing(monitor), "recorder": recorder})
+        failing = _Failing(monitor)
+        bus = EventBus({"it": failing, "recorder": recorder})
         for event in events():
             bus.emit(event)
-        ensure(bus.names == ("recorder",), f"listening after the failure: {bus.names}")
+        ensure(bus.names == ("recorder",), f"after the failure these listen: {bus.names}")
         notices = [e.message for e in recorder.seen if isinstance(e, Notice) and "monitor it failed" in e.message]
-        ensure(len(notices) == 1, f"{len(notices)} notices of the failure")
+        ensure(len(notices) == 1, f"{len(notices)} notices of the failure: {notices}")
         ensure(len(recorder.seen) == len(events()) + 1, "another monitor has missed events")
+        ensure(failing.closing is None, f"close fails: {failing.closing!r}")
         bus.close()
 
 

@@ -1,4 +1,4 @@
-"""Checks of optimizers: step, non-finite gradients, state and its size, resume."""
+"""Checks of optimizers: step, clip, decay, non-finite gradients, state and its size, resume."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torch import Tensor
 from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSettings, OptimizerSpec, ParamGroup
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
+from surogate_core.testing.hostreads import no_host_reads
 
 SHAPES = {"decayed": ((256, 64), (64, 128)), "undecayed": ((64,), (33,))}
 DECAY = {"decayed": 0.1, "undecayed": 0.0}
 DRAWS = 32
 """Seeds that the mean of rounded masters is taken over."""
+CLIP_TOLERANCE = 1e-3
+"""Relative error of masters and state; 8-bit state may round another way here and there."""
 
 
-def _groups(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[ParamGroup]:
+def _groups(seed: int = 0, dtype: torch.dtype = torch.float32, *, decays: bool = True) -> list[ParamGroup]:
     generator = torch.Generator().manual_seed(seed)
     rounding = None if dtype == torch.float32 else torch.zeros((), dtype=torch.int32)
     found: list[ParamGroup] = []
@@ -31,7 +34,7 @@ def _groups(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[ParamGrou
             master=torch.zeros(offset, dtype=dtype),
             grad=torch.zeros(offset),
             shapes=shapes,
-            weight_decay=DECAY[name],
+            weight_decay=DECAY[name] if decays else 0.0,
             hidden=frozenset(n for n, (_, shape) in shapes.items() if len(shape) == 2),
             seed=rounding,
             number=len(found),
@@ -42,7 +45,7 @@ def _groups(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[ParamGrou
 
 
 def _fill(group: ParamGroup, flat: Tensor, generator: torch.Generator) -> None:
-    """Random parameters with zeros between them."""
+    """Random parameters; what lies between them is left."""
     for offset, shape in group.shapes.values():
         flat[offset : offset + math.prod(shape)] = torch.randn(math.prod(shape), generator=generator)
 
@@ -57,13 +60,35 @@ def _made(spec: OptimizerSpec, seed: int = 0, dtype: torch.dtype = torch.float32
     return spec.build(groups, OptimizerSettings(), spec.options()), groups
 
 
-def _step(made: Optimizer, groups: list[ParamGroup], number: int, lr: float = 1e-2, skip: bool = False) -> None:
+def _gradients(groups: list[ParamGroup], number: int) -> None:
     generator = torch.Generator().manual_seed(100 + number)
     for group in groups:
         _fill(group, group.grad, generator)
-        if skip:
+
+
+def _step(made: Optimizer, groups: list[ParamGroup], number: int, lr: float = 1e-2, skip: bool = False) -> None:
+    _gradients(groups, number)
+    if skip:
+        for group in groups:
             group.grad[3] = torch.nan
     made.step(lr=torch.tensor(lr), clip=torch.tensor(torch.nan if skip else 0.5), skip=torch.tensor(float(skip)))
+    if not skip:
+        _ensure_padding(groups)
+
+
+def _ensure_padding(groups: list[ParamGroup]) -> None:
+    """What lies between parameters is zeros still."""
+    for group in groups:
+        between = torch.ones(len(group.master), dtype=torch.bool)
+        for offset, shape in group.shapes.values():
+            between[offset : offset + math.prod(shape)] = False
+        moved = between & (group.master != 0)
+        if bool(moved.any()):
+            number = int(moved.nonzero()[0])
+            raise AssertionError(
+                f"group {group.name}: a step wrote {float(group.master[number]):.3g} to element {number} of `master`, "
+                f"which lies between parameters; it must stay 0"
+            )
 
 
 def _bits(made: Optimizer, groups: list[ParamGroup]) -> dict[str, Tensor]:
@@ -83,6 +108,54 @@ def steps(spec: OptimizerSpec) -> None:
         ensure(bool(group.master.isfinite().all()), f"group {group.name} is not finite after a step")
         moved = float((_parameters(group, group.master) != _parameters(group, old)).float().mean())
         ensure(moved > 0.9, f"a step moved {moved:.0%} of group {group.name}")
+
+
+def multiplies_gradients_by_clip(spec: OptimizerSpec) -> None:
+    """Steps with `clip` are those with gradients that are multiplied by it; a power of two, so that both are exact."""
+    (made, groups), (twin, twins) = _made(spec), _made(spec)
+    for number, clip in enumerate((0.5, 1.0, 0.125)):
+        _gradients(groups, number)
+        _gradients(twins, number)
+        for group in twins:
+            group.grad.mul_(clip)
+        for optimizer, factor in ((made, clip), (twin, 1.0)):
+            optimizer.step(lr=torch.tensor(1e-2), clip=torch.tensor(factor), skip=torch.tensor(0.0))
+    expected = _bits(twin, twins)
+    for name, tensor in _bits(made, groups).items():
+        if tensor.is_floating_point() and tensor.numel():
+            error = tiny.relative_error(tensor, expected[name])
+            ensure(
+                error <= CLIP_TOLERANCE,
+                f"`clip` is not what gradients are multiplied by: {name} is another with clip=0.5 than with gradients "
+                f"that are halved (relative error {error:.1e})",
+            )
+
+
+def decays_weights(spec: OptimizerSpec) -> None:
+    """`weight_decay` of a group draws its weights towards 0, and those of a group without it are left alone."""
+    found = []
+    for decays in (True, False):
+        groups = _groups(decays=decays)
+        made = spec.build(groups, OptimizerSettings(), spec.options())
+        _step(made, groups, 0, lr=0.1)
+        found.append({group.name: group.master.clone() for group in groups})
+    start = {group.name: group.master for group in _groups()}
+    for name, decay in DECAY.items():
+        drawn = found[0][name] - found[1][name]
+        if decay:
+            ensure(bool(drawn.any()), f"`weight_decay` of group {name} is ignored: 0.1 and 0 give the same weights")
+            ensure(float((drawn * start[name]).sum()) < 0, f"`weight_decay` of group {name} does not draw towards 0")
+        else:
+            ensure(not drawn.any(), f"group {name} has weight_decay 0 and moves with the decay of another group")
+
+
+def reads_nothing_back(spec: OptimizerSpec) -> None:
+    """A step reads no tensor's value on the host, neither in Python nor by an op whose result's shape depends on it."""
+    made, groups = _made(spec)
+    _gradients(groups, 0)
+    for skip in (0.0, 1.0):
+        with no_host_reads("step"):
+            made.step(lr=torch.tensor(1e-2), clip=torch.tensor(0.5), skip=torch.tensor(skip))
 
 
 def skips(spec: OptimizerSpec) -> None:
@@ -167,4 +240,14 @@ def trains_and_resumes(spec: OptimizerSpec) -> None:
     tiny.ensure_resumes(lambda: tiny.engine(optimizer=spec))
 
 
-CHECKS = (steps, skips, keeps_state, rounds_masters, states_its_size, trains_and_resumes)
+CHECKS = (
+    steps,
+    multiplies_gradients_by_clip,
+    decays_weights,
+    reads_nothing_back,
+    skips,
+    keeps_state,
+    rounds_masters,
+    states_its_size,
+    trains_and_resumes,
+)

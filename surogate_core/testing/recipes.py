@@ -14,9 +14,14 @@ from surogate_core.dsl.slots import TracedSlot
 from surogate_core.errors import MachineError
 from surogate_core.testing import tiny
 from surogate_core.testing.check import NotApplicable, ensure
+from surogate_core.testing.hostreads import no_host_reads
 
 BOUND = 0.25
 """Relative error of a product that four bits can still keep."""
+MOST_OFF = 0.03
+"""A product's size may be that share off; four bits make it 0.01, and it is no more than half its error."""
+MOST_BIAS = 0.85
+"""The mean of a product's errors over their root mean square: up to 0.7 with four bits, 1 where all are cut off."""
 
 SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=64, outputs=32, bias=False, group="qkv", adapter=None, index=0
@@ -50,19 +55,38 @@ def _slot(recipe: Recipe, device: torch.device, prepared: Any, *, packed: bool =
     return replace(SLOT, seed=torch.tensor(5, dtype=torch.int32, device=device), row=row, packed=packed)
 
 
-def _products(recipe: Recipe, x: Tensor, weight: Tensor, prepared: Any) -> list[Tensor]:
+def _products(
+    recipe: Recipe, x: Tensor, weight: Tensor, prepared: Any, upstream: Tensor | None = None
+) -> dict[str, Tensor]:
+    """y, dx and dW, detached."""
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     y = recipe.linear(leaves[0], leaves[1], _slot(recipe, x.device, prepared), prepared)
-    return [y.detach(), *torch.autograd.grad(y, leaves, _upstream(y))]
+    ensure(isinstance(y, Tensor), f"linear returned {type(y).__name__}, not a tensor")
+    shape = (len(x), len(weight))
+    ensure(y.shape == shape, f"y has the shape {tuple(y.shape)}, not {shape}")
+    ensure(y.requires_grad, "y has no gradient: neither x nor the weight is in its graph")
+    dy = (_normal(*shape) if upstream is None else upstream).to(y)
+    found = dict(zip(("dx", "dW"), torch.autograd.grad(y, leaves, dy, allow_unused=True), strict=True))
+    for name, gradient in found.items():
+        ensure(gradient is not None, f"linear gives no {name}: its backward returns None for it, or does not use it")
+    return {"y": y.detach(), **found}
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
 def _upstream(y: Tensor) -> Tensor:
-    return torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
+    return _normal(*y.shape).to(y)
 
 
 def _operands() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(32, 64, generator=generator), torch.randn(32, 64, generator=generator)
+
+
+def _exact(x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
+    return _products(tiny.PLAIN, x.double(), weight.double(), tiny.PLAIN.options(), upstream)
 
 
 def multiplies(recipe: Recipe) -> None:
@@ -72,16 +96,73 @@ def multiplies(recipe: Recipe) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x_NI.to(device, dtype), weight_OI.to(device, dtype)
             found, again = _products(recipe, x, weight, prepared), _products(recipe, x, weight, prepared)
-            exact = _products(tiny.PLAIN, x.double(), weight.double(), tiny.PLAIN.options())
-            for name, a, b, c in zip(("y", "dx", "dW"), found, again, exact, strict=True):
+            for name, exact in _exact(x, weight).items():
+                a = found[name]
                 ensure(a.dtype == dtype, f"{name} is {a.dtype}, not {dtype}")
-                ensure(torch.equal(a, b), f"{name} in {dtype}: the same product twice has other bits")
-                error = tiny.relative_error(a, c)
+                ensure(bool(a.isfinite().all()), f"{name} in {dtype} is not finite")
+                ensure(torch.equal(a, again[name]), f"{name} in {dtype}: the same product twice has other bits")
+                error = tiny.relative_error(a, exact)
                 ensure(error <= BOUND, f"{name} in {dtype}: relative error {error:.3f} is above {BOUND}")
+                size = _size(a, exact)
+                bound = min(MOST_OFF, 0.5 * error + 1e-6)
+                ensure(
+                    abs(size - 1) <= bound,
+                    f"{name} in {dtype} is {size:.4g} times what it should be: more than rounding makes it",
+                )
             if recipe.plain:
                 ensure(
-                    torch.equal(found[0], x @ weight.t()), f"`plain` is true, but y in {dtype} is not x @ weight.t()"
+                    torch.equal(found["y"], x @ weight.t()), f"`plain` is true, but y in {dtype} is not x @ weight.t()"
                 )
+
+
+def _size(found: Tensor, exact: Tensor) -> float:
+    """The factor of `exact` that is nearest to what was found; rounding that is right leaves it at about 1."""
+    a, b = found.double(), exact.double()
+    return float((a * b).sum() / (b * b).sum())
+
+
+def rounds_without_bias(recipe: Recipe) -> None:
+    """Errors of products of positive operands are of both signs: rounding always down makes all of them negative."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((96, 64), (32, 64), (96, 32))
+    x_NI, weight_OI, dy_NO = (torch.rand(size, generator=generator) + 0.5 for size in sizes)
+    for device, prepared in _on_devices(recipe):
+        x, weight, dy = (t.to(device) for t in (x_NI, weight_OI, dy_NO))
+        found = _products(recipe, x, weight, prepared, dy)
+        for name, exact in _exact(x, weight, dy).items():
+            error = found[name].double() - exact
+            spread = float(error.square().mean().sqrt())
+            if spread <= 1e-6 * float(exact.abs().mean()):
+                continue  # the rounding of fp32 sums
+            bias = float(error.mean()) / spread
+            way = "down" if bias < 0 else "up"
+            ensure(
+                abs(bias) <= MOST_BIAS,
+                f"{name} is rounded {way} on average: the mean of its errors is {abs(bias):.0%} of their size",
+            )
+
+
+def takes_zeros(recipe: Recipe) -> None:
+    """Rows of zeros, and a tensor of zeros, give zeros, and nothing that is not finite."""
+    for device, prepared in _on_devices(recipe):
+        for what in ("a row of x", "all of x", "a row of the weight", "all of dy"):
+            x, weight = (t.to(device) for t in _operands())
+            dy = _normal(len(x), len(weight)).to(device)
+            part = x[3] if what == "a row of x" else x if what == "all of x" else weight[3]
+            (dy if what == "all of dy" else part).zero_()
+            found = _products(recipe, x, weight, prepared, dy)
+            for name, tensor in found.items():
+                ensure(bool(tensor.isfinite().all()), f"{name} is not finite where {what} is zeros")
+            if what == "all of x":
+                ensure(not found["y"].any(), "y is not zeros where all of x is zeros")
+
+
+def reads_nothing_back(recipe: Recipe) -> None:
+    """`linear` and its backward read no tensor's value on the host: they are traced, and run in CUDA graphs."""
+    for device, prepared in _on_devices(recipe):
+        x, weight = (t.to(device) for t in _operands())
+        with no_host_reads("linear"):
+            _products(recipe, x, weight, prepared)
 
 
 def multiplies_packed_weights(recipe: Recipe) -> None:
@@ -138,4 +219,13 @@ def resumes(recipe: Recipe) -> None:
     tiny.ensure_resumes(lambda: tiny.engine(recipe=recipe, recipe_options=prepared))
 
 
-CHECKS = (multiplies, multiplies_packed_weights, keeps_its_state, trains, resumes)
+CHECKS = (
+    multiplies,
+    rounds_without_bias,
+    takes_zeros,
+    reads_nothing_back,
+    multiplies_packed_weights,
+    keeps_its_state,
+    trains,
+    resumes,
+)

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from surogate_core.bundles import KINDS, Recipe
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
+from surogate_core.plugins.static import locate
+from surogate_core.testing import guard
 from surogate_core.testing.check import Check
+
+APART = frozenset({"monitor", "launcher"})
+"""Kinds whose checks run in a child process: they compute nothing, and what they do may end or block a process."""
+
+_MODULES = {
+    "objective": "objectives",
+    "recipe": "recipes",
+    "quant": "weight_formats",
+    "optimizer": "optimizers",
+    "dataset": "datasets",
+    "monitor": "monitors",
+    "kernels": "kernels",
+    "offload": "offloaders",
+    "launcher": "launchers",
+}
+"""Kind → the module of its checks."""
 
 
 def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
@@ -31,43 +52,47 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
 
     listed: list[Check] = []
     for one in found:
+        package = locate(one.module.partition(":")[0].partition(".")[0]) if one.entry_point is not None else None
         for function in general.CHECKS if one.entry_point is not None else ():
             run = partial(function, one, registry)
-            listed.append(Check(subject=f"plugin {one.name}", title=_title(function), run=run))
-        for kind, suite in _suites(registry).items():
-            for name, offered in registry.bundles(kind).items():
+            listed.append(Check(subject=f"plugin {one.name}", title=_title(function), call=run, package=package))
+        for kind in KINDS:
+            for offered in registry.bundles(kind).values():
                 if offered.plugin.name == one.name:
-                    subject = f"{kind} {name}"
-                    listed += [Check(subject=subject, title=_title(f), run=partial(f, offered.bundle)) for f in suite]
+                    recipes = registry.all("recipe") if kind == "model" else {}
+                    listed += bundle_checks(kind, offered.bundle, recipes=recipes, package=package)
     return listed
 
 
-def _suites(registry: Registry) -> dict[str, Sequence[Callable[[Any], None]]]:
-    from surogate_core.testing import (
-        datasets,
-        kernels,
-        launchers,
-        models,
-        monitors,
-        objectives,
-        offloaders,
-        optimizers,
-        recipes,
-        weight_formats,
-    )
+def bundle_checks(
+    kind: str, bundle: Any, *, recipes: Mapping[str, Recipe] | None = None, package: Path | None = None
+) -> list[Check]:
+    """Every check of one bundle.
 
-    return {
-        "model": (*models.CHECKS, models.trains_with(registry.all("recipe"))),
-        "objective": objectives.CHECKS,
-        "recipe": recipes.CHECKS,
-        "quant": weight_formats.CHECKS,
-        "optimizer": optimizers.CHECKS,
-        "dataset": datasets.CHECKS,
-        "monitor": monitors.CHECKS,
-        "kernels": kernels.CHECKS,
-        "offload": offloaders.CHECKS,
-        "launcher": launchers.CHECKS,
-    }
+    `recipes`: what a model family is trained under. `package`: the plugin's file or directory, whose lines are named.
+    """
+    suite = _suite(kind, recipes or {})
+    apart = kind in APART
+    return [
+        Check(
+            subject=f"{kind} {bundle.name}",
+            title=_title(function),
+            call=partial(function, bundle),
+            package=package,
+            apart=apart,
+            seconds=guard.SECONDS_APART if apart else guard.SECONDS,
+        )
+        for function in suite
+    ]
+
+
+def _suite(kind: str, recipes: Mapping[str, Recipe]) -> Sequence[Callable[[Any], None]]:
+    if kind == "model":
+        from surogate_core.testing import models
+
+        return (*models.CHECKS, models.trains_with(recipes))
+    suite: Sequence[Callable[[Any], None]] = import_module(f"surogate_core.testing.{_MODULES[kind]}").CHECKS
+    return suite
 
 
 def _title(function: Callable[..., None]) -> str:

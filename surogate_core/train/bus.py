@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import structlog
 
 from surogate_core.bundles import Monitor
 from surogate_core.train.events import Control, Event, Notice
+from surogate_core.train.signals import TimeUp, time_limit
 
 log = structlog.get_logger(__name__)
+
+CLOSE_SECONDS = 300.0
+"""The time that a monitor has to close, uploads included; then the run goes on without it."""
+
+
+def fault_of(control: object) -> str:
+    """What is wrong with a monitor's answer, as a phrase that begins with the answer; empty where it is a control."""
+    if not isinstance(control, Control):
+        return f"{control!r:.60}, which is no Control"
+    if not isinstance(control.lr_scale, (int, float, type(None))):
+        return f"lr_scale {control.lr_scale!r:.60}, which is no number"
+    if not isinstance(control.fade_steps, int) or control.fade_steps < 0:
+        return f"fade_steps {control.fade_steps!r:.60}, which is no count of steps"
+    if not isinstance(control.events, tuple | list):
+        return f"events {control.events!r:.60}, which is no tuple of events"
+    for event in control.events:
+        if not isinstance(event, Event):
+            return f"an event {event!r:.60}, which is none of surogate_core.train.events"
+    return ""
 
 
 class EventBus:
@@ -38,7 +57,10 @@ class EventBus:
             except Exception as error:
                 controls += self._disable(name, f"event {event.name}", error)
             else:
-                if control is not None:
+                fault = fault_of(control) if control is not None else ""
+                if fault:
+                    controls += self._disable(name, f"event {event.name}", ValueError(f"it answered with {fault}"))
+                elif control is not None:
                     controls.append(control)
         return controls
 
@@ -65,18 +87,25 @@ class EventBus:
                     self._disable(name, "loading its state", error)
 
     def close(self) -> None:
-        """Close every monitor, also when one fails at it."""
+        """Close every monitor, also when one fails or hangs at it."""
         for name, monitor in self._monitors.items():
-            try:
-                monitor.close()
-            except Exception as error:
-                log.warning("a monitor failed to close", monitor=name, error=repr(error), exc_info=True)
+            _close(name, monitor)
         self._monitors = {}
 
     def _disable(self, name: str, doing: str, error: Exception) -> list[Control]:
         monitor = self._monitors.pop(name)
         log.warning("a monitor failed and is disabled", monitor=name, doing=doing, error=repr(error), exc_info=error)
-        with suppress(Exception):
-            monitor.close()
+        _close(name, monitor)
         message = f"monitor {name} failed at {doing} and is disabled for the rest of the run: {error!r}"
         return self.emit(Notice(level="warning", message=message, data={"monitor": name}))
+
+
+def _close(name: str, monitor: Monitor) -> None:
+    try:
+        with time_limit(CLOSE_SECONDS):
+            monitor.close()
+    except TimeUp as error:
+        what = f"monitor {name} was not closed after {CLOSE_SECONDS:g} s; the run goes on without it"
+        log.warning(what, monitor=name, exc_info=error)
+    except Exception as error:
+        log.warning(f"monitor {name} failed to close", monitor=name, error=repr(error), exc_info=True)

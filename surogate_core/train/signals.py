@@ -1,9 +1,12 @@
-"""SIGINT and SIGTERM as a flag that the loop reads between steps."""
+"""SIGINT and SIGTERM as a flag that the loop reads between steps; a time limit for what may hang."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -50,3 +53,33 @@ class StopSignals:
         self._seen.add(number)
         if self.received is None:
             self.received = signal.Signals(number)
+
+
+class TimeUp(BaseException):
+    """A `time_limit` has passed; no `Exception`, so that code that goes on after every error does not swallow it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeUp` in what runs within once the seconds have passed.
+
+    What waits in C code is interrupted when it comes back to Python. Outside the main thread, and on a system without
+    such a timer, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeUp
+
+    begin, before = time.monotonic(), signal.signal(signal.SIGALRM, end)
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
+        if outer:
+            # A limit around this one goes on counting.
+            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - begin), 1e-3))

@@ -20,6 +20,7 @@ from surogate_dataset_chat import EMBEDDED_TOKENIZER
 from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import encoding, json_rows, pipeline
+from surogate_core.data.contract import FormatError
 from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sources import SourceSpec, open_source
@@ -171,7 +172,7 @@ class _NoOptions:
     pass
 
 
-@pytest.mark.parametrize(("encode", "expected"), [(_die, MachineError), (_fail, KeyError)])
+@pytest.mark.parametrize(("encode", "expected"), [(_die, MachineError), (_fail, FormatError)])
 def test_what_happens_in_a_process_is_told(big: Path, encode: Any, expected: type[Exception]) -> None:
     row_format = DatasetFormat(name="broken", options=_NoOptions, encode=encode)
     context = EncodeContext(tokenizer=load_tokenizer(EMBEDDED_TOKENIZER), sequence_len=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 
 from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.trace import Signature, trace_joint
+from surogate_core.errors import PluginError
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
@@ -138,3 +140,17 @@ def test_a_kernel_of_any_order_is_used_only_when_that_is_allowed() -> None:
         assert chosen.name == name
     cuda = {k.name: k.deterministic for k in TORCH_PACK.kernels() if k.op == "attention"}
     assert cuda == {"torch-cpu": True, "torch-flash": True, "torch-flash-any-order": False}
+
+
+def test_a_kernel_of_an_op_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(
+        PluginError, match=r"kernel pack test: kernel fast: there is no op 'rms_nrom'; known: .*Fix: rms_norm"
+    ):
+        table(kernel("fast", op="rms_nrom"))
+
+
+def test_every_op_is_known_whatever_was_imported() -> None:
+    code = "from surogate_core.kernels.registry import references, unknown_op; print(unknown_op('nvfp4_rounded'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == ""
+    assert registry.unknown_op("swigloo").startswith("there is no op 'swigloo'")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import structlog.testing
 
+from surogate_core.train import bus as bus_module
 from surogate_core.train.bus import EventBus
 from surogate_core.train.events import Control, Event, Notice
 
@@ -98,3 +101,43 @@ def test_close_reaches_everyone_once() -> None:
         bus.close()
         bus.close()
     assert [monitor.closed for monitor in monitors.values()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        ("stop", "'stop', which is no Control"),
+        (Control(lr_scale="0.5"), "lr_scale '0.5', which is no number"),  # type: ignore[arg-type]
+        (Control(fade_steps=-1), "fade_steps -1, which is no count of steps"),
+        (Control(events=HELLO), "which is no tuple of events"),  # type: ignore[arg-type]
+        (Control(events=("hello",)), "an event 'hello', which is none of"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_answer_that_is_no_control_disables_its_monitor(answer: Any, fault: str) -> None:
+    first, bad = Recorder(), Recorder(control=answer)
+    bus = EventBus({"first": first, "bad": bad})
+    with structlog.testing.capture_logs():
+        assert bus.emit(HELLO) == []
+    assert bus.names == ("first",)
+    assert bad.closed == 1
+    notice = first.events[-1]
+    assert isinstance(notice, Notice)
+    assert "monitor bad failed at event notice and is disabled" in notice.message
+    assert fault in notice.message
+
+
+def test_a_monitor_that_hangs_when_it_is_closed_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Recorder):
+        def close(self) -> None:
+            super().close()
+            time.sleep(60)
+
+    monkeypatch.setattr(bus_module, "CLOSE_SECONDS", 0.05)
+    hanging, last = Hanging(), Recorder()
+    bus = EventBus({"hanging": hanging, "last": last})
+    with structlog.testing.capture_logs() as logs:
+        bus.close()
+    assert [hanging.closed, last.closed] == [1, 1]
+    assert [entry["event"] for entry in logs] == [
+        "monitor hanging was not closed after 0.05 s; the run goes on without it"
+    ]

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from surogate_core.train.signals import StopSignals
+from surogate_core.train.signals import StopSignals, TimeUp, time_limit
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -62,3 +63,12 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert failures == []
+
+
+def test_a_time_limit_ends_what_hangs_and_leaves_the_outer_one() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with time_limit(60):
+        with pytest.raises(TimeUp), time_limit(0.02):
+            time.sleep(60)
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+    assert signal.getsignal(signal.SIGALRM) is before

@@ -18,4 +18,4 @@ def surogate_monitor() -> bundles.MonitorSpec:
     """The monitor."""
     from surogate_monitor_console.options import ConsoleOptions, build
 
-    return bundles.MonitorSpec(name="console", build=build, options=ConsoleOptions)
+    return bundles.MonitorSpec(name="console", build=build, options=ConsoleOptions, prints=True)
