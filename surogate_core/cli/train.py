@@ -49,7 +49,25 @@ def main(argv: Sequence[str], task: str | None) -> int:
     if arguments.multirun:
         return _multirun(arguments, task)
     config, registry = load(arguments, task)
+    _require_own_data(arguments, task, [config], registry)
     return start(config, registry)
+
+
+def _require_own_data(
+    arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry
+) -> None:
+    """Raise `ConfigError` when a model of the user's own would be trained on the example, which nobody named."""
+    from surogate_core.config.resolve import gather
+
+    model = next((config.model.path for config in configs if config.model.path is not None), None)
+    if model is None:
+        return
+    settings = gather(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    if "dataset" in settings.choices or any(value.key.startswith("datasets") for value in settings.values):
+        return
+    message = f"no data set is named, and the default is a toy example that {model} should not learn."
+    fix = "'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded where the example is meant"
+    raise ConfigError([Problem(key="datasets", message=message, fix=fix)])
 
 
 def start(config: RunConfig, registry: Registry) -> int:
@@ -121,6 +139,7 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
     every = load_many(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
     for _, config in every:
         check_model_is_there(config)
+    _require_own_data(arguments, task, [config for _, config in every], registry)
     settings = gather(arguments.overrides, task=task, config_file=file, registry=registry)
     swept = {v.key for v in settings.values if v.sweep}
     codes: list[int] = []

@@ -408,3 +408,55 @@ def test_a_device_without_a_recipes_products_is_told_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"surogate: recipe={recipe} with recipe.emulate=never: cpu has no ")
     assert "Fix: set recipe.emulate=auto to emulate, or recipe=" in line
+
+
+# ------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["model=own"], ""),
+        (["sft", "model=own", "lora_rank=8"], ""),
+        (["pt", "model=own"], ""),
+        (["sft", "model=own", "from_scratch=true"], ""),
+        (["sft", "run.yaml"], "model: own\n"),
+        (["sft", "run.yaml", "model=own"], "validation_datasets: [{path: x.jsonl, type: text}]\n"),
+        (["--multirun", "model=own", "lora_rank=4,8"], ""),
+    ],
+)
+def test_a_model_of_ones_own_is_not_trained_on_the_example(
+    run: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], lines: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/config.json").write_text("{}")
+    if lines:
+        Path("run.yaml").write_text(lines)
+    assert main(words) == 2
+    assert not run
+    error = capsys.readouterr().err
+    assert "datasets: no data set is named, and the default is a toy example that own should not learn." in error
+    assert "Fix: 'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded" in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["sft"],
+        ["model=qwen3", "lora=true"],
+        ["sft", "model=own", "dataset=embedded"],
+        ["sft", "model=own", "datasets=[{path: my.jsonl, type: text}]"],
+        ["sft", "run.yaml"],
+    ],
+)
+def test_the_example_is_trained_where_it_is_meant(
+    run: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/config.json").write_text("{}")
+    Path("run.yaml").write_text("model: own\ndataset: embedded\n")
+    assert main(words) == 0
+    assert len(run) == 1
