@@ -53,9 +53,7 @@ def main(argv: Sequence[str], task: str | None) -> int:
     return start(config, registry)
 
 
-def _require_own_data(
-    arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry
-) -> None:
+def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry) -> None:
     """Raise `ConfigError` when a model of the user's own would be trained on the example, which nobody named."""
     from surogate_core.config.resolve import gather
 

@@ -260,6 +260,11 @@ class PackedRows:
         )
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document in the rows; 0 without rows."""
+        return int(self._pieces[:, 2].max(initial=0))
+
+    @property
     def fill(self) -> float:
         """Share of the rows' positions that hold tokens."""
         return self.stats.tokens / max(1, len(self) * self.sequence_len)

@@ -36,7 +36,7 @@ class Rope:
             raise UserError(f"config.json: `head_dim` must be even for RoPE, not {head_dim}.")
         self.config, self.head_dim = config, head_dim
         self.key, self.parameters = _parameters(config)
-        self.kind = str(self.parameters.get("rope_type") or self.parameters.get("type") or "default")
+        self.kind = _kind(self.parameters)
         self.theta = self._number("rope_theta", above=1.0, default=config.get("rope_theta") or DEFAULT_THETA)
         if self.kind not in KINDS:
             raise UserError(
@@ -140,7 +140,7 @@ def scaled_config(
     key, old = _parameters(config)
     if key == "rope_parameters" and not old:
         key = "rope_scaling"  # where every version of transformers reads it
-    kind = old.get("rope_type") or old.get("type") or "default"
+    kind = _kind(old)
     trained = Dim("max_position_embeddings").size(config)
     new: dict[str, Any] = (
         {"rope_type": scaling} if isinstance(scaling, str) else dict(old if scaling is None else scaling)
@@ -171,6 +171,56 @@ def scaled_config(
             f"Fix: leave max_model_len at null, or `factor` out of rope_scaling."
         )
     return changed
+
+
+def covering(config: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """The ``config.json`` of a model from scratch, with positions for documents of `length` tokens.
+
+    Only where the number of positions changes no angle; elsewhere the config stays as it is.
+    """
+    parameters = _parameters(config)[1]
+    kind, positions = _kind(parameters), config.get("max_position_embeddings")
+    is_fixed = kind in ("default", "linear") or (
+        kind in ("yarn", "llama3") and bool(config.get(_ORIGINAL) or parameters.get(_ORIGINAL))
+    )
+    if is_fixed and isinstance(positions, int) and positions < length:
+        return {**config, "max_position_embeddings": length}
+    return dict(config)
+
+
+def longest_covered(config: Mapping[str, Any]) -> float:
+    """Tokens of the longest document that the model's positions cover; infinite where none is too long.
+
+    Whether ``max_position_embeddings`` counts the stretch of linear and yarn differs from model to model: the larger
+    reading is taken.
+    """
+    positions = config.get("max_position_embeddings")
+    _, parameters = _parameters(config)
+    kind = _kind(parameters)
+    if not isinstance(positions, int) or kind == "dynamic":
+        return math.inf
+    factor = parameters.get("factor")
+    if kind in ("linear", "yarn") and isinstance(factor, int | float):
+        original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) if kind == "yarn" else None
+        return max(positions, (original or positions) * factor)
+    return positions
+
+
+def check_covers(config: Mapping[str, Any], longest: int) -> None:
+    """Raise `UserError` when a document of `longest` tokens goes beyond the model's positions."""
+    covered = longest_covered(config)
+    if longest > covered:
+        end = int(covered)
+        raise UserError(
+            f"The longest document has {longest:,} tokens, but the model's positions end at {end:,} "
+            f"(max_position_embeddings of its config.json): tokens behind them would be trained at positions that the "
+            f"model does not know. Fix: sequence_len={end} or max_length={end}, so that truncation_strategy drops, "
+            f"cuts or splits longer documents; or stretch the model with rope_scaling=yarn max_model_len={longest}."
+        )
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -22,6 +22,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
+from surogate_core.dsl.rope import check_covers
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import PluginError, SurogateError, UserError
 from surogate_core.masking import masked_values
@@ -88,6 +89,7 @@ class _Run:
         self.setting_up = True
         self.accepted = False
         """Whether the record in the output directory is this run's to write."""
+        self.longest = 0  # tokens of the longest document
         self.loop: Loop | None = None
         self.engine: Engine | None = None
         self.bus = EventBus({})
@@ -154,6 +156,8 @@ class _Run:
         )
         notes += of_tokenizer
         data = prepare(config, tokenizer, registry.all("dataset"), progress=self._show)
+        self.longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
+        check_covers(resolved.model.config, self.longest)
         notes += [data.report.summary(), *data.report.warnings]
         notes += suspicious_examples(data, tokenizer)
         loader = StepLoader(
@@ -437,6 +441,7 @@ class _Run:
             figures={
                 "steps": state.step,
                 "tokens": state.total_tokens,
+                "tokens of the longest document": self.longest,
                 "trained parameters": parameters.counts()[1],
                 "held-out loss before": state.first_eval_loss,
                 "held-out loss after": state.last_eval_loss if state.evaluated_step else None,

@@ -26,7 +26,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.hub import commit_of, split_revision
 from surogate_core.dsl import Model
 from surogate_core.dsl.declare import LoRA, TensorSpec
-from surogate_core.dsl.rope import scaled_config
+from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
@@ -141,6 +141,8 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
     values.update(chosen.config)
     if config.rope_scaling is not None or config.max_model_len is not None:
         values = scaled_config(values, config.rope_scaling, config.max_model_len)
+    elif (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
+        values = covering(values, config.sequence_len)
     family = _family(chosen.name, values, families, title)
     model = family.build(values)
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"

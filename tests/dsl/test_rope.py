@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, modeling_rope_utils
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from surogate_core.dsl.rope import Rope, document_lengths, scaled_config
+from surogate_core.dsl.rope import Rope, check_covers, covering, document_lengths, longest_covered, scaled_config
 from surogate_core.errors import UserError
 
 LLAMA3 = {
@@ -239,3 +239,50 @@ def test_a_scaling_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         scaled_config(config, scaling, positions)
+
+
+# ------------------------------------------------------------------------ how far positions go
+
+
+@pytest.mark.parametrize(
+    ("config", "covered"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 4096),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3}, 131072),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, float("inf")),
+        ({}, float("inf")),
+    ],
+)
+def test_a_document_must_not_go_beyond_the_positions(config: dict[str, Any], covered: float) -> None:
+    assert longest_covered(config) == covered
+    if covered == float("inf"):
+        check_covers(config, 1 << 40)
+        return
+    end = int(covered)
+    check_covers(config, end)
+    fix = rf"Fix: sequence_len={end} or max_length={end}, .* rope_scaling=yarn max_model_len={end + 1}\."
+    with pytest.raises(UserError, match=rf"has {end + 1:,} tokens, but the model's positions end at {end:,} .* {fix}"):
+        check_covers(config, end + 1)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_model_from_scratch_gets_positions_where_no_angle_depends_on_them(name: str) -> None:
+    config = mapping(SCALINGS[name])
+    assert covering(config, 131072) == config
+    longer = covering(config, 200_000)
+    if longer["max_position_embeddings"] == 200_000:
+        positions = torch.arange(0, 200_000, 997)
+        before, after = Rope(config, 128).tables(positions), Rope(longer, 128).tables(positions)
+        assert all(torch.equal(before[table], after[table]) for table in before)
+    else:
+        assert longer == config
+        assert name == "dynamic" or "absent" in name or name == "yarn, attention factor"

@@ -65,3 +65,50 @@ def test_an_exported_model_has_the_scaling(
     rotary = loaded.model.rotary_emb
     assert torch.equal(rotary.inv_freq, rope.frequencies())
     assert rotary.attention_scaling == rope.amplitude != 1.0
+
+
+# ------------------------------------------------------------------- documents and positions
+
+
+@pytest.fixture
+def long_rows(tmp_path: Path) -> str:
+    """Data with a document of about 400 tokens."""
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": "the cat " * n}) + "\n" for n in (5, 10, 200)))
+    return f"datasets=[{{path: '{path}', type: text}}]"
+
+
+def test_a_document_beyond_the_positions_ends_the_run_before_it_starts(
+    tmp_path: Path,
+    hf_dir: Path,
+    long_rows: str,
+    base_on: Callable[[Path], list[str]],
+    run_here: Callable[..., int],
+) -> None:
+    keys = [*base_on(hf_dir), long_rows, "validation_datasets=[]", "validation_split_ratio=0", "max_steps=1"]
+    with pytest.raises(UserError, match=r"has \d+ tokens, but the model's positions end at 256"):
+        run_here(tmp_path / "refused", *keys, "sequence_len=1024")
+    assert not (tmp_path / "refused" / "adapter").exists()
+    # Short documents may share a long row; so may what is cut, and what the user stretches the model for.
+    for name, more in (
+        ("dropped", "max_length=256"),
+        ("split", "truncation_strategy=split"),
+        ("stretched", "rope_scaling=yarn"),
+    ):
+        own = {"split": ["max_length=200"], "stretched": ["max_model_len=1024"]}.get(name, [])
+        assert run_here(tmp_path / name, *keys, "sequence_len=1024", more, *own) == 0
+    card = (tmp_path / "split" / "adapter" / "README.md").read_text()
+    assert "tokens of the longest document | 200" in card
+
+
+def test_a_model_from_scratch_has_the_positions_that_it_was_trained_on(
+    tmp_path: Path, hf_dir: Path, long_rows: str, base: list[str], run_here: Callable[..., int]
+) -> None:
+    keys = [*base, long_rows, "validation_datasets=[]", "validation_split_ratio=0", "max_steps=1", "lora=false"]
+    positions = "model.config.max_position_embeddings=256"
+    for name, more in (("preset", []), ("directory", [f"model={hf_dir}", "from_scratch=true"])):
+        assert run_here(tmp_path / name, *keys, "sequence_len=5000", *more) == 0
+        written = json.loads((tmp_path / name / "model" / "config.json").read_text())
+        assert written["max_position_embeddings"] == 5000
+    with pytest.raises(UserError, match="positions end at 256"):
+        run_here(tmp_path / "asked", *keys, "sequence_len=5000", positions)
