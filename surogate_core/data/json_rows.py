@@ -29,9 +29,24 @@ _NEAR_END = 64
 
 _GAP = re.compile(r"[ \t\r\n,\ufeff]*")
 """What may be between two values: a byte order mark too, where files were joined."""
-_DECODER = json.JSONDecoder()
-_ANY_NUMBER = json.JSONDecoder(parse_int=lambda digits: 0)
-"""Finds the end of a value that has a number of more digits than Python reads."""
+
+
+class _TwiceError(ValueError):
+    """An object has a name twice, of which a dictionary keeps one."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise _TwiceError(f"an object has the name {name!r} twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_ENDS = json.JSONDecoder(parse_int=lambda digits: 0)
+"""Finds the end of a value that `_DECODER` refuses."""
 
 
 class _BrokenError(Exception):
@@ -133,7 +148,7 @@ def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int | None) -
 def _object(line: bytes) -> Mapping[str, Any] | None:
     """The object that is all of a line, as most lines are; None for any other line."""
     try:
-        value = json.loads(line)
+        value = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -142,7 +157,7 @@ def _object(line: bytes) -> Mapping[str, Any] | None:
 def _line_rows(line: bytes) -> Iterator[Mapping[str, Any] | RowError]:
     """The values on a line: one, several one after another, or an array of objects."""
     try:
-        value = json.loads(line)
+        value = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except UnicodeDecodeError as error:
         yield RowError(f"not UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
@@ -150,8 +165,8 @@ def _line_rows(line: bytes) -> Iterator[Mapping[str, Any] | RowError]:
             yield from _several(line)
         else:
             yield RowError(f"not JSON at column {error.colno}: {error.msg}")
-    except ValueError:
-        yield RowError("a number has more digits than can be read")
+    except ValueError:  # a value that cannot be kept; others may follow it
+        yield from _several(line)
     except RecursionError:
         yield RowError("nested too deeply")
     else:
@@ -163,11 +178,13 @@ def _line_rows(line: bytes) -> Iterator[Mapping[str, Any] | RowError]:
 
 def _several(line: bytes) -> Iterator[Mapping[str, Any] | RowError]:
     content = line.decode(json.detect_encoding(line), "surrogatepass").encode("utf-8", "surrogatepass")
+    after = ""
     try:
         for _, row in _values(io.BytesIO(content)):
             yield row
+            after = " after the first value of the line"
     except _BrokenError as error:
-        yield RowError(f"not JSON after the first value of the line: {error}")
+        yield RowError(f"not JSON{after}: {error}")
 
 
 # ----------------------------------------------------------------------------------- values
@@ -242,10 +259,13 @@ def _decoded(text: str, at: int) -> tuple[Mapping[str, Any] | RowError, int]:
         value, end = _DECODER.raw_decode(text, at)
     except json.JSONDecodeError:
         raise
-    except ValueError:
-        _, end = _ANY_NUMBER.raw_decode(text, at)
-        return RowError("a number has more digits than can be read"), end
+    except ValueError as error:
+        return _unreadable(error), _ENDS.raw_decode(text, at)[1]
     return _as_row(value), end
+
+
+def _unreadable(error: ValueError) -> RowError:
+    return RowError(str(error) if isinstance(error, _TwiceError) else "a number has more digits than can be read")
 
 
 def _as_row(value: Any) -> Mapping[str, Any] | RowError:

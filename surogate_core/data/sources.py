@@ -300,15 +300,18 @@ def _saved_source(directory: Path, spec: SourceSpec) -> Source:
         data = datasets.load_from_disk(str(directory))
     except Exception as error:
         raise UserError(f"data set {spec.path}: cannot be read: {_reason(error)}") from error
+    others: tuple[str, ...] = ()
     if isinstance(data, datasets.DatasetDict):
         if spec.split not in data:
             raise UserError(f"data set {spec.path}: no split {spec.split!r}, only {', '.join(data)}. Fix: set `split`.")
+        others = tuple(f"split {name}" for name in data if name != spec.split)
         data = data[spec.split]
     digest = hashlib.sha256()
     for file in sorted({Path(cached["filename"]) for cached in data.cache_files}):
         with readable(str(file)), file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return Source(name=directory.name, digest=digest.hexdigest(), read=_reader(spec.path, data))
+    read = _reader(spec.path, data)
+    return Source(name=directory.name, digest=digest.hexdigest(), read=read, other_splits=others)
 
 
 def _reader(name: str, data: Any) -> Callable[[Place], Iterator[Chunk]]:

@@ -86,6 +86,8 @@ def test_what_cannot_be_read_on_is_named_by_file_and_line(tmp_path: Path, conten
         ('{"n": ' + "1" * 5000 + "}", ["more digits than can be read"]),
         ('{"n": ' + "[" * 10_000, ["nested too deeply"]),
         ('{"n": ' * 10_000, ["nested too deeply"]),
+        ('{"text": "a", "n": {"b": 1, "b": 1}}', ["an object has the name 'b' twice"]),
+        ('{"text": "a", "text": "b"}{"text": "row a"}', ["an object has the name 'text' twice", None]),
     ],
 )
 def test_a_bad_line_loses_nothing_else(tmp_path: Path, line: str, reasons: list[str | None]) -> None:
@@ -101,11 +103,18 @@ def test_a_bad_line_loses_nothing_else(tmp_path: Path, line: str, reasons: list[
             assert reason in str(row)
 
 
-def test_a_number_of_too_many_digits_loses_only_its_element(tmp_path: Path) -> None:
-    content = f'[{LINE_A}, {{"n": {"9" * 5000}}}, {"8" * 5000}, {LINE_B}]'
+def test_an_element_that_cannot_be_kept_loses_nothing_else(tmp_path: Path) -> None:
+    content = f'[{LINE_A}, {{"n": {"9" * 5000}}}, {"8" * 5000}, {{"n": 1, "n": 2}}, {LINE_B}]'
     rows = [row for _, row in found(tmp_path / "rows.json", content)]
-    assert (rows[0], rows[3]) == (A, B)
+    assert (rows[0], rows[4]) == (A, B)
     assert all("more digits" in str(row) for row in rows[1:3])
+    assert "the name 'n' twice" in str(rows[3])
+
+
+def test_lines_of_utf16_without_a_mark_are_read_or_bad_rows(tmp_path: Path) -> None:
+    rows = [row for _, row in found(tmp_path / "rows.jsonl", f"{LINE_A}\n{LINE_B}\n".encode("utf-16-be"))]
+    assert len(rows) >= 2
+    assert all(row in (A, B) or isinstance(row, RowError) for row in rows)
 
 
 def test_a_broken_first_line_is_a_bad_line(tmp_path: Path) -> None:
