@@ -30,7 +30,7 @@ usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
   -sc install=bash     print the tab-completion script (bash, zsh, fish)
 """
 
-_STOPPED = (130, 143)
+_STOPPED = (129, 130, 143)
 
 
 def main(argv: Sequence[str], task: str | None) -> int:

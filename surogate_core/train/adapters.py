@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data.hub import split_revision
 from surogate_core.errors import UserError
 from surogate_core.train.card import OVERRIDES
+from surogate_core.train.contents import differences
 from surogate_core.train.tensorfile import FLOATS, TensorFile, file_digest
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 STACKED_ON = "stacked_on"
 """Directory inside an adapter's: the adapter that its base had folded in."""
+MARKER = "surogate_export.json"
+"""Says that a directory is an export, which a later export may replace, and what base it belongs to."""
 PREFIX = "base_model.model."
 """What PEFT puts before every module's name."""
 
@@ -65,6 +69,8 @@ class LoraAdapter:
     """Hub id or directory of that base."""
     base_commit: str | None = None
     """Commit of a hub id."""
+    base_files: Mapping[str, str] = field(default_factory=dict)
+    """Weight file of that base → digest of its data; empty where it is not known."""
     base_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the base's ``config.json`` that it was trained with other values of."""
 
@@ -101,6 +107,7 @@ class LoraAdapter:
             prefix=PREFIX,
             base_model=base if isinstance(base, str) else None,
             base_commit=revision if isinstance(revision, str) else None,
+            base_files=_recorded_base(path / MARKER),
             base_overrides=_read_config(path / OVERRIDES) if (path / OVERRIDES).exists() else {},
         )
 
@@ -275,6 +282,38 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a JSON object. {fix}")
     return values
+
+
+def _recorded_base(path: Path) -> dict[str, str]:
+    """The digests of the base's weight files in an export; none for an adapter of other programs."""
+    try:
+        values = json.loads(path.read_bytes()).get("base_files")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {str(name): str(digest) for name, digest in values.items()} if isinstance(values, dict) else {}
+
+
+def another_base(adapter: LoraAdapter, base: str, files: Mapping[str, str]) -> str | None:
+    """Why the adapter was trained on another base than `base` with these `files` (name → digest), in a sentence.
+
+    None where the weights are the same, or nothing is known that speaks against it.
+    """
+    if adapter.base_files:
+        found = differences(adapter.base_files, files)
+        theirs = f", that is {adapter.base_model}" if adapter.base_model not in (None, base) else ""
+        return f"{adapter.source} was trained on other weights{theirs}: {found}." if found else None
+    named = adapter.base_model
+    if named is None or _names(named) & _names(base):
+        return None
+    return f"{adapter.source} names {named} as its base."
+
+
+def _names(base: str) -> set[str]:
+    """What a base may be called: its last part, and the repository of a snapshot in the cache of the hub."""
+    path = Path(split_revision(base)[0]).expanduser()
+    path = path.resolve() if path.is_dir() else path
+    repositories = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
+    return {name.lower() for name in (path.name, *repositories)}
 
 
 def _unsupported(values: Mapping[str, Any]) -> list[str]:

@@ -30,9 +30,10 @@ def human_bytes(count: float) -> str:
     """``1.5 GiB`` for 1610612736; three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+            # Three digits of 1000 to 1023 would be 1e+03.
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 999.5 else f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:.0f} TiB" if count >= 999.5 else f"{count:.3g} TiB"
 
 
 def free_bytes(path: Path) -> int:

@@ -18,7 +18,7 @@ from surogate_core.train import atomic
 OVERRIDES = "base_config_overrides.json"
 """Keys of the base's ``config.json`` that an adapter was trained with other values of."""
 
-_OF_THE_PLACE = frozenset(
+OF_THE_PLACE = frozenset(
     """
     run_name output_dir checkpoint_dir offload_dir data_cache_dir log_file resume_from_checkpoint monitor plugins
     launcher dataloader_num_workers
@@ -38,6 +38,8 @@ class Card:
     """Hub id or directory of the model that training began from; None: random weights."""
     base_commit: str | None = None
     """The commit of a hub id."""
+    base_files: Mapping[str, str] = field(default_factory=dict)
+    """Weight file of the base → digest of its data."""
     base_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the base's ``config.json`` that the run changed, e.g. ``{"max_position_embeddings": 8192}``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +54,7 @@ def changed_keys(config: RunConfig) -> dict[str, Any]:
     """The flat keys that differ from their defaults, without those of the run's place."""
     defaults = to_dict(RunConfig())
     values = {key: value for key, value in to_dict(config).items() if value != defaults[key]}
-    return {key: value for key, value in values.items() if key not in _OF_THE_PLACE}
+    return {key: value for key, value in values.items() if key not in OF_THE_PLACE}
 
 
 def config_overrides(base: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def overrides_note(overrides: Mapping[str, Any]) -> str:
 
 def card_facts(card: Card) -> dict[str, Any]:
     """What a later merge says again in its own card, as JSON values."""
-    kept = ("settings", "figures", "configuration")
+    kept = ("settings", "figures", "configuration", "base_files")
     return {f.name: masked_values(dict(getattr(card, f.name))) for f in fields(card) if f.name in kept}
 
 

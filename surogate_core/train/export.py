@@ -15,7 +15,7 @@ from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_core.masking import masked
 from surogate_core.train import atomic
-from surogate_core.train.adapters import CONFIG, STACKED_ON, WEIGHTS
+from surogate_core.train.adapters import CONFIG, MARKER, STACKED_ON, WEIGHTS
 from surogate_core.train.card import OVERRIDES, Card, card_facts, overrides_note, write_card
 from surogate_core.train.tensorfile import TensorWriter, nbytes, write_tensors
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.train.weights import ModelDir
-
-MARKER = "surogate_export.json"
-"""Says that a directory is an export, which a later export may replace."""
 
 _PREFIX = "base_model.model."
 
@@ -163,8 +160,9 @@ def _copy_stack(source: Path, target: Path) -> None:
     target.mkdir()
     for name in (CONFIG, WEIGHTS):
         shutil.copyfile(source / name, target / name)
-    if (source / OVERRIDES).exists():
-        shutil.copyfile(source / OVERRIDES, target / OVERRIDES)
+    for name in (OVERRIDES, MARKER):
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
     if (source / STACKED_ON).is_dir():
         _copy_stack(source / STACKED_ON, target / STACKED_ON)
 

@@ -15,6 +15,7 @@ from surogate_core.train import adapters, atomic
 from surogate_core.train.adapters import LoraAdapter
 from surogate_core.train.card import Card, config_overrides
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
+from surogate_core.train.contents import contents_of, digest_cache
 from surogate_core.train.export import check_place, export_full, exported_facts
 from surogate_core.train.weights import ModelDir, generation_config_in, locate
 
@@ -93,6 +94,7 @@ def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
         base_fingerprint=str(essential.get("model", "")).removeprefix("weights ") or None,
         base_model=checkpoint.state.get("base_model"),
         base_commit=checkpoint.state.get("base_commit"),
+        base_files=checkpoint.state.get("base_files") or {},
     )
     return [*below, own]
 
@@ -179,6 +181,9 @@ def _warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple
     if top.base_commit is not None and model.commit is not None and top.base_commit != model.commit:
         name = split_revision(base)[0]
         return (f"{used} was trained on commit {top.base_commit} of {name}, and is folded into {model.commit}.",)
+    files = contents_of(model.files, digest_cache(None)) if top.base_files else {}
+    if (other := adapters.another_base(top, base, files)) is not None:
+        return (f"{other} It is folded into {base}, which may give a model that nobody trained.",)
     was = top.base_fingerprint
     if was is not None and not model.fingerprint().startswith(was):
         return (f"{used} was trained on a base of other files or another configuration than {base}.",)

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from surogate_core.errors import UserError
 from surogate_core.report.records import metrics_path
 from surogate_core.train import atomic
-from surogate_core.train.export import MARKER
+from surogate_core.train.adapters import MARKER
 
 FACTS = "run.json"
 CONFIG = "config.yaml"
@@ -67,3 +72,22 @@ def _run_id(facts: Path) -> str:
     except (OSError, ValueError):
         return ""
     return str(values.get("run", "")) if isinstance(values, dict) else ""
+
+
+@contextmanager
+def locked(directory: Path, *, key: str) -> Iterator[None]:
+    """Hold the directory's lock; `UserError` when another run has it."""
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"{key} {directory}: another run is writing there. Fix: wait for it, or set another {key}."
+        ) from error
+    except OSError as error:
+        fix = f"remove what is in the way, or set another {key}"
+        raise atomic.disk_error(error, what=key, path=directory / ".lock", fix=fix) from error
+    try:
+        yield
+    finally:
+        lock.release()

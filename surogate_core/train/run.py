@@ -8,13 +8,12 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
-from filelock import FileLock, Timeout
 
 from surogate_core import __version__
 from surogate_core.config.resolve import to_dict, to_yaml
@@ -24,7 +23,7 @@ from surogate_core.data.preview import suspicious_examples
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
 from surogate_core.dsl.rope import check_covers
 from surogate_core.engine.engine import Engine
-from surogate_core.errors import PluginError, SurogateError, UserError
+from surogate_core.errors import PluginError, SurogateError
 from surogate_core.masking import masked_values
 from surogate_core.report.write import write_report
 from surogate_core.safe_files import private
@@ -33,14 +32,17 @@ from surogate_core.train.adapters import LoraAdapter, folded
 from surogate_core.train.budget import adjusted_epochs, token_budget
 from surogate_core.train.bus import EventBus
 from surogate_core.train.card import Card, changed_keys
+from surogate_core.train.changes import changes_note, recorded
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
+from surogate_core.train.contents import Contents, check_contents, digest_cache
 from surogate_core.train.events import Progress, ReportWritten, RunEnd, RunInfo, RunStart
 from surogate_core.train.export import check_place, export_adapter, export_full, generation_of
 from surogate_core.train.flops import gemm_flops_per_second
 from surogate_core.train.loop import Loop
-from surogate_core.train.record import CONFIG, FACTS, Record, new_run_id
+from surogate_core.train.record import CONFIG, FACTS, Record, locked, new_run_id
 from surogate_core.train.setup import (
     ResolvedModel,
+    adapter_notes,
     build_engine,
     check_commit,
     check_weights,
@@ -93,13 +95,14 @@ class _Run:
         self.loop: Loop | None = None
         self.engine: Engine | None = None
         self.bus = EventBus({})
+        self.contents: Contents | None = None
 
     def main(self) -> int:
         """The run, inside its locks and its signal handlers."""
         with ExitStack() as stack:
             for key, directory in self._directories().items():
                 atomic.ensure_writable(directory, key=key)
-                stack.enter_context(_locked(directory, key=key))
+                stack.enter_context(locked(directory, key=key))
             stack.enter_context(self.signals)
             self.record = Record(self.output)
             try:
@@ -119,6 +122,8 @@ class _Run:
                     raise
                 raise shown from error
             finally:
+                if self.contents is not None:
+                    self.contents.close()
                 self._write_report()
                 self.bus.close()
 
@@ -139,6 +144,9 @@ class _Run:
         self._progress("fetching the model", 1, 1)
         config = self.config = pinned(config, resolved)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
+        if resolved.weights is not None:
+            # In the background: a run that resumes nothing needs the digests for its first checkpoint only.
+            self.contents = Contents(resolved.weights.files, digest_cache(config.data_cache_dir))
         device = resolve_device(config)
         if unused:
             log.info("tensors of the model directory that the model does not use", names=unused)
@@ -176,6 +184,8 @@ class _Run:
         notes += self.registry.untold()
         if config.epoch_adjustment:
             config = self.config = self._with_adjusted_epochs(data, notes)
+        identity["base_files"] = self._base_files()
+        notes += adapter_notes(config, resolved, identity["base_files"])
         evaluation = None
         if data.eval is not None:
             evaluation = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
@@ -248,7 +258,8 @@ class _Run:
             ]
         )
         versions = {p["name"]: p["version"] for p in used}
-        return {"essential": essential, "plugins": versions, "torch": torch.__version__, **made_with}
+        made_with |= {"torch": torch.__version__, "config": recorded(config)}
+        return {"essential": essential, "plugins": versions, **made_with}
 
     def _checkpoint_to_resume(
         self, checkpoints: CheckpointDir, identity: Mapping[str, Any], notes: list[str]
@@ -268,6 +279,9 @@ class _Run:
             return None
         check_commit(checkpoint.state, identity["base_commit"], path=checkpoint.path)
         notes += check_compatible(checkpoint.state, identity, path=checkpoint.path)
+        note = check_contents(checkpoint.state, self._base_files(), frozen=self.config.lora, path=checkpoint.path)
+        changed = changes_note(checkpoint.state, self.config, path=checkpoint.path)
+        notes += [n for n in (note, changed) if n]
         had = checkpoint.state.get("torch")
         if had != torch.__version__:
             notes.append(
@@ -275,6 +289,15 @@ class _Run:
                 f"the run goes on, but not bit for bit as it would have."
             )
         return checkpoint
+
+    def _base_files(self) -> dict[str, str]:
+        """Weight file of the base → digest of its data; empty for random weights."""
+        if self.contents is None:
+            return {}
+        self._progress("verifying the base", 0, 1)
+        digests = self.contents.digests()
+        self._progress("verifying the base", 1, 1)
+        return digests
 
     def _with_adjusted_epochs(self, data: PreparedData, notes: list[str]) -> RunConfig:
         """The config with the epochs that the token budget of the model makes of the data."""
@@ -322,6 +345,7 @@ class _Run:
                 "eval": dataclasses.asdict(data.report.eval) if data.report.eval else None,
             },
             "base_commit": identity["base_commit"],
+            "base_files": identity["base_files"],
             "essential": identity["essential"],
         }
         text = json.dumps(masked_values(facts), indent=1) + "\n"
@@ -396,7 +420,12 @@ class _Run:
                 "The adapter of this run needs the one below it, which is exported with it: `surogate merge` folds in "
                 "both; merge_adapter=true exports the whole model.",
             ]
-        on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        on = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        )
         return RunStart(
             model=resolved.title,
             parameters=parameters,
@@ -435,6 +464,7 @@ class _Run:
             title=config.run_name or self.output.resolve().name,
             base_model=base if resolved.weights else None,
             base_commit=resolved.commit,
+            base_files=self._base_files(),
             base_overrides=resolved.base_overrides,
             configuration=changed_keys(config),
             settings={**chosen, **{k: settings[k] for k in keys}},
@@ -549,22 +579,3 @@ def _resumed(checkpoint: Checkpoint, total: int) -> str:
         f"its result is exported again. To train on, raise max_steps or num_epochs; "
         f"to start anew, set resume_from_checkpoint=false."
     )
-
-
-@contextmanager
-def _locked(directory: Path, *, key: str) -> Iterator[None]:
-    """Hold the directory's lock; `UserError` when another run has it."""
-    lock = FileLock(directory / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(
-            f"{key} {directory}: another run is writing there. Fix: wait for it, or set another {key}."
-        ) from error
-    except OSError as error:
-        fix = f"remove what is in the way, or set another {key}"
-        raise atomic.disk_error(error, what=key, path=directory / ".lock", fix=fix) from error
-    try:
-        yield
-    finally:
-        lock.release()

@@ -34,7 +34,7 @@ from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.train.adapters import InitialAdapter, check_merging, fold
+from surogate_core.train.adapters import InitialAdapter, another_base, check_merging, fold
 from surogate_core.train.card import config_overrides
 from surogate_core.train.prequantised import Scheme
 from surogate_core.train.weights import ModelDir, locate
@@ -164,6 +164,17 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         commit=commit,
         base_overrides=config_overrides(weights.config, values) if weights else {},
     )
+
+
+def adapter_notes(config: RunConfig, resolved: ResolvedModel, files: Mapping[str, str]) -> list[str]:
+    """What to say where the adapter that the run begins with was trained on another base.
+
+    `files`: weight file of the base → digest of its data.
+    """
+    if resolved.adapter is None or config.model.path is None:
+        return []
+    other = another_base(resolved.adapter.stack[-1], config.model.path, files)
+    return [f"adapter_path: {other} Set model to that base, unless another one is meant."] if other else []
 
 
 def pinned(config: RunConfig, resolved: ResolvedModel) -> RunConfig:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a flag that the loop reads between steps; a time limit for what may hang."""
+"""SIGINT, SIGTERM and SIGHUP as a flag that the loop reads between steps; a time limit for what may hang."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class StopSignals:
-    """While entered, records the first SIGINT or SIGTERM instead of ending the process.
+    """While entered, records the first SIGINT, SIGTERM or SIGHUP (a closed terminal) instead of ending the process.
 
     The loop finishes its step, saves, and exits with `exit_code`. A second signal of the same kind
     ends the process at once, as if no handler were there. Outside the main thread, where Python
-    allows no handlers, it does nothing.
+    allows no handlers, it does nothing. A SIGHUP that is ignored already, as under nohup, stays ignored.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -29,12 +29,14 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM, 0 after none."""
+        """129 after SIGHUP, 130 after SIGINT, 143 after SIGTERM, 0 after none."""
         return 128 + self.received if self.received is not None else 0
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -78,6 +78,11 @@ class ModelDir:
         """The commit on the hub that it is; None for a directory of the user's."""
         return commit_of(self.path)
 
+    @property
+    def files(self) -> Mapping[str, TensorFile]:
+        """The weight files by name."""
+        return self._files
+
     def names(self) -> tuple[str, ...]:
         """The names of all tensors, in the order of the index or file; of a quantised weight that of the weight."""
         scheme = self.scheme
@@ -193,7 +198,10 @@ class ModelDir:
         return generation_config_in(self.path)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the configuration, every header and file size; not over the data, nor the path."""
+        """SHA-256 (hex) over the configuration, every header and file size; not over the path.
+
+        The data is not in it: `contents.contents_of` has the digests of that.
+        """
         files = {
             name: [file.path.stat().st_size, [[n, i.dtype, i.shape, i.begin] for n, i in sorted(file.infos.items())]]
             for name, file in self._files.items()

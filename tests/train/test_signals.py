@@ -14,7 +14,7 @@ import pytest
 from surogate_core.train.signals import StopSignals, TimeUp, time_limit
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_first_is_recorded_and_handlers_return(number: signal.Signals, code: int) -> None:
     before = signal.getsignal(number)
     with StopSignals() as stop:
@@ -24,6 +24,18 @@ def test_first_is_recorded_and_handlers_return(number: signal.Signals, code: int
         assert stop.received == number
         assert stop.exit_code == code
     assert signal.getsignal(number) is before
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    """As nohup leaves it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_two_kinds_keep_the_first() -> None:
