@@ -77,7 +77,7 @@ def test_a_resumed_run_says_it_once(tmp_path: Path, base: list[str], run_here: R
     (note,) = [note for note in notes if note.startswith("Changed since")]
     path = tmp_path / "checkpoint-2"
     assert note == (
-        f"Changed since {path} was saved: adamw_beta2: 0.999 → 0.95; learning_rate: 0.0002 → 0.001; max_steps: 2 → 3."
+        f"Changed since {path} was saved: adamw_beta2: 0.999 → 0.95; learning_rate: 0.003 → 0.001; max_steps: 2 → 3."
     )
     run_here(tmp_path, *base, "max_steps=3", "learning_rate=1e-3", "adamw_beta2=0.95")
     assert not any(n.startswith("Changed since") for n in records(tmp_path, "run_start")[-1]["notes"])
