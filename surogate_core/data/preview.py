@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ SHOWN_TOKENS = 600
 """Tokens of a document that are shown; the middle of a longer one is left out."""
 EXAMPLE_TOKENS = 120
 """The same, of an example in a warning."""
+RECORDED_EXAMPLES = 3
+"""Documents that the record of a run shows."""
 EXAMPLE_DOCUMENTS = 1000
 """Documents among which a warning's example is looked for."""
 
@@ -221,6 +223,20 @@ def first_and_last(document: PackedDocument, tokenizer: PreTrainedTokenizerBase)
     ids = document.input_ids.tolist()
     texts = [visible(_decoded(tokenizer, ids, i, i + 1), line="↵") for i in (positions[0], positions[-1])]
     return f"first trained '{texts[0]}' (#{positions[0]}), last trained '{texts[1]}' (#{positions[-1]})"
+
+
+def examples(rows: PackedRows, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The first packed documents for the record of a run: their place, their tokens, and the text with its marks."""
+    return [
+        {
+            "row": document.row,
+            "document": document.number,
+            "tokens": len(document.input_ids),
+            "trained_tokens": document.trained_tokens,
+            "text": plain(segments(document, tokenizer)),
+        }
+        for document in islice(packed_documents(rows), RECORDED_EXAMPLES)
+    ]
 
 
 def suspicious_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -181,6 +181,8 @@ def data(run: RunRecord) -> Rows:
     for part, title in (("train", "training"), ("eval", "held out")):
         if isinstance(counts := report.get(part), dict):
             rows += [(f"{title}: {text}", f"{counts[name]:,}") for name, text in names.items()]
+            share = counts["label_tokens"] / max(1, counts["tokens"])
+            rows.append((f"{title}: share of the tokens that are trained", f"{share:.1%}"))
     rows += [(f"{d['key']}: {d['path']}", f"{d['rows']:,} rows, {d['bad_rows']:,} bad") for d in report["datasets"]]
     return rows
 

@@ -19,7 +19,7 @@ from surogate_core import __version__
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
-from surogate_core.data.preview import suspicious_examples
+from surogate_core.data.preview import examples, suspicious_examples
 from surogate_core.data.sampler import EvalBatches, StepLoader, collate
 from surogate_core.dsl.rope import check_covers
 from surogate_core.engine.engine import Engine
@@ -205,7 +205,7 @@ class _Run:
             notes.append(_resumed(checkpoint, self.loop.total_steps))
         self._stop_if_asked()
         notes += self._take_over(checkpoints)
-        self._write_run_files(identity, data)
+        self._write_run_files(identity, data, tokenizer)
         self.setting_up = False
         self.loop.emit(self._start(resolved, data, loader, notes, rate))
         reason = self.loop.run()
@@ -326,7 +326,9 @@ class _Run:
         self.accepted, self.run_id = True, checkpoints.run
         return notes
 
-    def _write_run_files(self, identity: Mapping[str, Any], data: PreparedData) -> None:
+    def _write_run_files(
+        self, identity: Mapping[str, Any], data: PreparedData, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         config = self.config
         header = f"# The resolved configuration of this run; `surogate {config.task}` on this file repeats it.\n"
         facts = {
@@ -340,9 +342,12 @@ class _Run:
             "data_report": {
                 "rows_read": data.report.rows_read,
                 "bad_rows": data.report.bad_row_count,
+                "trained_share": data.report.trained_share,
+                "longest_document": self.longest,
                 "datasets": [dataclasses.asdict(d) for d in data.report.datasets],
                 "train": dataclasses.asdict(data.report.train),
                 "eval": dataclasses.asdict(data.report.eval) if data.report.eval else None,
+                "examples": examples(data.train, tokenizer),
             },
             "base_commit": identity["base_commit"],
             "base_files": identity["base_files"],

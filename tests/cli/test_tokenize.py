@@ -189,13 +189,40 @@ def test_of_a_hub_id_no_weights_are_needed(
 def test_an_example_when_everything_is_trained(
     tokenize: Tokenize, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "All of this is learnt."}\n' * 4)
-    assert tokenize(path=path, type_="text") == 0
+    template = tmp_path / "all.jinja"
+    template.write_text(
+        "{% generation %}{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% endgeneration %}"
+    )
+    assert tokenize(f"template='{template}'") == 0
     out = capsys.readouterr().out
-    assert "every token is trained" in out
+    assert "every token is trained, prompts included" in out
     assert "example: An example in which everything is trained" in out
     assert "⟦" in out
+
+
+def test_plain_text_is_trained_whole_without_a_warning(
+    tokenize: Tokenize, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "All of this is learnt.", "source": "web"}\n' * 4)
+    assert tokenize(path=path, type_="text") == 0
+    out = capsys.readouterr().out
+    assert "every token" not in out
+    assert "example:" not in out
+    assert f"{path}; not read: source\n" in out
+
+
+def test_long_answers_are_not_everything(
+    tokenize: Tokenize, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.jsonl"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "well " * 6000}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    assert tokenize("sequence_len=65536", path=path) == 0
+    out = capsys.readouterr().out
+    assert re.search(r" 99\.[5-9]% ", out)
+    assert "every token" not in out
 
 
 # ------------------------------------------------------------------------------------ debug

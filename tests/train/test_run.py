@@ -128,6 +128,24 @@ def test_run_json_holds_plugins_versions_and_seeds(
     assert (facts["torch"], facts["essential"]["lora"]) == (torch.__version__, False)
 
 
+def test_run_json_shows_what_is_trained(tmp_path: Path, base: list[str], run_here: RunHere) -> None:
+    run_here(tmp_path, *base, "max_steps=1")
+    report = json.loads((tmp_path / "run.json").read_text())["data_report"]
+    assert report["trained_share"] == report["train"]["label_tokens"] / report["train"]["tokens"]
+    assert 0.1 < report["trained_share"] < 0.9
+    assert [set(example) for example in report["examples"]] == [
+        {"row", "document", "tokens", "trained_tokens", "text"}
+    ] * 3
+    for example in report["examples"]:
+        assert example["tokens"] <= report["longest_document"] <= 64
+        trained = re.findall("⟦(.*?)⟧", example["text"], re.DOTALL)
+        assert trained
+        assert all(text.endswith("«<|im_end|>»") and len(text) > len("«<|im_end|>»") for text in trained)
+        assert example["text"].startswith("«<|im_start|>»")
+    share = f"| training: share of the tokens that are trained | {report['trained_share']:.1%} |"
+    assert share in (tmp_path / "report.md").read_text()
+
+
 def test_full_export_loads_in_transformers(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:
