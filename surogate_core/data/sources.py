@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from surogate_core.data.chunks import START, Chunk, Place, SourceRow, chunked
+from surogate_core.data.chunks import CHUNK_ROWS, START, Chunk, Place, SourceRow, chunked
 from surogate_core.data.csv_rows import csv_rows
 from surogate_core.data.files import Kind, decompressed, kind_of, list_directory, readable, readable_suffixes
 from surogate_core.data.json_rows import json_chunks
@@ -90,9 +90,18 @@ class Source:
 def open_source(spec: SourceSpec) -> Source:
     """The rows of an entry. Raises `UserError` when there is nothing at its path."""
     if is_url(spec.path):
+        _refuse_fields(spec, "a URL", "subset", "revision")
         return _limited(_url_source(spec), spec)
     local = Path(resolve_package_path(spec.path)).expanduser()
-    if spec.subset is not None and (local / spec.subset).is_dir():
+    if local.exists():
+        _refuse_fields(spec, "on this machine", "revision", *(["subset"] if local.is_file() else []))
+    if spec.subset is not None and local.is_dir():
+        if not (local / spec.subset).is_dir():
+            names = sorted(path.name for path in local.iterdir() if path.is_dir() and path.name[0] not in "._")
+            raise UserError(
+                f"data set {spec.path}: no subdirectory {spec.subset!r}, which `subset` names; "
+                f"the directory has {', '.join(names) or 'none'}. Fix: correct `subset`, or leave it out."
+            )
         local = local / spec.subset
     if local.is_dir():
         saved = (local / "state.json").exists() or (local / "dataset_dict.json").exists()
@@ -108,6 +117,15 @@ def open_source(spec: SourceSpec) -> Source:
             + (f"; did you mean {nearest}?" if nearest else ".")
         )
     return _limited(_hub_source(spec), spec)
+
+
+def _refuse_fields(spec: SourceSpec, what: str, *fields: str) -> None:
+    """Raise `UserError` for fields of the entry that would be ignored."""
+    given = [f"`{name}`" for name in fields if getattr(spec, name) is not None]
+    if given:
+        raise UserError(
+            f"data set {spec.path}: {' and '.join(given)} would be ignored: the data set is {what}. Fix: leave it out."
+        )
 
 
 def _limited(source: Source, spec: SourceSpec) -> Source:
@@ -199,30 +217,36 @@ def _nearest_name(path: Path) -> str | None:
 
 
 def _library_rows(path: str, kind: Kind, skip: int = 0) -> Iterator[SourceRow]:
+    options: dict[str, Any] = {}
     if not is_url(path):
         if "::" in path:
             raise UserError(f"data set {path}: a name with '::' cannot be read. Fix: rename the file.")
-        if kind.suffix == ".parquet" and _has_no_rows(path):
-            return iter(())
+        if kind.suffix == ".parquet":
+            rows = _group_rows(path)
+            if rows is not None and not any(rows):  # which the library takes for broken
+                return iter(())
+            if rows and rows[0] == 0:  # the library reads batches of the size of the first group
+                options["batch_size"] = CHUNK_ROWS
 
     def load() -> Any:
         import datasets
 
         # The library takes patterns: a file's own * would match others.
         files = [path if is_url(path) else glob.escape(path)]
-        return datasets.load_dataset(kind.reader, data_files=files, split="train", streaming=True)
+        return datasets.load_dataset(kind.reader, data_files=files, split="train", streaming=True, **options)
 
     return _numbered(path, load, skip)
 
 
-def _has_no_rows(path: str) -> bool:
-    """Whether a Parquet file is whole and empty, which the library takes for broken."""
+def _group_rows(path: str) -> list[int] | None:
+    """Rows of each row group of a Parquet file; None where it cannot be read."""
     from pyarrow import ArrowException, parquet
 
     try:
-        return bool(parquet.read_metadata(path).num_rows == 0)
+        metadata = parquet.read_metadata(path)
     except (ArrowException, OSError):
-        return False
+        return None
+    return [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
 
 
 def _numbered(name: str, load: Callable[[], Any], skip: int = 0) -> Iterator[SourceRow]:

@@ -387,3 +387,42 @@ def test_weights_without_a_sense_are_refused(value: Any) -> None:
 
 def test_samples_beyond_any_file_take_all(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
     assert read(write_rows(ROWS), samples=10**400) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("d", {"subset": "moer"}, "no subdirectory 'moer', which `subset` names; the directory has more"),
+        ("d", {"revision": "v1"}, "`revision` would be ignored: the data set is on this machine"),
+        ("d/a.jsonl", {"subset": "more", "revision": "v1"}, "`revision` and `subset` would be ignored"),
+        ("file://a.jsonl", {"subset": "more"}, "`subset` would be ignored: the data set is a URL"),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(
+    tmp_path: Path, write_rows: Callable[..., Path], path: str, fields: Any, message: str
+) -> None:
+    write_rows(ROWS, "d/a.jsonl")
+    write_rows(ROWS, "d/more/b.jsonl")
+    with pytest.raises(UserError, match="Fix: ") as raised:
+        read(path if "://" in path else tmp_path / path, **fields)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_empty_parts_of_a_table_lose_nothing(tmp_path: Path, suffix: str) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = tmp_path / f"rows{suffix}"
+    table = pa.Table.from_pylist(ROWS)
+    parts = [table.slice(0, 0), table.slice(0, 2), table.slice(2, 0), table.slice(2)]
+    if suffix == ".parquet":
+        with parquet.ParquetWriter(path, table.schema) as writer:
+            for part in parts:
+                writer.write_table(part)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            for part in parts:
+                for batch in part.to_batches() or [pa.RecordBatch.from_pylist([], schema=table.schema)]:
+                    stream.write_batch(batch)
+    assert read(path) == ROWS
