@@ -15,7 +15,21 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 _SWITCHES = {"--multirun": "--multirun", "-m": "--multirun", "--help": "--help", "-h": "--help"}
-_HYDRA_SWITCHES = {"--resolve": "--resolve", "--shell-completion": "-sc", "-sc": "-sc"}
+_HYDRA_SWITCHES = {
+    "--resolve": "--resolve",
+    "--shell-completion": "-sc",
+    "-sc": "-sc",
+    "--hydra-help": "--hydra-help",
+}
+_CONFIG_VALUES = {
+    "--config": "--config",
+    "--config-dir": "--config-dir",
+    "-cd": "--config-dir",
+    "--config-path": "--config-path",
+    "-cp": "--config-path",
+    "--config-name": "--config-name",
+    "-cn": "--config-name",
+}
 _HYDRA_VALUES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all"), "--package": (), "-p": ()}
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -41,17 +55,24 @@ def parse(argv: Sequence[str], *, command: str = "surogate") -> Arguments:
     """Sort arguments into flags, the YAML file and overrides; raises `UserError`."""
     parsed = Arguments()
     words = list(argv)
+    named: dict[str, str] = {}
     while words:
         word = words.pop(0)
         flag, equals, attached = word.partition("=")
         if not word.startswith("-"):
-            _positional(parsed, word, command)
+            _positional(parsed, word, command, argv)
         elif _SWITCHES.get(word) == "--multirun":
             parsed.multirun = True
         elif _SWITCHES.get(word) == "--help":
             parsed.help = True
-        elif flag == "--config":
-            _set_file(parsed, attached if equals else _next(words, flag))
+        elif flag in _CONFIG_VALUES:
+            value = attached if equals else _next(words, flag)
+            if _CONFIG_VALUES[flag] == "--config":
+                _set_file(parsed, value)
+            elif _CONFIG_VALUES[flag] == "--config-dir":
+                _add_directory(parsed, value)
+            else:
+                named[_CONFIG_VALUES[flag]] = value
         elif word in _HYDRA_SWITCHES:
             parsed.hydra.append(_HYDRA_SWITCHES[word])
         elif flag in _HYDRA_VALUES:
@@ -64,11 +85,12 @@ def parse(argv: Sequence[str], *, command: str = "surogate") -> Arguments:
             has_value = bool(words) and words[0] in _INFO
             parsed.hydra += ["--info", attached if equals else words.pop(0) if has_value else "all"]
         else:
-            known = ["--config", "--info", *_SWITCHES, *_HYDRA_SWITCHES, *_HYDRA_VALUES]
+            known = [*_CONFIG_VALUES, "--info", *_SWITCHES, *_HYDRA_SWITCHES, *_HYDRA_VALUES]
             near = get_close_matches(flag, known, n=1, cutoff=0.6)
             key = flag.lstrip("-").replace("-", "_")
             fix = near[0] if near else f"an override has no dashes: {key}={attached or 'VALUE'}"
             raise UserError(f"{word}: there is no such flag. Fix: {fix}")
+    _named_file(parsed, named)
     if parsed.multirun and parsed.hydra:
         raise UserError(f"--multirun and {parsed.hydra[0]} cannot be used together.")
     return parsed
@@ -100,9 +122,33 @@ def registry_for(arguments: Arguments) -> Registry:
     return load_plugins(import_policy(policy))
 
 
-def _positional(parsed: Arguments, word: str, command: str) -> None:
+def _add_directory(parsed: Arguments, directory: str) -> None:
+    """A directory of the user's option files, as the override that Hydra has for it."""
+    from surogate_core.config.grammar import encode
+
+    parsed.overrides.append(f"hydra.searchpath={encode([directory])}")
+
+
+def _named_file(parsed: Arguments, named: dict[str, str]) -> None:
+    """`--config-path DIR --config-name NAME`: the file DIR/NAME.yaml, and DIR's own options where it has some."""
+    directory, name = named.get("--config-path"), named.get("--config-name")
+    if name is not None:
+        file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+        _set_file(parsed, str(Path(directory or ".") / file))
+    elif directory is not None:
+        raise UserError("--config-path: names the directory of --config-name. Fix: add --config-name NAME")
+    if directory is not None and any(Path(directory).glob("*/*.yaml")):
+        _add_directory(parsed, directory)
+
+
+def _positional(parsed: Arguments, word: str, command: str, argv: Sequence[str]) -> None:
+    from surogate_core.cli.main import COMMANDS
+
     if "=" in word or word.startswith(("~", "+")):
         parsed.overrides.append(word)
+    elif command == "surogate" and word in COMMANDS:
+        rest = [w for w in argv if w != word]
+        raise UserError(f"{word}: the command comes first. Fix: {' '.join(['surogate', word, *rest])}")
     elif command == "surogate":
         raise UserError(f"{word}: an override has the form KEY=VALUE. Fix: surogate sft {word} to read a file")
     else:

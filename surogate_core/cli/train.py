@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from surogate_core.masking import masked_yaml
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
+    from surogate_core.config.settings import Settings
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
@@ -24,6 +26,7 @@ usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
 
   FILE.yaml            flat keys; the command line wins over it
   KEY=VALUE            an override; GROUP=OPTION chooses (recipe=bf16), GROUP.KEY=VALUE sets an option's own key
+  --config-dir DIR     a directory of option files of your own: DIR/recipe/mine.yaml is recipe=mine
   -m, --multirun       one run for each value of a sweep (learning_rate=1e-3,1e-4)
   --cfg job            show the composed config and stop
   --info [WHAT]        show how it was composed and stop
@@ -61,7 +64,9 @@ def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[
     if model is None:
         return
     settings = gather(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
-    if "dataset" in settings.choices or any(value.key.startswith("datasets") for value in settings.values):
+    named = any(value.key.startswith("datasets") for value in settings.values)
+    # An option of the user's own may name the data too.
+    if "dataset" in settings.choices or named or settings.where("datasets"):
         return
     message = f"no data set is named, and the default is a toy example that {model} should not learn."
     fix = "'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded where the example is meant"
@@ -111,8 +116,10 @@ def _complete(arguments: Arguments) -> int:
     words = rest.split()
     open_word = words.pop() if words and not rest.endswith(" ") else ""
     querying = any(o.startswith("query=") for o in arguments.overrides)
-    if querying and not words:
-        print(" ".join(c for c in COMMANDS if c.startswith(open_word)))
+    if querying:
+        print(" ".join(_own_completions(words, open_word, COMMANDS, registry)))
+        if words[:1] == ["plugins"]:
+            return 0
     if words and words[0] in COMMANDS:
         words = words[1:]
     kept = [_bare(w, registry) for w in words if "=" in w and not w.startswith("-")]
@@ -122,15 +129,33 @@ def _complete(arguments: Arguments) -> int:
         return _hydra_exit(lambda: run_hydra(["-sc", *arguments.overrides], [], registry, lambda config: None))
 
 
+def _own_completions(words: list[str], open_word: str, commands: Sequence[str], registry: Registry) -> list[str]:
+    """What Hydra cannot complete: commands, those of `plugins` with their names, and lists of options."""
+    from surogate_core.config.settings import LIST_GROUPS
+
+    names: list[str] = []
+    if not words:
+        names = list(commands)
+    elif words == ["plugins"]:
+        names = ["list", "show", "lock", "verify", "new", "check"]
+    elif words[0] == "plugins" and words[1] in ("show", "check"):
+        names = sorted(registry.plugins)
+    group, equals, value = open_word.partition("=")
+    if equals and group.lstrip("+") in LIST_GROUPS and value.startswith("["):
+        begun, bracket_or_comma, _ = open_word.rpartition("," if "," in value else "[")
+        names += [f"{begun}{bracket_or_comma}{o}" for o in sorted(registry.options.get(group.lstrip("+"), {}))]
+    return [name for name in names if name.startswith(open_word)]
+
+
 def _bare(word: str, registry: Registry) -> str:
     key = word.partition("=")[0].lstrip("+")
     return word.lstrip("+") if key in registry.options else word
 
 
 def _multirun(arguments: Arguments, task: str | None) -> int:
-    from surogate_core.config.compose import plain_values, run_hydra
+    from surogate_core.config.compose import run_hydra
     from surogate_core.config.places import check_model_is_there
-    from surogate_core.config.resolve import check_values, gather, load_many
+    from surogate_core.config.resolve import gather, load_many
 
     registry = registry_for(arguments)
     file = arguments.config_file
@@ -139,31 +164,81 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
         check_model_is_there(config)
     _require_own_data(arguments, task, [config for _, config in every], registry)
     settings = gather(arguments.overrides, task=task, config_file=file, registry=registry)
-    swept = {v.key for v in settings.values if v.sweep}
-    codes: list[int] = []
-
-    def job(config: Any) -> int:
-        number = len(codes)
-        checked = check_values(plain_values(config), registry, settings.where)
-        paths: dict[str, Any] = {}
-        for key in ("output_dir", "checkpoint_dir"):
-            value = getattr(checked, key)
-            if value is not None and key not in swept:
-                paths[key] = str(Path(value) / str(number))
-        codes.append(_guarded(dataclasses.replace(checked, **paths), registry))
-        if codes[-1] in _STOPPED:
-            raise KeyboardInterrupt
-        return codes[-1]
-
-    subdirectory = "." if "output_dir" in swept else "${hydra.job.num}"
-    places = ["hydra.sweep.dir=${output_dir}", f"hydra.sweep.subdir={subdirectory}"]
+    sweep = _Sweep(settings, registry)
     try:
-        code = _hydra_exit(lambda: run_hydra(["--multirun"], [*places, *settings.overrides()], registry, job))
+        code = _hydra_exit(lambda: run_hydra(["--multirun"], sweep.overrides(), registry, sweep.job))
     except KeyboardInterrupt:
-        if codes and codes[-1] in _STOPPED:
-            return codes[-1]
+        if sweep.codes and sweep.codes[-1] in _STOPPED:
+            return sweep.codes[-1]
         raise
-    return next((c for c in codes if c), code)
+    sweep.summary()
+    return next((c for c in sweep.codes if c), code)
+
+
+class _Sweep:
+    """The runs of a sweep, one after the other."""
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.codes: list[int] = []
+        self.directories: list[str] = []
+        self.swept = {v.key for v in settings.values if v.sweep}
+        self.groups = {group for group, choice in settings.choices.items() if choice.sweep}
+
+    def overrides(self) -> list[str]:
+        """Hydra's overrides: what the user set wins over where the runs would be."""
+        from surogate_core.config.grammar import encode
+
+        lines = self.settings.overrides()
+        named = [line.lstrip("+~").partition("=")[0] for line in lines]
+        # The name of a run's directory tells what is swept over, not what all the runs share.
+        shared = sorted({key for key in named if key not in self.swept | self.groups})
+        subdirectory = "." if "output_dir" in self.swept else "${hydra.job.num}"
+        return [
+            "hydra.sweep.dir=${output_dir}",
+            f"hydra.sweep.subdir={subdirectory}",
+            f"hydra.job.config.override_dirname.exclude_keys={encode(shared)}",
+            *lines,
+        ]
+
+    def job(self, config: Any) -> int:
+        """One run."""
+        from hydra.core.hydra_config import HydraConfig
+
+        from surogate_core.config.compose import plain_values
+        from surogate_core.config.resolve import check_values
+
+        checked = check_values(plain_values(config), self.registry, self.settings.where)
+        hydra = HydraConfig.get()
+        if not self.codes:
+            # It repeats every override, as a run's config.yaml does.
+            (Path(hydra.sweep.dir) / "multirun.yaml").chmod(0o600)
+        paths: dict[str, Any] = {}
+        if "output_dir" not in self.swept:
+            paths["output_dir"] = str(Path(hydra.sweep.dir) / hydra.sweep.subdir)
+        if checked.checkpoint_dir is not None and "checkpoint_dir" not in self.swept:
+            paths["checkpoint_dir"] = str(Path(checked.checkpoint_dir) / hydra.sweep.subdir)
+        one = dataclasses.replace(checked, **paths)
+        what = ", ".join(line for line in hydra.overrides.task if self._is_swept(line))
+        named = f"run {len(self.codes)}" + (f": {what}" if what else "")
+        print(f"{named} → {one.output_dir}", file=sys.stderr, flush=True)
+        self.directories.append(one.output_dir)
+        self.codes.append(_guarded(one, self.registry))
+        if self.codes[-1] in _STOPPED:
+            raise KeyboardInterrupt
+        return self.codes[-1]
+
+    def summary(self) -> None:
+        """What became of the runs, and how to compare them."""
+        failed = [str(number) for number, code in enumerate(self.codes) if code]
+        done = f"{len(self.codes) - len(failed)} of {len(self.codes)} runs are done"
+        print(done + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)
+        if len(set(self.directories)) > 1:
+            print(f"Compare them: surogate report {' '.join(map(shlex.quote, self.directories))}", file=sys.stderr)
+
+    def _is_swept(self, line: str) -> bool:
+        return line.lstrip("+~").partition("=")[0] in self.swept | self.groups
 
 
 def _guarded(config: RunConfig, registry: Registry) -> int:

@@ -107,7 +107,8 @@ def resolved_values(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 def problem_of(error: HydraException | OmegaConfBaseException) -> Problem:
     """Hydra's or OmegaConf's error as one problem."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error).partition("Config search path:")[0].partition("Available options in")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     cause = error.__cause__
     if cause is not None and isinstance(cause, OmegaConfBaseException):
         lines += [line.strip() for line in str(cause).splitlines()[:1]]
@@ -127,7 +128,9 @@ def run_hydra(
 ) -> None:
     """`hydra.main` with these arguments. May raise `SystemExit`, as Hydra does."""
     argv = sys.argv
-    sys.argv = ["surogate", *flags, "hydra.output_subdir=null", "hydra/job_logging=none", *overrides]
+    # Logging is the run's; Hydra's own would print every record of ours in its form.
+    quiet = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    sys.argv = ["surogate", *flags, *quiet, *overrides]
 
     def surogate(config: DictConfig) -> Any:
         return task(config)

@@ -72,10 +72,13 @@ def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, r
     from surogate_core.config.yamlfile import read_yaml
 
     settings = Settings(registry)
+    # The file may choose what a directory offers that the command line names.
+    directories = [argument for argument in args if argument.startswith("hydra.searchpath=")]
+    settings.add_arguments(directories)
     if config_file is not None:
         settings.add_file(read_yaml(config_file))
     before = settings.choices.get("task")
-    settings.add_arguments(args)
+    settings.add_arguments([argument for argument in args if argument not in directories])
     if task is not None:
         chosen = settings.choices.get("task")
         if chosen is not None and chosen.options != [task] and not chosen.sweep:

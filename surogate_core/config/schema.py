@@ -13,6 +13,9 @@ from annotated_types import Interval, MinLen
 
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Beta = Annotated[float, Interval(ge=0, lt=1)]
+INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+"""Hydra's keys for calling Python objects; a config of ours never has them."""
+
 Steps = Annotated[int, Interval(ge=0, le=10**9)]
 """Optimizer steps, or what is counted like them."""
 Name = Annotated[str, MinLen(1)]

@@ -7,23 +7,21 @@ line comes after the file and wins. Mistakes are collected, not raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 
-from surogate_core.config import planned
+from surogate_core.config.defaults_list import choose_defaults
 from surogate_core.config.grammar import KEY, LimitError, NotWritableError, encode, parse_override
-from surogate_core.config.paths import CONFIG_NAME, conf_dir, expanded
-from surogate_core.config.schema import RunConfig
+from surogate_core.config.names import KEYS, default_groups, unknown_key, unknown_name
+from surogate_core.config.own_options import add_directories, own_file
+from surogate_core.config.paths import expanded
+from surogate_core.config.schema import INSTANTIATE_KEYS
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
-from surogate_core.plugins.catalogue import catalogue
 from surogate_core.plugins.registry import ConfigOption, Registry
 
 COMMAND_LINE = "command line"
@@ -31,57 +29,21 @@ LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
 HUB_OPTION = "hf"
 """The option of `model` that reads a directory or hub id."""
-KEYS = frozenset(f.name for f in fields(RunConfig))
 DATA_KEYS = ("datasets", "validation_datasets")
-INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
-"""Hydra's keys for calling Python objects; a config of ours never has them."""
-
-HYDRA_KEYS = ("hydra.sweep", "hydra.job", "hydra.verbose", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
-"""Beginnings of Hydra's own keys that may be set: those of sweeps and of logging."""
-
-PEERS_NAMES = {
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "steps": "max_steps",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "max_seq_length": "sequence_len",
-    "cutoff_len": "sequence_len",
-    "val_set_size": "validation_split_ratio",
-    "val_size": "validation_split_ratio",
-    "chat_template": "template",
-    "base_model": "model",
-    "model_name_or_path": "model",
-    "lora_r": "lora_rank",
-    "gradient_checkpointing": "recompute",
-    "packing": "sample_packing",
-    "seed": "train_seed",
-}
-"""What other trainers call a key → what it is called here."""
-
-PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "adapter": {"lora": "lora: true", "qlora": "lora: true and qlora_bnb: true", "": "lora: true, or lora: false"},
-    "finetuning_type": {"lora": "lora: true", "": "lora: false"},
-    "stage": {"sft": "surogate sft, or task: sft", "pt": "surogate pt, or task: pt"},
-    "bf16": {"true": "recipe: bf16", "": "torch_dtype: float32"},
-    "fp16": {"true": "recipe: bf16; fp16 is not available", "": "remove it"},
-    "tf32": {"": "remove it"},
-    "load_in_4bit": {"true": "qlora_bnb: true", "": "qlora_bnb: false"},
-    "load_in_8bit": {"true": "qlora_fp8: true", "": "qlora_fp8: false"},
-}
-"""Key of other trainers → its value (``""``: any other) → what sets the same here, where that is no single key."""
+HYDRA_KEYS = (
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job",
+    "hydra.verbose",
+    "hydra.launcher",
+    "hydra/launcher",
+    "hydra.sweeper",
+    "hydra/sweeper",
+    "hydra.searchpath",
+)
+"""Hydra's own keys that may be set, with those below them: of sweeps, of logging, of own directories."""
 
 _QUOTE_HINT = "write KEY=VALUE, and put text with brackets, commas or quotes in quotes: 'key=\"a, b\"'"
-
-
-@cache
-def default_groups() -> Mapping[str, Any]:
-    """Group → option(s) of the defaults list in the primary config."""
-    text = (conf_dir() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text)["defaults"]
-    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 @dataclass(slots=True)
@@ -131,13 +93,20 @@ class Settings:
     # ------------------------------------------------------------------------- sources
 
     def add_file(self, file: YamlFile) -> None:
-        """Take a flat YAML file's keys."""
+        """Take a flat YAML file's keys; its `defaults` choose first, and its own keys win over them."""
         self.problems.extend(file.problems)
         for key in file.lines:
             self.places[key] = file.where(key)
         for key, value in file.values.items():
+            if key == "hydra" and not _names_objects(value):
+                self._add_hydra(key, value, file)
+        for key, value in file.values.items():
             where = file.where(key)
-            if key in INSTANTIATE_KEYS or _names_objects(value):
+            if key == "defaults":
+                choose_defaults(self, value, file)
+            elif key == "hydra" and not _names_objects(value):
+                continue
+            elif key in INSTANTIATE_KEYS or _names_objects(value):
                 self._refuse_objects(key, where)
             elif key in self.groups:
                 self.choose_value(key, value, where)
@@ -161,18 +130,32 @@ class Settings:
         for override in parsed:
             self._add_override(override, on_command_line)
 
+    def _add_hydra(self, key: str, value: Any, file: YamlFile) -> None:
+        """Hydra's own keys in a file, as the overrides that they are."""
+        if isinstance(value, Mapping) and value and key not in HYDRA_KEYS:
+            for name, item in value.items():
+                self._add_hydra(f"{key}.{name}", item, file)
+        else:
+            self._add_hydra_override(parse_override(f"{key}={encode(value)}"), file.where(key))
+
+    def _add_hydra_override(self, override: Override, where: str) -> None:
+        key = override.key_or_group
+        if _names_objects(override.value()) or any(part in INSTANTIATE_KEYS for part in re.split(r"[./]", key)):
+            self._refuse_objects(key, where)
+        elif key == "hydra.searchpath":
+            self.problems.extend(add_directories(override.value(), self.registry, where))
+        elif not any(key == known or key.startswith((f"{known}.", f"{known}/")) for known in HYDRA_KEYS):
+            message = f"is Hydra's own; of those only {', '.join(HYDRA_KEYS)} may be set."
+            self.problems.append(Problem(key=key, message=message, where=where))
+        else:
+            assert override.input_line is not None
+            self.hydra.append(override.input_line)
+
     def _add_override(self, override: Override, chosen: set[str]) -> None:
         key = override.key_or_group
         root = key.partition(".")[0]
         if override.is_hydra_override():
-            if _names_objects(override.value()) or any(part in INSTANTIATE_KEYS for part in re.split(r"[./]", key)):
-                self._refuse_objects(key, COMMAND_LINE)
-            elif not key.startswith(HYDRA_KEYS):
-                message = f"of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set."
-                self.problems.append(Problem(key=key, message=message, where=COMMAND_LINE))
-            else:
-                assert override.input_line is not None
-                self.hydra.append(override.input_line)
+            self._add_hydra_override(override, COMMAND_LINE)
             return
         if override.package is not None:
             message = "`group@package` is not supported; every option has its place."
@@ -209,17 +192,31 @@ class Settings:
     def _choose_sweep(self, override: Override) -> None:
         group, text = override.key_or_group, _right_hand_side(override)
         names: list[Any] = []
-        if override.is_choice_sweep() and "glob(" not in text:
+        pattern: object = override.value()
+        if isinstance(pattern, Glob):
+            names = list(pattern.filter(sorted(self._options(group))))
+            text = ",".join(names)
+            if not names:
+                known = ", ".join(sorted(self._options(group)))
+                message = f"matches no option of {group}; known: {known}."
+                shown = f"{group}={_right_hand_side(override)}"
+                self.problems.append(Problem(key=shown, message=message, where=COMMAND_LINE))
+        elif override.is_choice_sweep():
             names = [Override._convert_value(v) for v in override.sweep_iterator()]
         flat = [str(n) for item in names for n in (item if isinstance(item, list) else [item])]
         if group == "model" and flat and all(self._is_model_path(n) for n in flat):
             self.choices["model"] = Choice([HUB_OPTION], COMMAND_LINE)
             self.values.append(Value("model.path", text, COMMAND_LINE, sweep=True))
             return
-        for name in flat:
-            if name not in self._options(group):
-                self._no_option(group, name, COMMAND_LINE)
-        self.choices[group] = Choice(flat, COMMAND_LINE, sweep=text)
+        wrong = [name for name in dict.fromkeys(flat) if name not in self._options(group)]
+        for name in wrong:
+            self._no_option(group, name, COMMAND_LINE)
+        # What cannot be swept over is reported above; the rest is checked with one of the options.
+        valid = [name for name in flat if name not in wrong]
+        sweep = "" if wrong or (names and len(names) == 1) else text
+        self.choices[group] = Choice(valid[:1] if not sweep else valid, COMMAND_LINE, sweep=sweep)
+        if not valid:
+            self.choices.pop(group)
 
     def _value_override(self, override: Override) -> None:
         key = override.key_or_group
@@ -230,6 +227,11 @@ class Settings:
             return
         self.values = [v for v in self.values if v.key != key or v.text.startswith("{")]
         text = _right_hand_side(override)
+        if override.is_sweep_override() and isinstance(override.value(), Glob):
+            message = "glob() is for groups of options; a key has values."
+            problem = Problem(key=key, message=message, where=COMMAND_LINE, fix=f"{key}=VALUE,VALUE")
+            self.problems.append(problem)
+            return
         if not override.is_sweep_override() and self._wrong_shape(key, override.value(), COMMAND_LINE):
             return
         self.values.append(Value(key, text, COMMAND_LINE, sweep=override.is_sweep_override()))
@@ -430,6 +432,8 @@ class Settings:
             if path in self.places:
                 return self.places[path]
             path = path.rpartition(".")[0]
+        if (own := self._in_own_file(key)) is not None:
+            return own
         root, _, rest = key.partition(".")
         options = self.registry.options.get(root, {})
         chosen = self.choices[root].options if root in self.choices else default_groups().get(root)
@@ -437,6 +441,16 @@ class Settings:
         if root in LIST_GROUPS:
             names = [n for n in names if n == rest.partition(".")[0]]
         return str(options[names[0]].file) if len(names) == 1 and names[0] in options else ""
+
+    def _in_own_file(self, key: str) -> str | None:
+        """The line of a key in the chosen option files of the user's own directories."""
+        for group, choice in self.choices.items():
+            for option in (self._options(group).get(name) for name in choice.options):
+                file = own_file(option) if option is not None else None
+                path = key.removeprefix(f"{group}.")
+                if file is not None and (path in file.lines or key.partition(".")[0] in file.lines):
+                    return file.where(path)
+        return None
 
     # --------------------------------------------------------------------------- details
 
@@ -465,54 +479,6 @@ class Settings:
     def _refuse_objects(self, key: str, where: str) -> None:
         message = "a config cannot name Python objects to call (`_target_` and its like)."
         self.problems.append(Problem(key=key, message=message, where=where, fix="choose what a plugin registered"))
-
-
-def unknown_key(
-    key: str, where: str, registry: Registry, known: Iterable[str] | None = None, value: Any = None
-) -> Problem:
-    """The problem of a key that does not exist: planned, of a missing plugin, or misspelt."""
-    root = key.partition(".")[0]
-    if known is None and key in PEERS_SETTINGS:
-        meant = PEERS_SETTINGS[key]
-        fix = meant.get(str(value).lower(), meant.get("", ""))
-        return Problem(key=key, message="there is no such key.", where=where, fix=fix)
-    distribution = catalogue().keys.get(root)
-    if distribution is not None and distribution not in {p.distribution for p in registry.plugins.values()}:
-        message = f"its plugin {distribution} is not installed."
-        return Problem(key=key, message=message, where=where, fix=f"pip install {distribution}")
-    if known is None and root in planned.KEYS:
-        return Problem(key=key, message=planned.MESSAGE, where=where)
-    names = sorted(known) if known is not None else sorted(KEYS | set(default_groups()) | set(registry.options))
-    last = key.rpartition(".")[2] if known is not None else root
-    near = [PEERS_NAMES[last]] if known is None and last in PEERS_NAMES else []
-    near = near or get_close_matches(last, names, n=1, cutoff=0.7)
-    message = "there is no such key."
-    if not near and known is not None:
-        message = f"there is no such key; known here: {', '.join(names) or 'none'}."
-    prefix = key[: len(key) - len(last)] if known is not None else ""
-    return Problem(key=key, message=message, where=where, fix=f"{prefix}{near[0]}" if near else "")
-
-
-def unknown_name(group: str, name: str, where: str, registry: Registry, known: Iterable[str], key: str = "") -> Problem:
-    """The problem of an option or bundle that does not exist; a broken owner's traceback goes to the log.
-
-    `key` is what the problem is said to be of; without it ``group=name``.
-    """
-    key = key or f"{group}={name}"
-    missing = registry.explain_missing(group, name, known)
-    if missing.broken is not None:
-        from surogate_core.logs import record_traceback
-
-        path = record_traceback(f"{missing.broken}", missing.broken.error)
-        return Problem(
-            key=key,
-            message=missing.message,
-            where=where,
-            fix=f"repair or update {missing.broken.plugin.distribution}; traceback: {path}",
-        )
-    if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
-        return Problem(key=key, message=planned.MESSAGE, where=where)
-    return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
 
 
 def _schema_default(key: str) -> Any:

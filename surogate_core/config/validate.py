@@ -10,8 +10,8 @@ from typing import Any
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
-from surogate_core.config.schema import ModelSelection, RunConfig, Selection
-from surogate_core.config.settings import INSTANTIATE_KEYS, LIST_GROUPS, unknown_key, unknown_name
+from surogate_core.config.schema import INSTANTIATE_KEYS, ModelSelection, RunConfig, Selection
+from surogate_core.config.settings import LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.typed import Builder, field_types
 from surogate_core.errors import PluginError, Problem
 from surogate_core.plugins.registry import Registry
@@ -31,7 +31,11 @@ def validate(
     built: dict[str, Any] = {}
     hints = field_types(RunConfig)
     for key, value in values.items():
-        if key not in hints:
+        if key not in hints and key in registry.options:
+            message = f"an option of {key} has a key of its own; what it sets belongs to the keys of a run."
+            fix = "begin the option's file with `# @package _global_`"
+            check.problems.append(Problem(key=key, message=message, where=where(key), fix=fix))
+        elif key not in hints:
             check.problems.append(unknown_key(key, where(key), registry))
         elif key == "model":
             built[key] = check.model(value)

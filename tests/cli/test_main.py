@@ -106,6 +106,9 @@ def test_help_of_argparse(args: list[str], capsys: pytest.CaptureFixture[str]) -
         (["sft", "absent.yaml"], "absent.yaml: there is no such file"),
         (["sft", "a.yaml", "b.yaml"], "one config file only"),
         (["sft", "--multirn"], "Fix: --multirun"),
+        (["--multirun", "sft", "y.yaml", "lr=1"], "Fix: surogate sft --multirun y.yaml lr=1"),
+        (["sft", "--config-path", "conf"], "Fix: add --config-name NAME"),
+        (["sft", "--config-dir", "absent-directory"], "there is no directory"),
         (["sft", "--learning-rate=3"], "Fix: an override has no dashes: learning_rate=3"),
         (["sft", "--config"], "a value must follow"),
         (["--cfg", "jobs"], "must be one of job"),
@@ -387,6 +390,10 @@ def test_completion_script(shell: str, capsys: pytest.CaptureFixture[str]) -> No
         ("surogate sft run.yaml learning_", ["learning_rate="]),
         ("surogate pl", ["plan", "plugins"]),
         ("surogate +optimizer=", ["+optimizer=adamw"]),
+        ("surogate plugins sh", ["show"]),
+        ("surogate plugins show recipe-b", ["recipe-bf16"]),
+        ("surogate sft monitor=[con", ["monitor=[console"]),
+        ("surogate sft monitor=[console,js", ["monitor=[console,jsonl"]),
     ],
 )
 def test_tab_completion(

@@ -1,0 +1,109 @@
+"""Keys and options that do not exist: what other trainers call them, and the nearest name here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+import yaml
+
+from surogate_core.config import planned
+from surogate_core.config.paths import CONFIG_NAME, conf_dir
+from surogate_core.config.schema import RunConfig
+from surogate_core.errors import Problem
+from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.registry import Registry
+
+KEYS = frozenset(f.name for f in fields(RunConfig))
+PEERS_NAMES = {
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "max_seq_length": "sequence_len",
+    "cutoff_len": "sequence_len",
+    "val_set_size": "validation_split_ratio",
+    "val_size": "validation_split_ratio",
+    "chat_template": "template",
+    "base_model": "model",
+    "model_name_or_path": "model",
+    "lora_r": "lora_rank",
+    "gradient_checkpointing": "recompute",
+    "packing": "sample_packing",
+    "seed": "train_seed",
+}
+"""What other trainers call a key → what it is called here."""
+
+PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "adapter": {"lora": "lora: true", "qlora": "lora: true and qlora_bnb: true", "": "lora: true, or lora: false"},
+    "finetuning_type": {"lora": "lora: true", "": "lora: false"},
+    "stage": {"sft": "surogate sft, or task: sft", "pt": "surogate pt, or task: pt"},
+    "bf16": {"true": "recipe: bf16", "": "torch_dtype: float32"},
+    "fp16": {"true": "recipe: bf16; fp16 is not available", "": "remove it"},
+    "tf32": {"": "remove it"},
+    "load_in_4bit": {"true": "qlora_bnb: true", "": "qlora_bnb: false"},
+    "load_in_8bit": {"true": "qlora_fp8: true", "": "qlora_fp8: false"},
+}
+"""Key of other trainers → its value (``""``: any other) → what sets the same here, where that is no single key."""
+
+
+@cache
+def default_groups() -> Mapping[str, Any]:
+    """Group → option(s) of the defaults list in the primary config."""
+    text = (conf_dir() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def unknown_key(
+    key: str, where: str, registry: Registry, known: Iterable[str] | None = None, value: Any = None
+) -> Problem:
+    """The problem of a key that does not exist: planned, of a missing plugin, or misspelt."""
+    root = key.partition(".")[0]
+    if known is None and key in PEERS_SETTINGS:
+        meant = PEERS_SETTINGS[key]
+        fix = meant.get(str(value).lower(), meant.get("", ""))
+        return Problem(key=key, message="there is no such key.", where=where, fix=fix)
+    distribution = catalogue().keys.get(root)
+    if distribution is not None and distribution not in {p.distribution for p in registry.plugins.values()}:
+        message = f"its plugin {distribution} is not installed."
+        return Problem(key=key, message=message, where=where, fix=f"pip install {distribution}")
+    if known is None and root in planned.KEYS:
+        return Problem(key=key, message=planned.MESSAGE, where=where)
+    names = sorted(known) if known is not None else sorted(KEYS | set(default_groups()) | set(registry.options))
+    last = key.rpartition(".")[2] if known is not None else root
+    near = [PEERS_NAMES[last]] if known is None and last in PEERS_NAMES else []
+    near = near or get_close_matches(last, names, n=1, cutoff=0.7)
+    message = "there is no such key."
+    if not near and known is not None:
+        message = f"there is no such key; known here: {', '.join(names) or 'none'}."
+    prefix = key[: len(key) - len(last)] if known is not None else ""
+    return Problem(key=key, message=message, where=where, fix=f"{prefix}{near[0]}" if near else "")
+
+
+def unknown_name(group: str, name: str, where: str, registry: Registry, known: Iterable[str], key: str = "") -> Problem:
+    """The problem of an option or bundle that does not exist; a broken owner's traceback goes to the log.
+
+    `key` is what the problem is said to be of; without it ``group=name``.
+    """
+    key = key or f"{group}={name}"
+    missing = registry.explain_missing(group, name, known)
+    if missing.broken is not None:
+        from surogate_core.logs import record_traceback
+
+        path = record_traceback(f"{missing.broken}", missing.broken.error)
+        return Problem(
+            key=key,
+            message=missing.message,
+            where=where,
+            fix=f"repair or update {missing.broken.plugin.distribution}; traceback: {path}",
+        )
+    if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
+        return Problem(key=key, message=planned.MESSAGE, where=where)
+    return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
