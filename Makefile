@@ -60,6 +60,7 @@ native: $(STAMP) ## Compile the CUDA kernels ahead of time with nvcc; without it
 
 docs: $(STAMP) ## Write docs/config.md from the schema
 	$(BIN)/python scripts/make_config_docs.py
+	$(BIN)/python scripts/make_hook_tables.py
 
 clean: ## Remove .venv and what the tools left
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

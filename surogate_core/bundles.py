@@ -42,6 +42,7 @@ class ModelFamily:
     """A model architecture: the DSL model built from a Hugging Face ``config.json``."""
 
     name: str
+    """The value of `model.name`."""
     hf_model_types: tuple[str, ...]
     """Values of ``model_type`` in ``config.json`` that this family reads."""
     build: Callable[[Mapping[str, Any]], Model]
@@ -55,6 +56,7 @@ class Objective:
     """A task's loss, per token; the engine chunks it over tokens and averages over label tokens."""
 
     name: str
+    """The value of the key `objective`."""
     token_loss: Callable[[Tensor, Tensor], Tensor]
     """(logits_NV in compute dtype, labels_N int64) → loss_N fp32; 0 where the label is -100.
     Traced: plain torch ops only, differentiable in the logits."""
@@ -65,6 +67,7 @@ class FormatChoice:
     """The type that the sampled rows of a data set show."""
 
     type: str
+    """The `type` of the format that reads them."""
     fields: Mapping[str, Any]
     """Fields of that type, as an entry of `datasets` would have them."""
     reason: str
@@ -76,6 +79,7 @@ class DatasetFormat:
     """One `type` of data set: how a row becomes tokens and labels, or which other type does that."""
 
     name: str
+    """The `type` of an entry of `datasets`."""
     options: type
     """Dataclass of the fields a `datasets` entry of this type may have besides the common ones."""
     encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded] | None = None
@@ -157,6 +161,7 @@ class Recipe:
     """A precision recipe: how linear slots multiply."""
 
     name: str
+    """The value of `recipe`."""
     linear: Callable[[Tensor, Tensor, TracedSlot, Any], Tensor]
     """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
     plain: bool = False
@@ -166,6 +171,7 @@ class Recipe:
     dtypes: Mapping[Literal["matmul_dtype", "gradient_dtype"], str] | None = field(default_factory=dict)
     """What it forces these keys to, and the run says where they are set to something else; None if it follows them."""
     options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot run the recipe natively, or None."""
     prepare: Callable[[Any, RecipeSettings, torch.device], Any] = lambda options, settings, device: options
@@ -200,6 +206,7 @@ class WeightFormat:
     """A form that frozen weights rest in; each is made wide again before it is multiplied with, whatever the recipe."""
 
     name: str
+    """The value of `qlora_format`; `nf4`, `fp8` and `nvfp4` have keys of their own."""
     nbytes: Callable[[int, int, WeightSettings], int]
     """(outputs, inputs, keys) → bytes of such a weight."""
     pack: Callable[[Tensor, WeightSettings], Tensor]
@@ -227,10 +234,15 @@ class ParamGroup:
     """
 
     name: str
+    """Unique among the groups of the run; state is named after it."""
     master: Tensor
+    """[P] fp32 or bf16: the weights that are trained."""
     grad: Tensor
+    """[P] fp32: their gradients, summed over the step and not clipped yet."""
     shapes: Mapping[str, tuple[int, tuple[int, ...]]]
+    """Parameter's name → (offset in elements, shape)."""
     weight_decay: float
+    """Decay of every parameter of the group."""
     hidden: frozenset[str] = frozenset()
     """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter."""
     seed: Tensor | None = None
@@ -258,9 +270,11 @@ class OptimizerSpec:
     """An optimizer."""
 
     name: str
+    """The value of `optimizer`."""
     build: Callable[[Sequence[ParamGroup], OptimizerSettings, Any], Optimizer]
     """(groups, the run's optimizer keys, options) → the optimizer with zeroed state."""
     options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
     state_bytes_per_parameter: float = 8.0
     """For `surogate plan`'s prediction."""
     master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
@@ -323,7 +337,9 @@ class Offloader:
     """A place for some kinds of tensor."""
 
     name: str
+    """The value of `offload`."""
     kinds: frozenset[TensorKind]
+    """The kinds of tensor that it places."""
     place: Literal["device", "host", "disk", "sharded"]
     """For the plan's table."""
     store: Callable[[TensorKind, torch.device, Any], Store]
@@ -337,6 +353,7 @@ class Offloader:
     """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. Where
     they cannot, both tensors of `allocate` are the CPU's, and it takes the optimizer step."""
     options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
     prepare: Callable[[Any, str], Any] = lambda options, directory: options
     """(options, directory for scratch files) → what `store` and `allocate` receive as options."""
 
@@ -362,6 +379,7 @@ class Kernel:
     function: Callable[..., Any]
     """Same signature and meaning as the op's reference; differentiable under tracing."""
     supports: Callable[[torch.device, torch.dtype], bool]
+    """(device, dtype of the first argument) → whether it can run there."""
     takes: Callable[..., bool] = lambda *args, **kwargs: True
     """Whether it takes these arguments, asked with the op's own while a block is traced: shapes, never values."""
     priority: int = 0
@@ -375,6 +393,7 @@ class KernelPack:
     """A set of kernels for some hardware."""
 
     name: str
+    """Shown by `surogate doctor`."""
     kernels: Callable[[], Iterable[Kernel]]
     """Called once, on first use; may compile."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
@@ -392,9 +411,11 @@ class Launcher:
     """How the run's processes start."""
 
     name: str
+    """The value of `launcher`."""
     launch: Callable[[Callable[[], int], Any], int]
     """(the run's main, options) → exit code."""
     options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
 
 
 class Monitor(Protocol):
@@ -418,9 +439,11 @@ class MonitorSpec:
     """A monitor."""
 
     name: str
+    """A name in `monitor=[…]`."""
     build: Callable[[Any, RunInfo], Monitor]
     """(options, the run's facts) → the monitor."""
     options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
     prints: bool = False
     """Whether it writes to standard output, as a console does; the conformance kit refuses that of others."""
 

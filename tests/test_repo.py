@@ -251,7 +251,9 @@ def test_every_package_of_the_core_is_importable():
     run_python("import importlib\n" + "".join(f"importlib.import_module({p!r})\n" for p in packages))
 
 
-@pytest.mark.parametrize("script", ["make_catalogue.py", "make_config_docs.py", "make_plugins_page.py"])
+@pytest.mark.parametrize(
+    "script", ["make_catalogue.py", "make_config_docs.py", "make_hook_tables.py", "make_plugins_page.py"]
+)
 def test_generated_files_are_current(script):
     command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

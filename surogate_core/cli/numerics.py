@@ -99,6 +99,10 @@ def _configs(
 
     if any(_key(word) == "recipe" for word in overrides):
         raise UserError("surogate numerics: recipe=… names one recipe. Fix: --recipes bf16,fp8-hybrid")
+    for word in overrides:
+        if _key(word) == "output_dir":
+            value = word.partition("=")[2] or "DIR"
+            raise UserError(f"surogate numerics: {word}: it writes to the directory of --output. Fix: --output {value}")
     installed = list(registry.all("recipe"))
     asked = words.recipes
     if asked is None:

@@ -33,6 +33,7 @@ class EncodeContext:
     """What a format may know besides the row. All of it is part of the shard cache's key."""
 
     tokenizer: PreTrainedTokenizerBase
+    """The run's tokenizer, with its chat template."""
     sequence_len: int
     """Tokens of a packed row."""
     truncation_strategy: TruncationStrategy = "delete"

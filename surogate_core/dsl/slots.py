@@ -40,11 +40,15 @@ class LinearSlot:
     module: str
     """HF module path relative to the block, e.g. ``self_attn.q_proj``."""
     inputs: int
+    """I, features of its input."""
     outputs: int
+    """O, features of its output."""
     bias: bool
+    """Whether there is a bias, which is added outside of the recipe."""
     group: str
     """Recompute switch that covers its output: ``qkv``, ``att`` or ``ffn``."""
     adapter: Adapter | None
+    """Its LoRA adapter, or None."""
     index: int
     """Position among the block's slots; separates the slots' dropout masks."""
 

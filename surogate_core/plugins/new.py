@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surogate_core.errors import UserError
+from surogate_core.plugins.discovery import core_plugin, installed_plugins
+from surogate_core.plugins.static import static_view
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -53,7 +55,7 @@ KINDS: Mapping[str, Kind] = {
 def new_plugin(name: str, kind: str, parent: Path) -> Path:
     """Write the package ``surogate-<kind>-<name>`` below `parent`; returns its directory.
 
-    Raises `UserError` for a name that cannot be one, and where the directory exists.
+    Raises `UserError` for a name that cannot be one or is an installed plugin's, and where the directory exists.
     """
     from surogate_core import API_VERSION, __version__
 
@@ -62,6 +64,8 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
             f"{name!r} cannot be the name of a plugin. Fix: lower-case letters and digits with dashes between, "
             "the first a letter"
         )
+    _refuse_taken(name, kind)
+    major, minor, *_ = __version__.split(".")
     distribution = f"surogate-{kind}-{name}"
     directory, module = parent / distribution, distribution.replace("-", "_")
     facts = KINDS[kind]
@@ -76,7 +80,9 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
         "MODULE": module,
         "CLASS": "".join(part.capitalize() for part in name.split("-")),
         "API": f">={API_VERSION},<{API_VERSION + 1}",
-        "CORE": ".".join(__version__.split(".")[:2]),
+        "CORE": f"{major}.{minor}",
+        # Before 1.0 a minor version may change what a plugin stands on.
+        "NEXT": f"{major}.{int(minor) + 1}",
     }
     package = f"src/{module}"
     files = {
@@ -105,3 +111,13 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
     except OSError as error:
         raise UserError(f"{directory}: the package cannot be written: {error.strerror}.") from None
     return directory
+
+
+def _refuse_taken(name: str, kind: str) -> None:
+    """Raise `UserError` where an installed plugin offers a bundle of the kind by this name."""
+    own = f"surogate-{kind}-{name}"
+    for plugin in (core_plugin(), *installed_plugins()):
+        if plugin.distribution != own and (kind, name) in static_view(plugin.module).bundles:
+            raise UserError(
+                f"{plugin.label} offers {kind} {name} already, and two of one name stop every run. Fix: another name"
+            )

@@ -6,8 +6,9 @@ the fields that hold text of the user's or of a library's, because monitors writ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -19,8 +20,11 @@ class RunInfo:
     """Facts of the run that do not change, given to every monitor when it is built."""
 
     run_name: str
+    """The run's name, given or generated."""
     output_dir: str
+    """The directory that the run writes to."""
     task: str
+    """sft or pt."""
     config: Mapping[str, Any]
     """The resolved configuration, with secrets masked."""
     interactive: bool
@@ -50,13 +54,36 @@ def _with_underscores(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
+def strict_json(value: Any) -> Any:
+    """The value in what strict JSON has: NaN and infinities as text, mappings with text as keys, the rest as text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(name): strict_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [strict_json(item) for item in value]
+    return str(value)
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """The event as a mapping that strict JSON has: its name under ``event``, then its fields."""
+    return {"event": event.name} | {f.name: strict_json(getattr(event, f.name)) for f in fields(event)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart(Event):
     """The run is set up and about to take its first step."""
 
     model: str
+    """The model's title, such as its path or preset."""
     parameters: int
+    """All parameters, frozen ones included."""
     trainable_parameters: int
+    """Those that are trained, adapters included."""
     train_tokens: int
     """Tokens of one epoch, padding not counted."""
     steps: int
@@ -66,7 +93,9 @@ class RunStart(Event):
     tokens_per_step: int
     """Token slots of one optimizer step, padding counted."""
     epochs: float
+    """Epochs of the whole run."""
     device: str
+    """The device in words."""
     gemm_flops_per_second: float | None = None
     """Measured rate of a large product in the dtype of the weights, to which `StepEnd.speed_of_light` is the share."""
     notes: tuple[str, ...] = ()
@@ -84,9 +113,13 @@ class Progress(Event):
     """
 
     task: str
+    """What is done, e.g. `loading weights`."""
     done: int
+    """How much of it is done."""
     total: int = 0
+    """How much there is; 0 where that is unknown."""
     unit: str = ""
+    """Of both, e.g. `B` for bytes; empty for plain counts."""
 
     def __post_init__(self) -> None:
         _mask(self, "task")
@@ -99,18 +132,25 @@ class StepEnd(Event):
     step: int
     """1 for the first."""
     epoch: float
+    """Epochs done, with a fraction."""
     loss: float
+    """Mean over the label tokens of the step."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
+    """Learning rate of the step."""
     tokens: int
     """Tokens of the step, padding not counted."""
     label_tokens: int
+    """Tokens of the step that carry loss."""
     total_tokens: int
     """Tokens since the beginning of the run, resumed parts included."""
     seconds: float
+    """Wall time of the step."""
     tokens_per_second: float
+    """`tokens` over `seconds`."""
     eta_seconds: float
+    """Seconds to the end of the run, by the recent rate."""
     peak_memory_bytes: int
     """Peak of the device allocator on CUDA, peak resident set on a CPU."""
     speed_of_light: float | None = None
@@ -122,14 +162,19 @@ class GpuStats(Event):
     """What the driver says of the GPU, every `log_gpu_util` steps; read in a thread, so it may come a step late."""
 
     step: int
+    """Optimizer steps done."""
     utilization: float
     """Share of the last moments, 0 to 1, in which a kernel ran."""
     memory_used_bytes: int
     """Of the whole device, other processes included."""
     memory_total_bytes: int
+    """Memory that the device has."""
     power_watts: float
+    """Power drawn."""
     temperature_celsius: float
+    """Temperature of the chip."""
     sm_clock_mhz: float
+    """Clock of the multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +182,13 @@ class EvalEnd(Event):
     """An evaluation over the held-out rows."""
 
     step: int
+    """Optimizer steps done."""
     loss: float
+    """Mean over the label tokens of the held-out rows."""
     label_tokens: int
+    """Tokens that the mean is over."""
     seconds: float
+    """Wall time of the evaluation."""
     gap: float | None
     """Held-out loss less the mean training loss of the last min(20, steps since the last evaluation) steps."""
 
@@ -149,9 +198,13 @@ class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 
     step: int
+    """Optimizer steps done."""
     path: str
+    """Its directory."""
     seconds: float
+    """Wall time of saving."""
     reason: Literal["schedule", "signal", "control", "end"]
+    """Why it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +212,11 @@ class Notice(Event):
     """Something the owner of the run should see."""
 
     level: Literal["info", "warning", "error"]
+    """How much it matters."""
     message: str
+    """One sentence or a few."""
     data: Mapping[str, Any] = field(default_factory=dict)
+    """Figures and names behind it."""
 
     def __post_init__(self) -> None:
         _mask(self, "message", "data")
@@ -192,6 +248,7 @@ class RoutingStats(Event):
     """How a mixture-of-experts model has sent the tokens of one step to its experts; such a family emits it."""
 
     step: int
+    """Optimizer steps done."""
     imbalance: float
     """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is perfectly even."""
     utilization: float
@@ -205,8 +262,11 @@ class PhaseChange(Event):
     """The training has entered another phase."""
 
     step: int
+    """Optimizer steps done."""
     phase: Literal["warmup", "converging", "plateau", "diverging", "unstable"]
+    """The new one."""
     previous: Literal["warmup", "converging", "plateau", "diverging", "unstable"]
+    """The one before."""
     improvement: float
     """Relative fall of the mean loss between the two halves of the window."""
 
@@ -216,7 +276,9 @@ class Advice(Event):
     """What the owner of the run could turn, and why."""
 
     step: int
+    """Optimizer steps done."""
     rule: str
+    """Name of the rule that fired."""
     message: str
     """What was seen, in a sentence."""
     key: str
@@ -232,12 +294,19 @@ class RunEnd(Event):
     """The run is over."""
 
     reason: Literal["finished", "stopped", "signal", "failed"]
+    """How it ended."""
     step: int
+    """Optimizer steps done."""
     seconds: float
+    """Wall time of the whole run."""
     first_eval_loss: float | None
+    """Of the first evaluation; None without one."""
     last_eval_loss: float | None
+    """Of the last evaluation; None without one."""
     export_path: str | None
+    """The directory of the result; None where nothing was exported."""
     message: str = ""
+    """Why it ended, or how to go on; may be empty."""
 
     def __post_init__(self) -> None:
         _mask(self, "message")
@@ -268,3 +337,4 @@ class Control:
     events: tuple[Event, ...] = ()
     """Events that all monitors are shown after the one that is answered; answers to them are not obeyed."""
     reason: str = ""
+    """Why, for the notice that the run gives."""

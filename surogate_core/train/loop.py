@@ -384,12 +384,17 @@ class Loop:
         if (step % WINDOW == 0 or step == self.total_steps) and (stats := self._precision.take(step)) is not None:
             self.emit(stats)
 
+    def _suspect(self) -> str:
+        """How to find out whether the precision recipe makes what is not finite."""
+        name = self.config.recipe.name
+        return "" if name == "bf16" else f"; recipe {name} may make it too: recipe=bf16 shows whether it does"
+
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"
         if at_start and saved is None:
             return (
                 f"{what}; nothing has been trained yet. Fix: look for weights of the model that are not finite, "
-                f"and for a torch_dtype that is too narrow for them."
+                f"and for a torch_dtype that is too narrow for them{self._suspect()}."
             )
         if at_start:
             return (
@@ -398,7 +403,8 @@ class Loop:
             )
         kept = "no checkpoint was saved before" if saved is None else f"checkpoint-{saved} is kept"
         return (
-            f"{what}; {kept}. Fix: lower {rate}, lengthen the warm-up, or look at the data; then run again"
+            f"{what}; {kept}. Fix: lower {rate}, lengthen the warm-up, or look at the data{self._suspect()}; "
+            f"then run again"
             f"{', which starts anew' if saved is None else ', which resumes from there'}."
         )
 

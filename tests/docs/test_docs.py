@@ -195,7 +195,7 @@ def test_hook_examples_train_together(shell):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hook-examples\nVersion: 1\n")
     points = "".join(f"example-{m} = hook_examples.{m}\n" for m in modules)
     (metadata / "entry_points.txt").write_text(f"[surogate]\n{points}")
-    rows = '{"prompt": "two and two is", "answer": "four"}\n{"prompt": 1}\n' * 40
+    rows = "".join(f'{{"prompt": "{n} and two is", "answer": "{n + 2}"}}\n{{"prompt": 1}}\n' for n in range(40))
     (shell.work / "pairs.jsonl").write_text(rows, encoding="utf-8")
     printed = shell.run(
         "surogate model.name=pairs model.preset=tiny objective=z_loss recipe=rounded recipe.activations=false "

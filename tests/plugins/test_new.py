@@ -75,3 +75,17 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: Any) -> None:
     assert main(command) == 2
     assert "exists. Fix: another name, or --output DIR" in capsys.readouterr().err
     assert file.read_text() == "mine"
+
+
+def test_a_name_that_an_installed_plugin_offers_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert main(["plugins", "new", "adamw", "--kind", "optimizer", "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "offers optimizer adamw already, and two of one name stop every run. Fix: another name" in said
+    assert not any(tmp_path.iterdir())
+    assert main(["plugins", "new", "adamw", "--kind", "dataset", "--output", str(tmp_path)]) == 0
+
+
+def test_a_new_package_wants_the_core_that_it_was_made_with(tmp_path: Path, capsys: Any) -> None:
+    assert main(["plugins", "new", "other", "--kind", "recipe", "--output", str(tmp_path)]) == 0
+    text = (tmp_path / "surogate-recipe-other/pyproject.toml").read_text()
+    assert 'dependencies = ["surogate>=0.1,<0.2"]' in text

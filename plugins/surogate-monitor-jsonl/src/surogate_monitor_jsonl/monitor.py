@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from surogate_core.safe_files import regular
-from surogate_core.train.events import Control, Event, Progress, ReportWritten, RunEnd, RunInfo, RunStart, StepEnd
+from surogate_core.train.events import (
+    Control,
+    Event,
+    Progress,
+    ReportWritten,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    StepEnd,
+    strict_json,
+)
 from surogate_monitor_jsonl.reader import read_lines
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
@@ -176,20 +186,5 @@ def json_line(event: Event, *, at: float) -> str:
         value = getattr(event, name)
         kind = type(value)
         plain = kind is int or (kind is float and math.isfinite(value))
-        parts.append(f'"{name}": {value!r}' if plain else f'"{name}": {_ENCODER.encode(_strict(value))}')
+        parts.append(f'"{name}": {value!r}' if plain else f'"{name}": {_ENCODER.encode(strict_json(value))}')
     return f"{{{', '.join(parts)}}}\n"
-
-
-def _strict(value: Any) -> Any:
-    """The value in what strict JSON has; NaN and infinities are strings."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(name): _strict(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_strict(item) for item in value]
-    return str(value)
