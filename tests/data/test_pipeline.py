@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from surogate_core.data.contract import FormatError
 from surogate_core.data.entries import parse_entries
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.report import BadRow
@@ -207,7 +208,7 @@ def test_a_format_that_fails_is_not_a_bad_row(write_rows: Any, make_config: Any,
     def broken(row: Any, options: Any, context: Any) -> Any:
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(FormatError, match="data set type 'words': ZeroDivisionError"):
         prepare(make_config(write_rows([{}])), tokenizer, {"words": dataclasses.replace(words, encode=broken)})
 
 
