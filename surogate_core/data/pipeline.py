@@ -404,6 +404,13 @@ def _longest(config: RunConfig) -> str:
 
 
 def _require_rows(rows: PackedRows, config: RunConfig, key: str) -> None:
+    if len(rows) == 0 and config.truncation_strategy != "delete":
+        other = "left" if config.truncation_strategy == "right" else "right"
+        raise UserError(
+            f"{key}: of none of the {rows.stats.documents:,} documents a trained token is left within "
+            f"{_longest(config)} with truncation_strategy={config.truncation_strategy}. "
+            f"Fix: raise it, or set truncation_strategy to {other}."
+        )
     if len(rows) == 0:
         raise UserError(
             f"{key}: none of the {rows.stats.documents:,} documents fits into {_longest(config)} "
@@ -445,6 +452,13 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
             warnings.append(
                 f"{rows.stats.deleted:,} of {rows.stats.documents:,} {key} documents are longer than "
                 f"{_longest(config)} and were dropped; raise it, or set truncation_strategy."
+            )
+        # Of a document that is cut at one end, nothing may be left to train; a split one has other parts.
+        cut_off = rows.stats.unlabelled if rows is not None and config.truncation_strategy in ("left", "right") else 0
+        if rows is not None and cut_off > MANY_DROPPED_SHARE * rows.stats.documents:
+            warnings.append(
+                f"{cut_off:,} of {rows.stats.documents:,} {key} documents have no trained token within "
+                f"{_longest(config)} and were dropped; raise it, or set another truncation_strategy."
             )
     if held_out is None and config.validation_split_ratio > 0:
         warnings.append("Nothing is held out: too few documents differ from each other, so no evaluation is made.")

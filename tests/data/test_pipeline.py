@@ -183,6 +183,11 @@ def test_progress_ends(write_rows: Any, make_config: Any, tokenizer: Any, format
         ([{"txt": "w3"}] * 3, {}, r"no usable row among 3.*rows\.jsonl:1: field 'text' is missing"),
         ([{"text": "w3 w4"}, *["x"] * 4], {"max_bad_rows": 3}, r"more than max_bad_rows=3 .*rows\.jsonl:2: not JSON"),
         ([{"text": "w3 " * 20}], {}, "none of the 1 documents fits into sequence_len=16.*truncation_strategy"),
+        (
+            [{"text": "w3 " * 60}],
+            {"entry": {"prompt_words": 40}, "truncation_strategy": "right"},
+            "of none of the 1 documents a trained token is left within sequence_len=16 .* truncation_strategy to left",
+        ),
     ],
 )
 def test_unusable_data_are_one_clear_line(run: Prepare, rows: Any, keys: Any, expected: str, tmp_path: Path) -> None:
@@ -258,6 +263,19 @@ def test_everything_or_nothing_trained_is_warned_of(run: Prepare, prompt_words: 
 def test_many_dropped_documents_are_warned_of(run: Prepare) -> None:
     data = run([{"text": "w3 " * 20}, {"text": "w3 w4 <e>"}])
     assert any("1 of 2 training documents are longer than sequence_len=16" in w for w in data.report.warnings)
+
+
+def test_documents_of_which_no_trained_token_is_left_are_warned_of(
+    write_rows: Any, make_config: Any, tokenizer: Any, formats: Any
+) -> None:
+    path = write_rows([{"text": f"{'w3 ' * 40}<e>"}])
+    config = make_config(path, truncation_strategy="right")
+    late = {**config.datasets[0], "prompt_words": 30}
+    both = dataclasses.replace(config, datasets=[*config.datasets, late])
+    warning = "1 of 2 training documents have no trained token within sequence_len=16 and were dropped"
+    assert any(warning in w for w in prepare(both, tokenizer, formats).report.warnings)
+    left = dataclasses.replace(both, truncation_strategy="left")
+    assert not any("no trained token" in w for w in prepare(left, tokenizer, formats).report.warnings)
 
 
 def test_documents_without_a_trained_end_are_warned_of(run: Prepare) -> None:

@@ -110,6 +110,15 @@ def test_formats_are_used_although_there_is_a_template(templated: Callable[..., 
     assert split(tokenizer, row, prompt_format="{instruction}\n") == ("{output} {x}\n", "{input}" + end)
 
 
+def test_the_systems_prompt_needs_a_place_in_every_format(templated: Callable[..., Any]) -> None:
+    context = EncodeContext(tokenizer=templated("embedded")[0], sequence_len=64, system="Be kind.")
+    formats = {"prompt_format": "{system} {instruction} {input}:", "prompt_format_no_input": "{instruction}:"}
+    options = InstructionOptions(**FIELDS, input_field="input", **formats)
+    for row in (ROW, {**ROW, "input": ""}):
+        with pytest.raises(UserError, match=r"prompt_format_no_input has no \{system\}, so it would be lost"):
+            FORMAT.encode(row, options, context)
+
+
 def test_special_tokens_are_not_doubled(templated: Callable[..., Any]) -> None:
     tokenizer, end = templated("llama3")
     for prompt_format in ("{instruction}:", "<s>{instruction}:"):
