@@ -36,6 +36,7 @@ INTRODUCTION = """\
 | `surogate plugins check --matrix` | whether what is installed can be combined; exit code 0 or 1 |
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
+| `surogate plugins sbom` | print a bill of materials of the installed set, CycloneDX 1.6 in JSON |
 
 With 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins list` 0.46 s, and
 composing, checking and printing a configuration (`surogate --cfg job`) 1.03 s; without the 100 they take 0.04, 0.29 and

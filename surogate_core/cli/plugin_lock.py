@@ -1,8 +1,9 @@
-"""`surogate plugins lock` and `verify`: the set of plugins, pinned to the byte. No plugin is imported."""
+"""`surogate plugins lock`, `verify` and `sbom`: the installed set, pinned and listed. No plugin is imported."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,13 +12,20 @@ from typing import Any
 from surogate_core.errors import UserError
 from surogate_core.plugins.contract import rule_differences
 from surogate_core.plugins.digests import MISSING
-from surogate_core.plugins.discovery import DEFAULT_LOCK, EDITABLE_VARIABLE, import_policy, installed_plugins
+from surogate_core.plugins.discovery import (
+    DEFAULT_LOCK,
+    EDITABLE_VARIABLE,
+    canonical,
+    import_policy,
+    installed_plugins,
+)
 from surogate_core.plugins.lock import installed_lock, requirements, write_lock
+from surogate_core.plugins.sbom import bill_of_materials
 from surogate_core.plugins.surroundings import SCOPES
 
 
 def add_commands(commands: Any) -> None:
-    """Add both sub-commands to a parser's."""
+    """Add the sub-commands to a parser's."""
     locking = commands.add_parser(
         "lock", help="write the installed set to a file", description="Write what the plugin policy lets in to a file."
     )
@@ -44,11 +52,18 @@ def add_commands(commands: Any) -> None:
     )
     verifying.add_argument("--lock", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
     verifying.add_argument("--allow-editable", action="store_true", help="accept editable installs")
+    listing = commands.add_parser(
+        "sbom",
+        help="print a bill of materials",
+        description="Print a bill of materials of the installed set in CycloneDX JSON.",
+    )
+    listing.add_argument("--scope", choices=SCOPES, default="dependencies", help="as for lock; default: %(default)s")
+    listing.add_argument("--output", metavar="FILE", type=Path, help="write it there instead")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sub-command; the exit code."""
-    return _verify(arguments) if arguments.command == "verify" else _lock(arguments)
+    return {"verify": _verify, "sbom": _sbom, "lock": _lock}[arguments.command](arguments)
 
 
 def _lock(arguments: argparse.Namespace) -> int:
@@ -95,3 +110,17 @@ def _verify(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"{arguments.lock}: the installed plugins are the locked ones")
     return 1 if found else 0
+
+
+def _sbom(arguments: argparse.Namespace) -> int:
+    policy = import_policy()
+    names = sorted({canonical(p.distribution) for p in installed_plugins() if policy.refusal(p.name) is None})
+    text = json.dumps(bill_of_materials(names, arguments.scope), indent=1, ensure_ascii=False) + "\n"
+    if arguments.output is None:
+        print(text, end="")
+        return 0
+    try:
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {arguments.output}: cannot be written: {error.strerror}.") from None
+    return 0

@@ -1,0 +1,87 @@
+"""A bill of materials of what is installed, as CycloneDX 1.6 in JSON (https://cyclonedx.org/docs/1.6/json/)."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import Distribution
+from typing import Any
+
+from surogate_core.plugins.digests import direct_url
+from surogate_core.plugins.discovery import GROUP, canonical
+from surogate_core.plugins.surroundings import CORE_DISTRIBUTION, Scope, in_scope, required_by
+
+SPEC_VERSION = "1.6"
+
+
+def bill_of_materials(plugins: Sequence[str], scope: Scope) -> dict[str, Any]:
+    """The bill of the plugins' distributions, by their normalised names, of the core and of what `scope` adds.
+
+    Equal sets give equal bills: there is no time in it, and the serial number is made of the contents.
+    """
+    dists = {n: d for n, d in required_by([CORE_DISTRIBUTION, *plugins]).items() if n in {CORE_DISTRIBUTION, *plugins}}
+    dists = dict(sorted((dists | in_scope(scope, plugins)).items()))
+    components = [_component(name, dist) for name, dist in dists.items()]
+    core = next((c for c in components if c["name"] == CORE_DISTRIBUTION), {"type": "application", "name": "surogate"})
+    bill: dict[str, Any] = {
+        "$schema": f"http://cyclonedx.org/schema/bom-{SPEC_VERSION}.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": SPEC_VERSION,
+        "version": 1,
+        "metadata": {"component": {**core, "type": "application"}},
+        "components": [c for c in components if c is not core],
+        "dependencies": [
+            {"ref": _reference(name, dist), "dependsOn": [_reference(n, dists[n]) for n in _requires(name, dists)]}
+            for name, dist in dists.items()
+        ],
+    }
+    digest = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(bill, sort_keys=True))
+    return {**bill, "serialNumber": f"urn:uuid:{digest}"}
+
+
+def _component(name: str, dist: Distribution) -> dict[str, Any]:
+    reference = _reference(name, dist)
+    found: dict[str, Any] = {
+        "type": "library",
+        "bom-ref": reference,
+        "name": name,
+        "version": dist.version,
+        "purl": reference,
+        "scope": "required",
+    }
+    metadata = dist.metadata
+    if metadata["Summary"]:
+        found["description"] = metadata["Summary"]
+    if metadata["License-Expression"]:
+        found["licenses"] = [{"expression": metadata["License-Expression"]}]
+    elif metadata["License"]:
+        # Some put the whole text there.
+        found["licenses"] = [{"license": {"name": metadata["License"].strip().splitlines()[0]}}]
+    archive = direct_url(dist).get("archive_info", {})
+    hashes = archive.get("hashes", {}) if isinstance(archive, dict) else {}
+    if isinstance(hashes, dict) and isinstance(hashes.get("sha256"), str):
+        found["hashes"] = [{"alg": "SHA-256", "content": hashes["sha256"]}]
+    points = [f"{p.name} = {p.value}" for p in dist.entry_points if p.group == GROUP]
+    if points:
+        found["properties"] = [{"name": "surogate:entry_point", "value": text} for text in sorted(points)]
+    return found
+
+
+def _reference(name: str, dist: Distribution) -> str:
+    return f"pkg:pypi/{canonical(name)}@{dist.version}"
+
+
+def _requires(name: str, dists: Mapping[str, Distribution]) -> list[str]:
+    """Direct requirements that are in the bill."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found = set()
+    for text in dists[name].requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found.add(canonical(requirement.name))
+    return sorted(found & dists.keys() - {name})

@@ -1,0 +1,55 @@
+"""Wheels with their digests and a statement of how they were built."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_statement_is_over_the_wheels_and_the_commit(release: ModuleType, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}-1.0-py3-none-any.whl").write_bytes(name.encode())
+    (tmp_path / "note.txt").touch()
+    release.attest(tmp_path, commit="c" * 40, clean=True, repository="git+https://host/x", builder="urn:b")
+    digests = {f"{n}-1.0-py3-none-any.whl": hashlib.sha256(n.encode()).hexdigest() for n in "ab"}
+    assert (tmp_path / "SHA256SUMS").read_text() == "".join(f"{d}  {n}\n" for n, d in digests.items())
+    found = json.loads((tmp_path / "provenance.intoto.json").read_text())
+    assert found["_type"] == "https://in-toto.io/Statement/v1"
+    assert found["predicateType"] == "https://slsa.dev/provenance/v1"
+    assert {s["name"]: s["digest"]["sha256"] for s in found["subject"]} == digests
+    definition = found["predicate"]["buildDefinition"]
+    assert {"buildType", "externalParameters"} <= definition.keys()
+    assert definition["resolvedDependencies"] == [{"uri": "git+https://host/x", "digest": {"gitCommit": "c" * 40}}]
+    assert found["predicate"]["runDetails"]["builder"] == {"id": "urn:b"}
+
+
+def test_a_wheel_is_built_twice_with_equal_bytes(
+    release: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "source", lambda: ("c" * 40, "1700000000", True))
+    project = ROOT / "plugins" / "surogate-monitor-web"
+    sums = []
+    for place in ("first", "second"):
+        assert release.main(["--output", str(tmp_path / place), "--only", str(project)]) == 0
+        sums.append((tmp_path / place / "SHA256SUMS").read_text())
+    assert sums[0] == sums[1]
+    assert re.fullmatch(r"[0-9a-f]{64}  surogate_monitor_web-\S+\.whl\n", sums[0])
+    assert release.main(["--output", str(tmp_path / "first"), "--only", str(project)]) == 2
