@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 Opener = Callable[[str | Path, int], int]
@@ -62,5 +63,6 @@ def private_directory(path: Path) -> Path:
             raise OSError(errno.EPERM, f"it belongs to the user with the id {status.st_uid}", str(path)) from None
         if stat.S_IMODE(status.st_mode) & 0o022:
             raise OSError(errno.EPERM, "others may write to it", str(path)) from None
-        path.chmod(0o700)
+        with suppress(OSError):  # of a file system that is read only; that others read is no danger
+            path.chmod(0o700)
     return path

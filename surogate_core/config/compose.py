@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from surogate_core.config.paths import CONFIG_NAME, conf_dir
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.config.settings import LIST_GROUPS, default_groups
-from surogate_core.errors import ConfigError, Problem
+from surogate_core.errors import ConfigError, PluginError, Problem
 from surogate_core.plugins.registry import Registry
 
 VERSION_BASE = "1.3"
@@ -56,9 +56,21 @@ def schema_defaults() -> dict[str, Any]:
     return values
 
 
+def _hydras_plugins() -> Plugins:
+    """Hydra's own registry; at its first use it imports every module of the namespace `hydra_plugins`."""
+    try:
+        return Plugins.instance()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise PluginError(
+            f"a module of the namespace hydra_plugins, which Hydra imports, failed: {type(error).__name__}: {text}. "
+            "Fix: repair or uninstall its distribution, or set plugins.policy=locked or allowlist, which imports none"
+        ) from error
+
+
 @contextmanager
 def _prepared(registry: Registry) -> Iterator[None]:
-    plugins = Plugins.instance()
+    plugins = _hydras_plugins()
     if SurogateSearchPath not in plugins.discover(SearchPathPlugin):
         plugins.register(SurogateSearchPath)
     ConfigStore.instance().store(name=SCHEMA, node=schema_defaults(), provider="surogate")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.errors import MachineError
+from surogate_core.safe_files import private_directory
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +138,11 @@ def _compiled(native: Path, name: str, architecture: str) -> Path:
     from cupy.cuda import nvrtc
 
     version = ".".join(map(str, nvrtc.getVersion()))
-    binary = _cache() / binary_name(native, name, architecture, f"nvrtc {version}")
+    try:
+        directory = private_directory(_cache())
+    except OSError:
+        directory = Path(_own_directory().name)
+    binary = directory / binary_name(native, name, architecture, f"nvrtc {version}")
     if binary.exists():
         return binary
     program = nvrtc.createProgram(source_of(native, name), f"{name}.cu", [], [])
@@ -153,7 +158,6 @@ def _compiled(native: Path, name: str, architecture: str) -> Path:
     finally:
         nvrtc.destroyProgram(program)
     try:
-        binary.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may do so at once; each leaves a whole file.
         partial = binary.with_suffix(f".{os.getpid()}.partial")
         partial.write_bytes(made)

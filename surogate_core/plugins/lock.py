@@ -71,6 +71,14 @@ def installed_lock(plugins: Iterable[InstalledPlugin], scope: Scope = "plugins")
     """The lock of these plugins, as they are installed now, and of what `scope` adds to them."""
     from surogate_core import API_VERSION, __version__
 
+    found = installed_distributions(plugins, scope)
+    return Lock(core=__version__, api=API_VERSION, distributions=found, scope=scope, started=started_code())
+
+
+def installed_distributions(
+    plugins: Iterable[InstalledPlugin], scope: Scope = "plugins"
+) -> dict[str, LockedDistribution]:
+    """Normalised name → the distribution of each plugin, and of what `scope` adds to them, as installed now."""
     groups: dict[str, list[InstalledPlugin]] = {}
     for plugin in plugins:
         groups.setdefault(canonical(plugin.distribution), []).append(plugin)
@@ -82,13 +90,7 @@ def installed_lock(plugins: Iterable[InstalledPlugin], scope: Scope = "plugins")
         found[name] = _distribution(name, dist, members)
     for name, dist in in_scope(scope, groups).items():
         found.setdefault(name, _distribution(name, dist, ()))
-    return Lock(
-        core=__version__,
-        api=API_VERSION,
-        distributions=dict(sorted(found.items())),
-        scope=scope,
-        started=started_code(),
-    )
+    return dict(sorted(found.items()))
 
 
 def _distribution(name: str, dist: Distribution, plugins: Sequence[InstalledPlugin]) -> LockedDistribution:

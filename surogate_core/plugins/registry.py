@@ -207,13 +207,15 @@ class Registry:
 
         `digests` adds ``sha256``, over the distribution's files, as a lock has it.
         """
-        from surogate_core.plugins.lock import installed_lock
-
         found = [_facts(p) for _, p in sorted(self.plugins.items())]
         if digests:
-            lock = installed_lock((p for p in self.plugins.values() if p.entry_point is not None), "core")
+            from surogate_core.plugins.lock import installed_distributions
+
+            known = installed_distributions((p for p in self.plugins.values() if p.entry_point is not None), "core")
             for facts in found:
-                facts["sha256"] = lock.distributions[canonical(facts["distribution"])].sha256
+                # The core is no distribution where it runs from its sources.
+                if (dist := known.get(canonical(facts["distribution"]))) is not None:
+                    facts["sha256"] = dist.sha256
         return found
 
     def plugins_used(self, selected: Iterable[tuple[str, str]]) -> list[dict[str, str]]:

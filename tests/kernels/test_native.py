@@ -117,6 +117,15 @@ def test_a_cache_that_cannot_be_written_is_done_without(nvrtc: FakeNvrtc, tmp_pa
     assert tmp_path not in made.parents
 
 
+def test_a_cache_that_everyone_may_write_to_is_not_used(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
+    planted = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    planted.write_bytes(b"planted")
+    planted.parent.chmod(0o777)
+    made = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    assert made.read_bytes() == b"cubin"
+    assert tmp_path not in made.parents
+
+
 def test_what_nvrtc_refuses_is_said_with_its_log(nvrtc: FakeNvrtc) -> None:
     nvrtc.refuses = True
     with pytest.raises(MachineError, match=r"(?s)gated_backward for sm_90a: error 6.line 3.*Fix: update CuPy"):

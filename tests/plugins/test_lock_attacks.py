@@ -226,6 +226,12 @@ def test_a_module_of_hydras_namespace_does_not_run(place: Path) -> None:
     assert (place / "canary").exists(), "without a policy Hydra's own plugins are of use"
 
 
+def test_a_broken_module_of_hydras_namespace_is_named(place: Path) -> None:
+    write(place / "site/hydra_plugins/broken/__init__.py", "raise RuntimeError('x')\n")
+    said = surogate(place, "--cfg", "job", code=2, SUROGATE_PLUGINS_POLICY="open")
+    assert "a module of the namespace hydra_plugins, which Hydra imports, failed: RuntimeError: x. Fix: repair" in said
+
+
 @pytest.mark.parametrize("group", ["torch.backends", "pydantic"])
 def test_torch_and_pydantic_import_no_entry_point_before_the_lock_is_compared(place: Path, group: str) -> None:
     relock(place)
