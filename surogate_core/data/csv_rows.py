@@ -109,7 +109,7 @@ def _records(file: str, lines: _Lines, reader: Iterable[list[str]]) -> Iterator[
                 continue
             for line in range(first, lines.number + 1):
                 of = f" in the row of lines {first} to {lines.number}" if lines.number > first else ""
-                yield line, RowError(f"not CSV{of}: {error}")
+                yield line, RowError(f"not CSV{of}: text after a closing quote")
             continue
         if lines.broken:
             yield first, RowError("not UTF-8")

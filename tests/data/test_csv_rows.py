@@ -81,7 +81,7 @@ def test_tsv(tmp_path: Path) -> None:
     [
         ("1,2,3", ["3"], "the row has 3 cells, the header names 2 columns"),
         ("1", ["3"], "the row has 1 cell, the header names 2 columns"),
-        ('"1"x,2', ["3"], "not CSV"),
+        ('"1"x,2', ["3"], "not CSV: text after a closing quote"),
         ('1,"2\n3,"q"', ["3", "4"], "not CSV in the row of lines 3 to 4"),
         (b"\xff,2", ["3"], "not UTF-8"),
     ],
