@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,23 +64,6 @@ class Record:
         except OSError as error:
             raise atomic.disk_error(error, what="output_dir", path=former) from error
         return former
-
-
-def check_sources(output: Path, sources: Mapping[str, str | None]) -> None:
-    """Refuse what the run reads (key → path or hub id) from where it moves and replaces exports; raises `UserError`."""
-    for key, given in sources.items():
-        if given is None or not (place := Path(given).expanduser()).is_dir():
-            continue
-        # An adapter may be named by the run directory that it is in.
-        if any(
-            p.resolve().is_relative_to((output / name).resolve())
-            for p in (place, place / "adapter")
-            for name in _EXPORTS
-        ):
-            raise UserError(
-                f"{key} {given}: is an export in output_dir {output}, which this run moves or replaces. "
-                f"Fix: set another output_dir."
-            )
 
 
 def _run_id(facts: Path) -> str:

@@ -39,7 +39,7 @@ from surogate_core.train.events import Progress, ReportWritten, RunEnd, RunInfo,
 from surogate_core.train.export import check_place, export_adapter, export_full, generation_of
 from surogate_core.train.flops import gemm_flops_per_second
 from surogate_core.train.loop import Loop
-from surogate_core.train.record import CONFIG, FACTS, Record, check_sources, locked, new_run_id
+from surogate_core.train.record import CONFIG, FACTS, Record, locked, new_run_id
 from surogate_core.train.setup import (
     ResolvedModel,
     adapter_notes,
@@ -139,7 +139,6 @@ class _Run:
         # What can be refused is refused before anything long is done.
         for place in self._export_places():
             check_place(place)
-        check_sources(self.output, {"model": config.model.path, "adapter_path": config.adapter_path})
         self._progress("fetching the model", 0, 1)
         resolved = resolve_model(config, registry)
         self._progress("fetching the model", 1, 1)

@@ -224,7 +224,7 @@ def test_a_merge_takes_what_was_saved_last_and_says_what_is_later(
     run_here(out, *keys, "max_steps=2")
     arguments = ["--base-model", str(hf_dir), "--checkpoint-dir", str(out), "--output", str(tmp_path / "merged")]
     assert main(["merge", *arguments]) == 0
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().err
     shutil.copytree(out / "adapter", tmp_path / "of-step-2")
     run_here(out, *keys, "max_steps=3")
     shutil.rmtree(out / "adapter")
