@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import xxhash
 
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.train import atomic
@@ -40,6 +42,7 @@ _DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 _REFUSED = (errno.EACCES, errno.EPERM)
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+_DIGEST = "xxh3_128"
 
 log = structlog.get_logger(__name__)
 
@@ -322,7 +325,13 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
         "run": manifest.run,
         "files": {name: {"bytes": size, "xxh3_128": digest} for name, (size, digest) in manifest.files.items()},
     }
-    atomic.write_file(directory / _MANIFEST, json.dumps(value, indent=1).encode())
+    atomic.write_file(directory / _MANIFEST, json.dumps({**value, _DIGEST: manifest_digest(value)}, indent=1).encode())
+
+
+def manifest_digest(value: Mapping[str, Any]) -> str:
+    """The xxh3-128 digest of a manifest's values, its own digest left out; a flipped digit would name another step."""
+    others = {key: item for key, item in value.items() if key != _DIGEST}
+    return str(xxhash.xxh3_128(json.dumps(others, sort_keys=True).encode()).hexdigest())
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -331,11 +340,15 @@ def read_manifest(path: Path) -> Manifest:
     Raises `TornCheckpointError`, `UnreadableCheckpointError` or `FailedReadError`.
     """
     try:
+        _require_file(path, _MANIFEST)
         value = json.loads((path / _MANIFEST).read_bytes())
         if value["format"] != FORMAT:
             raise TornCheckpointError(
                 f"{path}: {_MANIFEST} is of layout {value['format']}, and this version reads layout {FORMAT}"
             )
+        # Manifests of versions before have no digest of their own.
+        if _DIGEST in value and value[_DIGEST] != manifest_digest(value):
+            raise TornCheckpointError(f"{path}: {_MANIFEST} was altered: its digest is not that of its values")
         files = {str(name): (int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in value["files"].items()}
         manifest = Manifest(
             step=int(value["step"]), sequence=int(value["sequence"]), files=files, run=str(value.get("run", ""))
@@ -360,6 +373,7 @@ def verify(path: Path, manifest: Manifest, *, digests: bool) -> None:
     """
     for name, (size, digest) in manifest.files.items():
         try:
+            _require_file(path, name)
             with (path / name).open("rb") as file:
                 found = os.fstat(file.fileno()).st_size
             if found != size:
@@ -370,6 +384,12 @@ def verify(path: Path, manifest: Manifest, *, digests: bool) -> None:
             raise TornCheckpointError(f"{path}: {name} is missing") from error
         except OSError as error:
             raise _read_error(path, name, error) from error
+
+
+def _require_file(path: Path, name: str) -> None:
+    """Raise `TornCheckpointError` for what is there but no file: to open a pipe would wait for ever."""
+    if not stat.S_ISREG((path / name).stat().st_mode):
+        raise TornCheckpointError(f"{path}: {name} cannot be read: it is no regular file")
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, path: Path) -> list[str]:

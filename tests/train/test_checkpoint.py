@@ -132,7 +132,7 @@ def test_a_save_deletes_no_checkpoint_of_another_run(tmp_path: Path) -> None:
 def test_a_manifest_without_a_run_id_is_read_and_kept(tmp_path: Path) -> None:
     path = save(CheckpointDir(tmp_path, limit=1), 4)
     manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["run"]
+    del manifest["run"], manifest["xxh3_128"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert CheckpointDir.load(path).run == ""
     save(CheckpointDir(tmp_path, limit=1, run="own"), 5)
@@ -509,3 +509,29 @@ def test_incompatible_lists_every_difference(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_bytes_for_people(count: float, text: str) -> None:
     assert atomic.human_bytes(count) == text
+
+
+@pytest.mark.parametrize(("key", "value"), [("step", 3), ("sequence", 9), ("run", "other")])
+def test_a_manifest_with_another_number_is_torn(key: str, value: object, tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    first, second = save(checkpoints, 1), save(checkpoints, 2)
+    text = json.loads((first / "manifest.json").read_bytes())
+    (first / "manifest.json").write_text(json.dumps({**text, key: value}))
+    with pytest.raises(UserError, match=r"manifest.json was altered"):
+        CheckpointDir.load(first)
+    found = CheckpointDir(tmp_path, limit=2).latest_good()
+    assert found is not None
+    assert found.path == second
+    # A version before wrote none.
+    (first / "manifest.json").write_text(json.dumps({k: v for k, v in text.items() if k != "xxh3_128"}))
+    assert CheckpointDir.load(first).step == 1
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "weights.safetensors"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    path = save(CheckpointDir(tmp_path, limit=2), 1)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(UserError, match=rf"{name} cannot be read: it is no regular file"):
+        CheckpointDir.load(path)
