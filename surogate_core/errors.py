@@ -29,6 +29,11 @@ class MachineError(SurogateError, RuntimeError):
     exit_code = 3
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey or not show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One mistake in a configuration.

@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
+from surogate_core.data import bounds
 from surogate_core.data.fields import require_unicode
 from surogate_core.data.tokenize import RowError
-from surogate_core.errors import UserError
+from surogate_core.errors import UserError, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,9 @@ Span = tuple[int, int]
 """Characters [start, end) of a rendered conversation, or tokens of an encoded one."""
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Any] | None
+
+LONGEST_REASON = 500
+"""Characters that are shown of what a template raises."""
 
 GUARD = "\U0010f0af"
 """Put inside a control token that a message's text spells out, until the text is encoded.
@@ -249,6 +253,7 @@ class Chat:
         spans: list[Span] = []
         try:
             if render is not None:
+                options["chat_template"] = bounds.bounded(self.template)
                 (text,), found = render(
                     conversations=[list(messages)],
                     return_assistant_tokens_mask=marked,
@@ -259,9 +264,11 @@ class Chat:
             else:
                 tokenizer: Any = self._tokenizer()
                 text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+            bounds.check(text, messages, tools)
         except Exception as error:  # a template may raise anything: jinja2's errors, TypeError on an odd row, …
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RowError(f"the chat template refuses the conversation: {reason[0]}") from error
+            shown = printable(reason[0][:LONGEST_REASON])  # a template may raise with any text
+            raise RowError(f"the chat template refuses the conversation: {shown}") from error
         require_unicode(text, "the rendered conversation")
         return text, spans
 

@@ -28,7 +28,7 @@ from surogate_core.data.csv_rows import csv_rows
 from surogate_core.data.files import Kind, decompressed, kind_of, list_directory, readable, readable_suffixes
 from surogate_core.data.json_rows import json_chunks
 from surogate_core.data.paths import is_hub_id, is_url, resolve_package_path
-from surogate_core.errors import UserError
+from surogate_core.errors import UserError, printable
 
 READERS_VERSION = 2
 """Raised when the same files give other rows; part of the key of their tokens."""
@@ -371,5 +371,5 @@ def _reason(error: BaseException) -> str:
         cause = cause.__cause__
     lines = str(cause).strip().splitlines()
     text = (lines[0] if lines else type(cause).__name__).rstrip()
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = printable(text)
     return text if text.endswith(".") else f"{text}."
