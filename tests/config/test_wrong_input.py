@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from surogate_core.cli.main import main
-from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.errors import ConfigError, Problem
 
 Problems = Callable[..., list[Problem]]
@@ -187,34 +186,3 @@ def test_every_missing_option_of_the_defaults_is_named(problems: Problems) -> No
     found = problems(f"plugins.block=[{','.join(names)}]", fresh=True)
     for name in names:
         assert any(f"surogate-{name}" in f"{p.message} {p.fix}" for p in found), name
-
-
-def test_a_misspelt_key_of_the_models_config(problems: Problems, load: Any) -> None:
-    """The nearest name; what the family's class in transformers knows may be set though the preset has it not."""
-    (problem,) = problems("model=qwen3", "model.config.num_hiden_layers=1")
-    assert (problem.key, problem.where) == ("model.config.num_hiden_layers", "command line")
-    assert problem.fix == "model.config.num_hidden_layers"
-    (problem,) = problems(file="model: {name: qwen3, preset: tiny, config: {hidden_size: 64, zzz: 1}}\n")
-    assert (problem.key, problem.fix) == ("model.config.zzz", "")
-    assert problem.where.endswith("run.yaml:1")
-    legal = {"num_hidden_layers": 1, "use_sliding_window": False, "max_window_layers": 4, "rope_scaling": None}
-    text = "".join(f"    {key}: {json.dumps(value)}\n" for key, value in legal.items())
-    config = load(file=f"model:\n  name: qwen3\n  preset: tiny\n  config:\n{text}")
-    assert config.model.config == legal
-
-
-def test_a_misspelt_key_of_a_directorys_config(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
-    (here / "base" / "config.json").write_text(json.dumps(config))
-    args = ["model=./base", "from_scratch=true", "dataset=embedded", "device=cpu", "model.config.num_hiden_layers=1"]
-    assert main(["plan", *args]) == 2
-    err = capsys.readouterr().err
-    assert "model.config.num_hiden_layers: the model's config.json has no key num_hiden_layers." in err
-    assert "Fix: model.config.num_hidden_layers" in err
-
-
-def test_a_family_that_transformers_does_not_know() -> None:
-    base = {"num_layers": 2, "model_type": "novel"}
-    assert not unknown_model_keys(["gate_width", "num_layers"], base, ["novel"])
-    (problem,) = unknown_model_keys(["num_layer"], base, ["novel"])
-    assert problem.fix == "model.config.num_layers"
