@@ -101,7 +101,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     """Print the report as tables and sentences."""
     for d in report["datasets"]:
         chosen = f", read as {d['chosen']}" if d["chosen"] else ""
-        unread = f"; not read: {', '.join(d['unread'])}" if d["unread"] else ""
+        unread = f"; not read: {', '.join(map(repr, d['unread']))}" if d["unread"] else ""
         console.print(Text.assemble((d["key"], "bold"), f": {d['path']}{chosen}{unread}"), soft_wrap=True)
     sets = Table("data set", title="Read", title_justify="left", title_style="bold")
     for name in ("rows", "bad", "documents", "tokens", "trained", "tokenised"):

@@ -41,6 +41,8 @@ WORTH_PROCESSES = 8 << 20
 """Bytes of a data set from which the start of processes, a few seconds, is worth it."""
 MOST_PROCESSES = 16
 """Of `dataloader_num_workers: auto`."""
+UNREAD_KEPT, LONGEST_NAME = 100, 60
+"""Fields that a format does not read and that are named, and the characters of a name: data may have any number."""
 _FEW = 8
 """Chunks that are not worth a process; of more, this one encodes the first while the others start."""
 _AHEAD = 3
@@ -109,7 +111,8 @@ class RowEncoder:
                 if isinstance(row, RowError):
                     raise row
                 if read is not None and not row.keys() <= read:
-                    unread.update(str(name) for name in row.keys() - read if not _is_empty(row[name]))
+                    names = (str(name)[:LONGEST_NAME] for name in row.keys() - read if not _is_empty(row[name]))
+                    unread.update(name for name in sorted(names) if name in unread or len(unread) < UNREAD_KEPT)
                 document = encoded(self.format, row, self.options, self.context)
                 if document.label_tokens == 0:
                     raise RowError("no token of it would be trained")

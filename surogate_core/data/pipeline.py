@@ -16,7 +16,7 @@ import numpy as np
 
 from surogate_core.data.cache import Cache, cache_root, digest_of
 from surogate_core.data.chunks import START
-from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
+from surogate_core.data.encoding import UNREAD_KEPT, RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
 from surogate_core.data.mixture import count_copies, keep_copies_together, mix, split_documents
 from surogate_core.data.packing import PackSettings
@@ -309,6 +309,7 @@ class _Encoder:
                 rows, bad_count = rows + chunk.rows, bad_count + chunk.bad_row_count
                 ends_special += chunk.ends_special
                 unread.update(chunk.unread)
+                unread = Counter(dict(unread.most_common(UNREAD_KEPT)))
                 now = time.monotonic()
                 if now - shown > _PROGRESS_SECONDS:
                     shown = now

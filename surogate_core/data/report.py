@@ -13,6 +13,9 @@ BAD_ROWS_KEPT = 1000
 
 BAD_ROWS_SHOWN = 5
 
+UNREAD_SHOWN = 10
+"""Fields that a type does not read and that are named; the others are counted."""
+
 NOTHING_TRAINED_SHARE = 0.01
 """Below this share of trained tokens a data set is reported as (almost) untrained."""
 
@@ -84,8 +87,10 @@ class DatasetReport:
             return ""
         names = ", ".join(
             repr(name) + (f" (in {count:,} of {self.rows:,} rows)" if count < self.rows - self.bad_rows else "")
-            for name, count in self.unread.items()
+            for name, count in list(self.unread.items())[:UNREAD_SHOWN]
         )
+        if len(self.unread) > UNREAD_SHOWN:
+            names += f" and {len(self.unread) - UNREAD_SHOWN} more"
         keys = f" ({', '.join(self.could_read)} say what is read)" if self.could_read else ""
         return f"Type {self.type} does not read {names} of {self.key} ({self.path}){keys}."
 

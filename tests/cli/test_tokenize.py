@@ -210,7 +210,7 @@ def test_plain_text_is_trained_whole_without_a_warning(
     out = capsys.readouterr().out
     assert "every token" not in out
     assert "example:" not in out
-    assert f"{path}; not read: source\n" in out
+    assert f"{path}; not read: 'source'\n" in out
 
 
 def test_long_answers_are_not_everything(

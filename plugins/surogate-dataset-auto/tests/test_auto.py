@@ -229,6 +229,11 @@ def test_fields_that_nobody_reads_are_named(tmp_path: Path, formats: Any) -> Non
     assert note in report.summary()
     again = prepared(tmp_path, rows, formats).report.datasets[0]
     assert (again.cached, again.unread_note) == (True, note)
+    many = prepared(tmp_path, [{**OPENAI, f"{i:03} {'x' * 99}": 1} for i in range(300)], formats).report.datasets[0]
+    assert len(many.unread) == 100
+    assert "'000 xxx" in many.unread_note
+    assert " and 90 more of datasets[0]" in many.unread_note
+    assert len(many.unread_note) < 1500
     for row, name in ((ALPACA, "score"), (TEXT, "source")):
         data = prepared(tmp_path, [{**row, name: "x"}], formats)
         assert f"does not read '{name}' of" in data.report.summary()
