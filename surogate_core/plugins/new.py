@@ -115,9 +115,8 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
 
 def _refuse_taken(name: str, kind: str) -> None:
     """Raise `UserError` where an installed plugin offers a bundle of the kind by this name."""
-    own = f"surogate-{kind}-{name}"
     for plugin in (core_plugin(), *installed_plugins()):
-        if plugin.distribution != own and (kind, name) in static_view(plugin.module).bundles:
+        if (kind, name) in static_view(plugin.module).bundles:
             raise UserError(
                 f"{plugin.label} offers {kind} {name} already, and two of one name stop every run. Fix: another name"
             )
