@@ -321,8 +321,13 @@ class _Run:
             )
         if left := checkpoints.left_over():
             few = "1 checkpoint here is" if len(left) == 1 else f"{len(left)} checkpoints here are"
-            listed = " ".join(shlex.quote(str(path)) for path in left)
-            notes.append(f"{few} another run's or cannot be used, and no save deletes such. To delete: rm -r {listed}")
+            # No command: by the time that it is typed, this run may have a checkpoint under the same name.
+            notes.append(
+                f"{few} another run's or cannot be used, and no save deletes such: "
+                f"{', '.join(str(path) for path in left)}. If this run needs one of the names, it renames the old one "
+                f"to NAME.kept-1. Delete by hand what is not needed: this run's own have run {checkpoints.run} in "
+                f"manifest.json."
+            )
         self.accepted, self.run_id = True, checkpoints.run
         return notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ def test_a_new_start_keeps_the_former_run_as_a_run_directory(
         assert kept[f"{place}/state.json"] == first[f"checkpoint-{step}/state.json"]
     (note,) = [note for note in start["notes"] if "checkpoints here are another run's" in note]
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-2.kept-1", "checkpoint-3"):
-        assert str(tmp_path / name) in note.partition("rm -r ")[2].split()
+        assert str(tmp_path / name) in re.split(r"[ ,]+|\. ", note)
+    # A command would delete this run's own of the same name.
+    assert "rm -r" not in note
+    assert json.loads((tmp_path / "run.json").read_text())["run"] in note
 
 
 def test_going_on_with_the_same_run_moves_nothing(
