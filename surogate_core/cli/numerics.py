@@ -72,8 +72,9 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core.cli.progress import shown_progress
     from surogate_core.report.numerics import markdown, picture
     from surogate_core.train.atomic import ensure_writable, replace_file
+    from surogate_core.train.fitting import out_of_memory
     from surogate_core.train.numerics import measure
-    from surogate_core.train.setup import is_out_of_memory, out_of_memory
+    from surogate_core.train.setup import is_out_of_memory
 
     ensure_writable(words.output, key="--output")
     try:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             found = measure(runs, registry, progress=progress)
     except Exception as error:
         if is_out_of_memory(error) and not isinstance(error, MachineError):
-            raise out_of_memory(runs[0][1], error) from error
+            raise out_of_memory(runs[0][1], registry, error) from error
         raise
     text = markdown(found)
     for ending, content in (("md", text), ("json", json.dumps(asdict(found), indent=1)), ("svg", picture(found))):

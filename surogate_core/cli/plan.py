@@ -11,7 +11,6 @@ from surogate_core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
-    from surogate_core.engine.engine import EngineSettings
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
@@ -25,10 +24,6 @@ and the tokens of a step. Takes what `surogate sft` takes; `--json` prints the s
 --fit 24GiB  also proposes the cheapest changes with which the run fits into so much GPU memory;
              exit code 3 if nothing does
 """
-
-BORDERS_PER_ROW = 64
-"""Document borders assumed in a row; the real number comes from the packed data and changes little."""
-
 
 GPUS = {
     "a100": (8, 0),
@@ -108,55 +103,23 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     from surogate_core.engine.prediction import Counts, Prediction
     from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.native import assumed
+    from surogate_core.train.fitting import counts_of, placed
     from surogate_core.train.flops import gemm_flops_per_second
-    from surogate_core.train.setup import (
-        engine_settings,
-        kernel_table,
-        prepare_recipe,
-        resolve_device,
-        resolve_lora,
-        resolve_model,
-        resolve_offloader,
-        resolve_weight_format,
-        weights_as_they_are,
-    )
+    from surogate_core.train.setup import resolve_device, resolve_model
 
     budget = None if fit is None else plan_fit.parse_size(fit)
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
 
-    def settings_of(config: RunConfig) -> EngineSettings:
-        borders = config.per_device_train_batch_size * BORDERS_PER_ROW
-        return engine_settings(config, device=device, borders=borders)
-
     def count(config: RunConfig) -> Counts:
-        recipe, recipe_options = prepare_recipe(config, registry, device)
-        weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
-        return Counts.of(
-            resolved.model,
-            settings=settings_of(config),
-            recipe=recipe,
-            recipe_options=recipe_options,
-            objective=registry.get("objective", config.objective),
-            offloader=resolve_offloader(config, registry),
-            kernels=kernel_table(config, registry, device),
-            lora=resolve_lora(config, resolved.model),
-            weight_format=weight_format,
-            weight_settings=weight_settings,
-            skips=weights_as_they_are(config, resolved.model),
-        )
+        return counts_of(config, registry, resolved, device)
 
     def place(config: RunConfig, counts: Counts) -> Prediction:
-        return counts.placed(
-            offloader=resolve_offloader(config, registry),
-            optimizer=registry.get("optimizer", config.optimizer.name),
-            head_chunks=config.lmhead_chunks,
-            update_on_cpu=config.cpu_training,
-        )
+        return placed(config, registry, counts)
 
     counts = count(config)
     prediction = place(config, counts)
-    settings = settings_of(config)
+    settings = counts.settings
     here = assumed() is None
     reasons = {} if here else {n: pack.unavailable(device) for n, pack in registry.all("kernels").items()}
     measured = here and (prediction.again > 0 or budget is not None)

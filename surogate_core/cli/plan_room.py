@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.train import atomic
 from surogate_core.train.atomic import human_bytes
 
@@ -31,7 +30,7 @@ class Room:
     def here(cls, config: RunConfig) -> Room:
         """What there is now."""
         directory = config.offload_dir or config.output_dir
-        return cls(host=_memory(), disk=_free(directory), directory=directory)
+        return cls(host=memory_of_machine(), disk=_free(directory), directory=directory)
 
     def short_of(self, prediction: Prediction) -> dict[str, str]:
         """Place that does not hold what is predicted there → what this machine has of it."""
@@ -41,13 +40,6 @@ class Room:
         if self.disk is not None and prediction.total("disk") > self.disk:
             found["disk"] = f"the disk of {self.directory} has {human_bytes(self.disk)} free"
         return found
-
-
-def _memory() -> int | None:
-    try:
-        return prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _free(directory: str) -> int | None:

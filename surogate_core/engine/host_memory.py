@@ -1,9 +1,11 @@
-"""How this process's C library treats large freed blocks."""
+"""Memory of the host: how much there is, and how this process's C library treats large freed blocks."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -25,3 +27,11 @@ def keep_freed_pages() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGE))
+
+
+def memory_of_machine() -> int | None:
+    """Bytes of memory that this machine has; None where it cannot be asked."""
+    try:
+        return math.prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return None

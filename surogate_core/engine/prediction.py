@@ -35,6 +35,9 @@ CUDA_CONTEXT = 760 * 2**20
 """Bytes that CUDA, its libraries, loaded kernels and graphs take of a GPU beside torch's tensors: 678 MiB to 772 MiB on
 an H200, by the driver (benchmarks/plan_memory.py)."""
 
+CPU_LIBRARIES = 14 * 2**20
+"""Pages of libraries' code that a run on a CPU touches first, as measured (benchmarks/plan_memory_cpu.py)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
@@ -102,6 +105,10 @@ class Counts:
     """Bytes of what one layer hands to the next."""
     head: int
     """Bytes of the head's working set: the logits of `settings.head_chunks` pieces and what is made of them."""
+    largest: int
+    """Bytes of the largest tensor that layers keep for the backward."""
+    logits: int
+    """Bytes of a token's logits."""
     tables: int
     recipe_state: int
     slots: int
@@ -223,6 +230,8 @@ class Counts:
             embedding_gradient=settings.tokens * model.width * 4 if train_embedding else 0,
             head=builder.head_bytes(head, builder.chunks()[0].stop),
             activation=activation,
+            largest=max([activation, *(s.nbytes for f in footprints.values() for s in f.kept)]),
+            logits=model.vocab_size * settings.dtype.itemsize,
             tables=sum(s.nbytes for s in signatures.values()) + settings.tokens * 20,
             recipe_state=sum(t.nbytes for t in state.state().values()) if state else 0,
             slots=slots,
@@ -302,6 +311,12 @@ class Counts:
             streams = 2 if settings.cuda_graphs and offloader.addressable else 1
             rows.append(("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"))
             rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"))
+        else:
+            # glibc takes an aligned block from a hole only if that is a little larger, so not from what a block of the
+            # same size has left: one of the largest is there once more.
+            logits = self.logits * -(-settings.tokens // head_chunks)
+            rows.append(("freed memory", "device", max(self.largest, logits), "a margin: the largest tensor once more"))
+            rows.append(("libraries", "host", CPU_LIBRARIES, "their code, as measured"))
         return Prediction(
             held=tuple(Held(kind=k, place=p, nbytes=n, detail=d) for k, p, n, d in rows if n),
             schedule=training_schedule(len(self.residuals), train_embedding=self.train_embedding),

@@ -37,6 +37,7 @@ from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_comp
 from surogate_core.train.contents import Contents, check_contents, digest_cache
 from surogate_core.train.events import Progress, ReportWritten, RunEnd, RunInfo, RunStart
 from surogate_core.train.export import check_place, export_adapter, export_full, generation_of
+from surogate_core.train.fitting import out_of_memory
 from surogate_core.train.flops import gemm_flops_per_second
 from surogate_core.train.loop import Loop
 from surogate_core.train.record import CONFIG, FACTS, Record, locked, new_run_id
@@ -47,7 +48,6 @@ from surogate_core.train.setup import (
     check_commit,
     check_weights,
     is_out_of_memory,
-    out_of_memory,
     pinned,
     prepare_recipe,
     recipe_notes,
@@ -114,7 +114,7 @@ class _Run:
             except BaseException as error:
                 shown: BaseException = error
                 if not isinstance(error, SurogateError) and is_out_of_memory(error):
-                    shown = out_of_memory(self.config, error)
+                    shown = out_of_memory(self.config, self.registry, error)
                 message = str(shown) if isinstance(shown, SurogateError) else f"{type(shown).__name__}: {shown}"
                 log.info("the run failed", message=message, accepted=self.accepted)
                 self.bus.emit(self._end("failed", None, message))

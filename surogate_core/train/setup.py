@@ -445,24 +445,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def out_of_memory(config: RunConfig, error: BaseException) -> MachineError:
-    """The error with what can be turned."""
-    advice = [
-        *([] if config.recompute else ["recompute=true"]),
-        *([f"per_device_train_batch_size={config.per_device_train_batch_size // 2}"]
-          if config.per_device_train_batch_size > 1 else []),
-        f"lmhead_chunks={config.lmhead_chunks * 4}",
-        f"sequence_len={config.sequence_len // 2}",
-        *([] if config.lora else ["lora=true"]),
-    ]  # fmt: skip
-    first = (str(error).split("\n")[0].split(". ")[0] or type(error).__name__).rstrip(".")
-    where = "GPU" if isinstance(error, torch.OutOfMemoryError) else "host"
-    return MachineError(
-        f"Out of {where} memory: {first}. Fix: try {', then '.join(advice)}; "
-        f"`surogate plan --fit SIZE` proposes what else."
-    )
-
-
 def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None) -> tuple[str, ...]:
     """Hold the headers of the weights against the model; the names that it does not use.
 
