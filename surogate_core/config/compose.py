@@ -24,6 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from surogate_core.config.interpolation import too_large
 from surogate_core.config.paths import CONFIG_NAME, conf_dir
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.config.settings import LIST_GROUPS, default_groups
@@ -105,9 +106,13 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
 
 def resolved_values(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """The same, with a problem for each key that cannot be resolved."""
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
+    message = "its interpolations become more than a million characters."
+    large = too_large({str(key): value for key, value in raw.items()})
+    problems = [Problem(key=key, message=message, fix="write the value out") for key in large]
     values: dict[str, Any] = {}
-    problems = []
-    for key in config:
+    for key in (key for key in config if str(key) not in large):
         try:
             value = "???" if OmegaConf.is_missing(config, key) else config[key]
             is_node = OmegaConf.is_config(value)

@@ -6,6 +6,7 @@ Only names and small JSON files are looked at; nothing is read of weights or dat
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
@@ -33,8 +34,22 @@ def expand_home(config: RunConfig) -> RunConfig:
 
 def check_places(config: RunConfig, where: Callable[[str], str]) -> list[Problem]:
     """The mistakes in the paths of a configuration whose types are sound."""
-    found = [*_model(config), *_written(config), *_log_file(config)]
+    long = [k for k in _PATHS if isinstance(v := getattr(config, k), str) and _too_long(v)]
+    if long:
+        message = "is longer than any path: 255 bytes between two slashes, 4095 in all."
+        return [Problem(key=key, message=message, where=where(key)) for key in long]
+    try:
+        found = [*_model(config), *_written(config), *_log_file(config)]
+    except OSError as error:  # the name of a model or a data set that is too long, a directory that may not be read
+        name = str(error.filename)
+        shown = name if len(name) <= 80 else f"{name[:79]}…"
+        return [Problem(key="paths", message=f"{shown}: {error.strerror}.")]
     return [Problem(key=key, message=message, where=where(key), fix=fix) for key, message, fix in found]
+
+
+def _too_long(path: str) -> bool:
+    name = os.fsencode(path)
+    return len(name) > 4095 or max(map(len, name.split(b"/"))) > 255
 
 
 Found = Iterator[tuple[str, str, str]]

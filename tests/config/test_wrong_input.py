@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ FILES = [
     ("{model: ./base, output_dir: base}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
     ("{model: ./base, checkpoint_dir: ./base}", "checkpoint_dir", "checkpoint_dir=ANOTHER_DIRECTORY"),
     ("{model: ./run/model, lora: false, output_dir: run}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
+    ("{model: ./run/model, lora: true, output_dir: run}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
     ("{model: ./base, adapter_path: run/adapter, output_dir: run}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
     ("{datasets: [{path: data, type: text}], output_dir: data}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
     ("{datasets: [{path: data, type: text}], output_dir: data/a/b}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
@@ -115,7 +117,6 @@ def test_what_is_near_a_forbidden_place_is_allowed(load: Any, here: Path) -> Non
     assert load("model=./base", "output_dir=base/out").output_dir == "base/out"
     assert load("datasets=[{path: data/a.jsonl, type: text}]", "output_dir=data").output_dir == "data"
     assert load("datasets=[{path: data, type: text}]", "output_dir=data2", "log_file=data/a.log").log_file
-    assert load("model=./run/model", "output_dir=run", "lora=true").lora
     assert load("model=./run/model", "output_dir=run2", "lora=false", "merge_adapter=false").output_dir == "run2"
     assert load("model=owner/name").model.path == "owner/name"
     assert load("system=''").system == ""
@@ -186,3 +187,56 @@ def test_every_missing_option_of_the_defaults_is_named(problems: Problems) -> No
     found = problems(f"plugins.block=[{','.join(names)}]", fresh=True)
     for name in names:
         assert any(f"surogate-{name}" in f"{p.message} {p.fix}" for p in found), name
+
+
+def test_a_misspelt_key_of_the_models_config(problems: Problems, load: Any) -> None:
+    """The nearest name; what the family's class in transformers knows may be set though the preset has it not."""
+    (problem,) = problems("model=qwen3", "model.config.num_hiden_layers=1")
+    assert (problem.key, problem.where) == ("model.config.num_hiden_layers", "command line")
+    assert problem.fix == "model.config.num_hidden_layers"
+    (problem,) = problems(file="model: {name: qwen3, preset: tiny, config: {hidden_size: 64, zzz: 1}}\n")
+    assert (problem.key, problem.fix) == ("model.config.zzz", "")
+    assert problem.where.endswith("run.yaml:1")
+    legal = {"num_hidden_layers": 1, "use_sliding_window": False, "max_window_layers": 4, "rope_scaling": None}
+    text = "".join(f"    {key}: {json.dumps(value)}\n" for key, value in legal.items())
+    config = load(file=f"model:\n  name: qwen3\n  preset: tiny\n  config:\n{text}")
+    assert config.model.config == legal
+
+
+def test_a_misspelt_key_of_a_directorys_config(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    (here / "base" / "config.json").write_text(json.dumps(config))
+    args = ["model=./base", "from_scratch=true", "dataset=embedded", "device=cpu", "model.config.num_hiden_layers=1"]
+    assert main(["plan", *args]) == 2
+    err = capsys.readouterr().err
+    assert "model.config.num_hiden_layers: the model's config.json has no key num_hiden_layers." in err
+    assert "Fix: model.config.num_hidden_layers" in err
+
+
+def test_a_family_that_transformers_does_not_know() -> None:
+    base = {"num_layers": 2, "model_type": "novel"}
+    assert not unknown_model_keys(["gate_width", "num_layers"], base, ["novel"])
+    (problem,) = unknown_model_keys(["num_layer"], base, ["novel"])
+    assert problem.fix == "model.config.num_layers"
+
+
+def test_interpolations_that_mean_billions_of_characters_end_at_once(problems: Problems, load: Any) -> None:
+    """Eight keys of which each names the next ten times; relative and dotted references, and those in lists too."""
+    keys = ["run_name", "system", "tokenizer", "checkpoint_dir", "log_file", "output_dir"]
+    lines = [f'{a}: "{f"${{{b}}}" * 10}"' for a, b in pairwise(keys)]
+    found = {p.key: p for p in problems(file="\n".join([*lines, "output_dir: xxxxxxxxxx", ""]))}
+    assert found["run_name"].message == "its interpolations become more than a million characters."
+    assert found["run_name"].fix == "write the value out"
+    nested = "".join(f'    k{i}: "{f"${{.k{i + 1}}}" * 10}"\n' for i in range(9))
+    (problem,) = problems(file=f"model:\n  preset: tiny\n  name: qwen3\n  config:\n{nested}    k9: xxxxxxxxxx\n")
+    assert (problem.key, problem.fix) == ("model", "write the value out")
+    assert load("run_name=${output_dir}-${train_seed}", "output_dir=a").run_name == "a-1234"
+
+
+@pytest.mark.parametrize("key", ["output_dir", "log_file", "adapter_path", "checkpoint_dir"])
+def test_a_name_that_no_file_can_have(problems: Problems, key: str) -> None:
+    args = [f"{key}={'x' * 5000}"] + ([] if key != "adapter_path" else ["lora=true", "model=a/b", "from_scratch=false"])
+    (problem,) = problems(*args)
+    assert (problem.key, problem.where) == (key, "command line")
+    assert "longer than any path" in problem.message
+    assert len(str(problem)) < 200
