@@ -124,10 +124,10 @@ def _written(config: RunConfig) -> Found:
                 yield key, f"{value} {relation} {what}; a run writes its own files there.", f"{key}=ANOTHER_DIRECTORY"
                 break
     output = Path(expanded(config.output_dir)).resolve()
-    if config.model.path is not None and (not config.lora or config.merge_adapter):
+    if config.model.path is not None:
         model = Path(expanded(config.model.path))
         if model.is_dir() and model.resolve() == output / "model":
-            message = f"the run writes its model to {config.output_dir}/model, which is the model that it begins with."
+            message = f"the run moves or replaces {config.output_dir}/model, which is the model that it begins with."
             yield "output_dir", message, "output_dir=ANOTHER_DIRECTORY"
     if config.adapter_path is not None:
         adapter = Path(expanded(config.adapter_path))

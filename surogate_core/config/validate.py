@@ -9,6 +9,7 @@ from typing import Any
 
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, ModelSelection, RunConfig, Selection
 from surogate_core.config.settings import LIST_GROUPS, unknown_key, unknown_name
@@ -139,7 +140,9 @@ class _Validator:
             field_types(cls)
         except Exception as error:
             label = self.registry.bundles(kind)[name].plugin.label
-            self._problem(key, f"{label}: the options of {kind} {name} are not a readable dataclass: {error}.")
+            self._problem(
+                key, f"{label}: the options of {kind} {name} are not a readable dataclass: {str(error).rstrip('.')}."
+            )
             return None
         return cls
 
@@ -175,6 +178,9 @@ class _Validator:
             known = ", ".join(sorted(family.presets)) or "none"
             message = f"{model.name} has no preset {model.preset!r}; known: {known}."
             self._problem("model.preset", message, f"model.preset={near[0]}" if near else "")
+        elif family is not None and model.path is None and model.preset is not None:
+            for problem in unknown_model_keys(model.config, family.presets[model.preset], family.hf_model_types):
+                self._problem(problem.key, problem.message, problem.fix)
         return model
 
     # -------------------------------------------------------------------------- data sets

@@ -61,7 +61,9 @@ def read_yaml(path: Path) -> YamlFile:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         reason = error.problem or error.context or "not YAML"
         fix = "indent with spaces; a tab is not allowed" if "\\t" in reason else ""
-        raise ConfigError([Problem(key="YAML", message=f"{reason}.", where=f"{path}:{line}", fix=fix)]) from None
+        raise ConfigError(
+            [Problem(key="YAML", message=f"{reason.rstrip('.')}.", where=f"{path}:{line}", fix=fix)]
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem(key=str(path), message=f"not YAML: {' '.join(str(error).split())}.")]) from None
     if root is None:

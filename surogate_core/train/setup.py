@@ -22,6 +22,7 @@ from surogate_core.bundles import (
 )
 from surogate_core.config import offload
 from surogate_core.config.checks import QLORA, weight_formats
+from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.hub import commit_of, split_revision
 from surogate_core.dsl import Model
@@ -138,6 +139,8 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         title = f"{chosen.name} {chosen.preset}"
     if chosen.path is not None and not config.from_scratch and chosen.config:
         raise UserError("model.config: a trained model's shape cannot be changed. Fix: set from_scratch=true.")
+    if unknown := unknown_model_keys(chosen.config, values, [str(values.get("model_type"))]):
+        raise ConfigError(unknown)
     values.update(chosen.config)
     if config.rope_scaling is not None or config.max_model_len is not None:
         values = scaled_config(values, config.rope_scaling, config.max_model_len)

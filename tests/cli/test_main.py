@@ -162,6 +162,19 @@ def test_a_bug_keeps_its_traceback_in_the_log(
     assert "test_main.py" in record["exception"]
 
 
+def test_a_bugs_message_ends_with_one_full_stop(
+    run: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Any) -> int:
+        raise ValueError("input_ids has shape (19,):\nwant equal 1-D shapes.")
+
+    let_run(fail)
+    assert main([f"output_dir={tmp_path}/out"]) == 1
+    assert (
+        "ValueError: input_ids has shape (19,): want equal 1-D shapes. The traceback is in" in capsys.readouterr().err
+    )
+
+
 def test_an_interrupt_before_training(run: list[Any], tmp_path: Path) -> None:
     def interrupt(config: Any) -> int:
         raise KeyboardInterrupt

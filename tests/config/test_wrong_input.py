@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from surogate_core.cli.main import main
+from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.errors import ConfigError, Problem
 
 Problems = Callable[..., list[Problem]]
