@@ -19,30 +19,35 @@ _NAME = (
 )
 """Names of values that are secret wherever they stand. A bare ``token`` is one in a query or as a whole key only."""
 
+_HINT = re.compile(r"sig|token|secret|pass|pwd|credential|key|auth|code", re.IGNORECASE)
+# Every repetition has a limit, so that no text takes long.
 _USER = re.compile(
     # The second form is for a secret with a slash, unless what follows the colon looks like a port and a path.
-    r"(?<=://)(?:[^\s/?#\"'<>]*|[^\s:/@?#\[\"'<>]*:(?!\d+(?:[/?#]|$))[^\s@\"'<>]*)@(?=[^\s@])"
+    r"(?<=://)(?:[^\s/?#\"'<>]{0,1000}|[^\s:/@?#\[\"'<>]{0,100}:(?!\d{1,5}(?:[/?#]|$))[^\s@\"'<>]{0,200})@(?=[^\s@])"
 )
 _QUERY = re.compile(
-    r"([?&;#](?:[\w.%-]*(?:signature|token|secret|passw(?:or)?d|pwd|credential|api[-_]?key|access[-_]?key|auth)[\w.%-]*"
+    r"([?&;#](?:[\w.%-]{0,60}"
+    r"(?:signature|token|secret|passw(?:or)?d|pwd|credential|api[-_]?key|access[-_]?key|auth)[\w.%-]{0,60}"
     r"|sig|key|code)=)[^&\s#\"'<>\\]+",
     re.IGNORECASE,
 )
 _SET = re.compile(
-    rf"(?<![?&;#\w.-])((?:(?:[\w.-]*[._-])?{_NAME}|(?:[\w.-]*\.)?token)=)([^\s,}}\])\"'\\]+|\"[^\"]*\"|'[^']*')",
+    rf"(?<![?&;#\w.-])((?:(?:[\w.-]{{0,100}}[._-])?{_NAME}|(?:[\w.-]{{0,100}}\.)?token)=)"
+    r"([^\s,}\])\"'\\]+|\"[^\"]*\"|'[^']*')",
     re.IGNORECASE,
 )
 _LINE = re.compile(
-    rf"^([\s{{-]*(?:(?:[\w-]*[_-])?{_NAME}|token)[\"']?\s*:[ \t]+)(?!null\b|~)\S.*$", re.IGNORECASE | re.MULTILINE
+    rf"^([ \t{{-]{{0,200}}(?:(?:[\w-]{{0,100}}[_-])?{_NAME}|token)[\"']?[ \t]{{0,9}}:[ \t]{{1,200}})(?!null\b|~)\S.*$",
+    re.IGNORECASE | re.MULTILINE,
 )
-_KEY = re.compile(rf"(?:.*[._-])?{_NAME}|token", re.IGNORECASE)
+_KEY = re.compile(rf"(?:.{{0,100}}[._-])?{_NAME}|token", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
     """The text without the user parts of its URLs and the values of ``name=value`` pairs whose name is a secret's."""
     if "://" in text:
         text = _USER.sub(f"{MASK}@", text)
-    if "=" in text:
+    if "=" in text and _HINT.search(text):
         text = _QUERY.sub(rf"\g<1>{MASK}", text)
         text = _SET.sub(rf"\g<1>{MASK}", text)
     return text

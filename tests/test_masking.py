@@ -60,6 +60,18 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert masked(text) == text
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "part", ["://", "://a:", "?", "?token", "\n", "a.", "a_", "://u:p/", "token=", "&key=", "- ", "password: "]
+)
+def test_no_text_takes_long(part: str) -> None:
+    """Every repetition of the patterns is bounded."""
+    text = part * 5_000
+    for end in ("", "=", "@", ": x", "sig=1"):
+        masked(text + end)
+        masked_yaml(text + end)
+
+
 def test_yaml_stays_yaml() -> None:
     text = (
         "datasets:\n- path: https://u:SECRET@h/x.jsonl?sig=SECRET\n  token: SECRET\nmonitor:\n- name: http\n"

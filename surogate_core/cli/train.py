@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.cli.arguments import Arguments, load, parse, registry_for
 from surogate_core.errors import ConfigError, Problem, SurogateError
-from surogate_core.masking import masked_yaml
+from surogate_core.masking import masked, masked_yaml
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -221,7 +221,7 @@ class _Sweep:
             paths["checkpoint_dir"] = str(Path(checked.checkpoint_dir) / hydra.sweep.subdir)
         one = dataclasses.replace(checked, **paths)
         what = ", ".join(line for line in hydra.overrides.task if self._is_swept(line))
-        named = f"run {len(self.codes)}" + (f": {what}" if what else "")
+        named = masked(f"run {len(self.codes)}" + (f": {what}" if what else ""))
         print(f"{named} → {one.output_dir}", file=sys.stderr, flush=True)
         self.directories.append(one.output_dir)
         self.codes.append(_guarded(one, self.registry))

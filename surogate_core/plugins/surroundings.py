@@ -33,8 +33,12 @@ def in_scope(scope: Scope, plugins: Iterable[str]) -> dict[str, Distribution]:
         return {}
     if scope == "environment":
         return {canonical(d.name): d for d in reversed(list(distributions())) if d.name}
-    every = required_by([CORE_DISTRIBUTION, *plugins])
-    return every if scope == "dependencies" else {n: d for n, d in every.items() if n == CORE_DISTRIBUTION}
+    if scope == "dependencies":
+        return required_by([CORE_DISTRIBUTION, *plugins])
+    try:
+        return {CORE_DISTRIBUTION: distribution(CORE_DISTRIBUTION)}
+    except PackageNotFoundError:
+        return {}
 
 
 def required_by(names: Iterable[str]) -> dict[str, Distribution]:
