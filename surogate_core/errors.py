@@ -50,7 +50,8 @@ class Problem:
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""
         fix = f" Fix: {self.fix}" if self.fix else ""
-        return f"{self.key}{place}: {self.message}{fix}"
+        # A key or a value may be any text of a file.
+        return printable(f"{self.key}{place}: {self.message}{fix}")
 
 
 class ConfigError(UserError):

@@ -428,3 +428,12 @@ def test_a_plugin_of_an_earlier_run_that_is_gone_is_named(tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match="acme-surogate"):
         load_run_config(["optimizer=signsgd", f"output_dir={tmp_path}"], registry=load_plugins())
+
+
+@pytest.mark.parametrize("key", ["a\x00b", "\u202ea", "\x1b[31mred"])
+def test_a_key_is_shown_with_escapes(key: str, tmp_path: Path, registry: Registry) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{json.dumps(key)}: 1\n")
+    with pytest.raises(ConfigError) as error:
+        load_run_config([], config_file=file, registry=registry)
+    assert str(error.value).isprintable()
