@@ -56,7 +56,8 @@ PLUGIN_HEADER = ("plugin", "distribution", "version")
 
 def recorded(run: RunRecord, series: str) -> bool:
     """Whether the run has a finite value of the curve at any step."""
-    return bool(np.isfinite(run.curve(series)[1]).any())
+    values = run.curve(series)[1]
+    return bool(len(values)) and bool(np.isfinite(values[-1]) or np.isfinite(values).any())
 
 
 def shown_curves(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
