@@ -29,6 +29,10 @@ class MachineError(SurogateError, RuntimeError):
     exit_code = 3
 
 
+LONGEST_KEY = 200
+"""Characters that are shown of a key."""
+
+
 def printable(text: str) -> str:
     """The text with escapes for what a terminal would obey or not show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -51,7 +55,8 @@ class Problem:
         place = f" ({self.where})" if self.where else ""
         fix = f" Fix: {self.fix}" if self.fix else ""
         # A key or a value may be any text of a file.
-        return printable(f"{self.key}{place}: {self.message}{fix}")
+        key = self.key if len(self.key) <= LONGEST_KEY else f"{self.key[:LONGEST_KEY]}…"
+        return printable(f"{key}{place}: {self.message}{fix}")
 
 
 class ConfigError(UserError):

@@ -408,7 +408,7 @@ def _require_rows(rows: PackedRows, config: RunConfig, key: str) -> None:
     if len(rows) == 0 and config.truncation_strategy != "delete":
         other = "left" if config.truncation_strategy == "right" else "right"
         raise UserError(
-            f"{key}: of none of the {rows.stats.documents:,} documents a trained token is left within "
+            f"{key}: none of the {rows.stats.documents:,} documents has a trained token left within "
             f"{_longest(config)} with truncation_strategy={config.truncation_strategy}. "
             f"Fix: raise it, or set truncation_strategy to {other}."
         )

@@ -244,7 +244,7 @@ def _group_rows(path: str) -> list[int] | None:
 
     try:
         metadata = parquet.read_metadata(path)
-    except (ArrowException, OSError):
+    except (ArrowException, OSError, UnicodeDecodeError):
         return None
     return [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import xxhash
 
-from surogate_core.errors import MachineError, SurogateError, UserError
+from surogate_core.errors import MachineError, SurogateError, UserError, printable
 from surogate_core.train import atomic
 from surogate_core.train.tensorfile import TensorFile, file_digest, nbytes, write_tensors
 
@@ -43,12 +43,17 @@ _REFUSED = (errno.EACCES, errno.EPERM)
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _DIGEST = "xxh3_128"
+LONGEST_REASON = 2000
+"""Characters of the reason why a checkpoint is not whole."""
 
 log = structlog.get_logger(__name__)
 
 
 class TornCheckpointError(UserError):
     """A checkpoint directory that is not what its manifest says; the message is the reason."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message)[:LONGEST_REASON])  # a manifest may hold any text
 
 
 class UnreadableCheckpointError(UserError):

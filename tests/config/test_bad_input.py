@@ -430,10 +430,11 @@ def test_a_plugin_of_an_earlier_run_that_is_gone_is_named(tmp_path: Path) -> Non
         load_run_config(["optimizer=signsgd", f"output_dir={tmp_path}"], registry=load_plugins())
 
 
-@pytest.mark.parametrize("key", ["a\x00b", "\u202ea", "\x1b[31mred"])
-def test_a_key_is_shown_with_escapes(key: str, tmp_path: Path, registry: Registry) -> None:
+@pytest.mark.parametrize("key", ["a\x00b", "\u202ea", "\x1b[31mred", "x" * 9000])
+def test_a_key_is_shown_with_escapes_and_cut(key: str, tmp_path: Path, registry: Registry) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{json.dumps(key)}: 1\n")
     with pytest.raises(ConfigError) as error:
         load_run_config([], config_file=file, registry=registry)
     assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000

@@ -186,7 +186,7 @@ def test_progress_ends(write_rows: Any, make_config: Any, tokenizer: Any, format
         (
             [{"text": "w3 " * 60}],
             {"entry": {"prompt_words": 40}, "truncation_strategy": "right"},
-            "of none of the 1 documents a trained token is left within sequence_len=16 .* truncation_strategy to left",
+            "none of the 1 documents has a trained token left within sequence_len=16 .* truncation_strategy to left",
         ),
     ],
 )

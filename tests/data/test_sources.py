@@ -426,3 +426,10 @@ def test_empty_parts_of_a_table_lose_nothing(tmp_path: Path, suffix: str) -> Non
                 for batch in part.to_batches() or [pa.RecordBatch.from_pylist([], schema=table.schema)]:
                     stream.write_batch(batch)
     assert read(path) == ROWS
+
+
+def test_a_parquet_file_whose_column_names_are_no_text_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "rows.parquet", [{"instruction": "a"}])
+    path.write_bytes(path.read_bytes().replace(b"instruction", b"instru\xf4tion"))
+    with pytest.raises(UserError, match=r"rows\.parquet"):
+        read(path)

@@ -157,6 +157,8 @@ def _damage(root: Path, damage: Damage) -> None:
     if not file.is_file() or file.is_symlink():
         return  # gone with the damage before
     content = file.read_bytes()
+    if not content and damage.how in ("flipped", "forged"):
+        return
     at = int(damage.share * len(content))
     match damage.how:
         case "flipped":
@@ -197,6 +199,8 @@ def _damage(root: Path, damage: Damage) -> None:
 
 def _change_json(file: Path, damage: Damage) -> None:
     """Put another value somewhere into a JSON file."""
+    if not file.is_file():
+        return
     try:
         value = place = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -217,6 +221,8 @@ def _forge(directory: Path, damage: Damage, content: bytes, at: int) -> None:
     at = at if damage.share < 0.3 else int(damage.share * min(len(content), 400))
     file = directory / damage.file
     file.write_bytes(content[:at] + bytes([content[at] ^ (damage.data[0] or 1)]) + content[at + 1 :])
+    if not (directory / "manifest.json").is_file():
+        return
     try:
         manifest = json.loads((directory / "manifest.json").read_bytes())
         entry = manifest["files"][damage.file]

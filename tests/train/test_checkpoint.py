@@ -535,3 +535,12 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name: str, tmp_path: Path) -> 
     os.mkfifo(path / name)
     with pytest.raises(UserError, match=rf"{name} cannot be read: it is no regular file"):
         CheckpointDir.load(path)
+
+
+def test_text_of_a_manifest_is_shown_with_escapes(tmp_path: Path) -> None:
+    path = save(CheckpointDir(tmp_path, limit=2), 1)
+    (path / "manifest.json").write_text(json.dumps({"format": "\x1b[31m" + "x" * 9000}))
+    with pytest.raises(UserError, match="is of layout") as error:
+        CheckpointDir.load(path)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 3000
