@@ -17,7 +17,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.batch import MicroBatch
 from surogate_core.data.sampler import EvalBatches, StepLoader
 from surogate_core.engine.engine import Engine, StepResult
-from surogate_core.errors import UserError
+from surogate_core.errors import UserError, printable
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
@@ -220,8 +220,9 @@ class Loop:
             or (tuple(live[name].shape), live[name].dtype) != (kept[name].shape, kept[name].torch_dtype)
         ]
         if differing:
+            first = printable(", ".join(differing[:5]))
             raise UserError(
-                f"{checkpoint.path}: {len(differing)} tensors are not those of this run: {', '.join(differing[:5])}"
+                f"{checkpoint.path}: {len(differing)} tensors are not those of this run: {first}"
                 f"{', …' if len(differing) > 5 else ''}. Fix: restore the settings of the model, its adapters and the "
                 f"optimizer, or start anew with resume_from_checkpoint=false."
             )
