@@ -51,10 +51,21 @@ class Card:
 
 
 def changed_keys(config: RunConfig) -> dict[str, Any]:
-    """The flat keys that differ from their defaults, without those of the run's place."""
-    defaults = to_dict(RunConfig())
-    values = {key: value for key, value in to_dict(config).items() if value != defaults[key]}
-    return {key: value for key, value in values.items() if key not in OF_THE_PLACE}
+    """The flat keys, and keys of groups, that differ from their defaults, without those of the run's place."""
+    values = {key: value for key, value in to_dict(config).items() if key not in OF_THE_PLACE}
+    return _changed(values, to_dict(RunConfig()))
+
+
+def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if value == default:
+            continue
+        if isinstance(value, Mapping):
+            value = _changed(value, default if isinstance(default, Mapping) else {})
+        found[key] = value
+    return found
 
 
 def config_overrides(base: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:

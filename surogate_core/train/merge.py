@@ -14,7 +14,7 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.train import adapters, atomic
 from surogate_core.train.adapters import LoraAdapter
 from surogate_core.train.card import Card, config_overrides
-from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
+from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, read_manifest
 from surogate_core.train.contents import contents_of, digest_cache
 from surogate_core.train.export import check_place, export_full, exported_facts
 from surogate_core.train.weights import ModelDir, generation_config_in, locate
@@ -53,18 +53,24 @@ def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[Lor
     if (path / "manifest.json").exists():
         checkpoint: Checkpoint | None = CheckpointDir.load(path)
     else:
-        # Only looking: what a live run is writing there is left alone.
-        found = sorted(
-            (p for p in path.glob("checkpoint-*") if (p / "manifest.json").exists()),
-            key=lambda p: (p / "manifest.json").stat().st_mtime_ns,
-        )
-        checkpoint = CheckpointDir.load(found[-1]) if found else None
+        newest = _newest_checkpoint(path)
+        checkpoint = CheckpointDir.load(newest) if newest is not None else None
     if checkpoint is None:
         raise UserError(
             f"{key} {path}: neither an adapter ({adapters.CONFIG}) nor a checkpoint of Surogate is here. "
             f"Fix: name a run's output directory, one of its checkpoints, or a PEFT adapter."
         )
     return _of_checkpoint(checkpoint, key), checkpoint.path
+
+
+def _newest_checkpoint(path: Path) -> Path | None:
+    """The checkpoint of a run directory that was saved last; raises `UserError` for one that cannot be read.
+
+    It only looks: what a live run is writing there is left alone.
+    """
+    found = [p for p in path.glob("checkpoint-*") if "." not in p.name and (p / "manifest.json").exists()]
+    manifests = {p: read_manifest(p) for p in found}
+    return max(found, key=lambda p: (manifests[p].sequence, manifests[p].step), default=None)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
@@ -162,6 +168,13 @@ def merge(
         generation_config=generation_config_in(used) or model.generation_config(),
     )
     warnings = list(_warnings(base, model, top, used))
+    steps = facts.get("figures", {}).get("steps")
+    newest = _newest_checkpoint(trained) if used == trained / "adapter" else None
+    if newest is not None and isinstance(steps, int) and read_manifest(newest).step > steps:
+        warnings.append(
+            f"{used} is of step {steps}, and {newest} was saved later. To merge that one, name it: "
+            f"--checkpoint-dir {newest}"
+        )
     if model.scheme is not None:
         warnings.append(
             f"the weights of {base} are quantised ({model.scheme.name}); "

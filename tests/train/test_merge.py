@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,6 +198,8 @@ def test_every_export_is_complete(
         assert (configuration["lora_rank"], configuration["max_steps"]) == (2, 2)
         assert configuration["datasets"][0]["type"] == "conversation"
         assert "output_dir" not in configuration
+        # Only what differs: of the group, the path alone.
+        assert configuration["model"].keys() == {"path"}
         assert str(tmp_path / "run") not in text, "the card tells nothing of the place"
     for directory in (tmp_path / "run" / "model", tmp_path / "merged"):
         written = json.loads((directory / "generation_config.json").read_text())
@@ -206,3 +210,28 @@ def test_every_export_is_complete(
             "eos_token_id": sorted({*ends, tokenizer.eos_token_id}, reverse=not generation),
         }
     assert "adapters folded in | 1" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_a_merge_takes_what_was_saved_last_and_says_what_is_later(
+    tmp_path: Path,
+    hf_dir: Path,
+    base_on: Callable[[Path], list[str]],
+    run_here: Run,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    keys = (*base_on(hf_dir), "lora_rank=2", "eval_steps=0", "save_steps=1")
+    run_here(out, *keys, "max_steps=2")
+    arguments = ["--base-model", str(hf_dir), "--checkpoint-dir", str(out), "--output", str(tmp_path / "merged")]
+    assert main(["merge", *arguments]) == 0
+    assert "warning" not in capsys.readouterr().err
+    shutil.copytree(out / "adapter", tmp_path / "of-step-2")
+    run_here(out, *keys, "max_steps=3")
+    shutil.rmtree(out / "adapter")
+    # As a copy may leave the times: what counts is the order of saving.
+    os.utime(out / "checkpoint-1" / "manifest.json")
+    assert main(["merge", *arguments]) == 0
+    assert f"{out / 'checkpoint-3'} is folded into" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "of-step-2", out / "adapter")
+    assert main(["merge", *arguments]) == 0
+    assert f"is of step 2, and {out / 'checkpoint-3'} was saved later" in capsys.readouterr().err

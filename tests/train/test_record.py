@@ -162,3 +162,17 @@ def test_checkpoints_that_none_can_be_read_stop_the_run(
     run_here(tmp_path, *keys, "max_steps=4", "resume_from_checkpoint=false")
     names = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert names == {"checkpoint-3", "checkpoint-4", "checkpoint-3.kept-1", "checkpoint-4.kept-1"}
+
+
+def test_a_run_does_not_read_what_it_moves(
+    tmp_path: Path, hf_dir: Path, base_on: Callable[[Path], list[str]], run_here: RunHere
+) -> None:
+    """The adapter, or the model, of a former run in the same directory."""
+    out = tmp_path / "run"
+    keys = ("lora_rank=2", "eval_steps=0", "max_steps=1")
+    run_here(out, *base_on(hf_dir), *keys, "merge_adapter=true")
+    before = contents(out)
+    for given in (f"adapter_path={out}", f"adapter_path={out}/adapter", f"model={out}/model"):
+        with pytest.raises(UserError, match=r"output_dir .* that it begins with.*ANOTHER_DIRECTORY"):
+            run_here(out, *base_on(hf_dir), *keys, given, "resume_from_checkpoint=false")
+    assert contents(out) == before

@@ -121,6 +121,8 @@ def test_run_json_holds_plugins_versions_and_seeds(
 ) -> None:
     run_here(tmp_path, *base, "max_steps=1", "train_seed=5", "eval_seed=6")
     facts = json.loads((tmp_path / "run.json").read_text())
+    digests = [plugin.pop("sha256") for plugin in facts["plugins"]]
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
     assert facts["plugins"] == installed.plugin_set()
     assert all(plugin["version"] for plugin in facts["plugins"])
     assert facts["plugins_in_use"] == ["core", "model-qwen3", "optimizer-adamw-8bit", "recipe-bf16"]

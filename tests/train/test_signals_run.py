@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,6 +197,33 @@ def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
     # It was evaluated before the first step only: there is nothing to compare.
     assert "Held-out loss" not in out
     assert err == ""
+    assert run_here(tmp_path / "cut", *base) == 0
+    assert history(tmp_path / "cut") == history(tmp_path / "whole")
+    assert digests(tmp_path / "cut" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
+
+
+def test_a_closed_terminal_saves_a_checkpoint(
+    tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
+) -> None:
+    """The kernel sends SIGHUP when the terminal goes; nothing can be shown any more."""
+    run_here(tmp_path / "whole", *base)
+    terminal, side = os.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+
+    # Standard error stays a pipe, so that a traceback would be seen.
+    with child(
+        tmp_path / "cut", base, "monitor=[jsonl,console]", seconds=0.5,
+        stdin=side, stdout=side, preexec_fn=take_terminal,
+    ) as process:  # fmt: skip
+        os.close(side)
+        os.close(terminal)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 129, err
+    assert "Traceback" not in err
+    assert (tmp_path / "cut" / "checkpoint-1").is_dir()
     assert run_here(tmp_path / "cut", *base) == 0
     assert history(tmp_path / "cut") == history(tmp_path / "whole")
     assert digests(tmp_path / "cut" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
