@@ -130,8 +130,8 @@ def test_a_run_from_before_run_ids_goes_on(
     run_here(tmp_path, *base, "max_steps=2")
     for path in (tmp_path / "run.json", tmp_path / "checkpoint-2" / "manifest.json"):
         values = json.loads(path.read_text())
-        del values["run"]
-        path.write_text(json.dumps(values))
+        older = {key: value for key, value in values.items() if key not in ("run", "xxh3_128")}
+        path.write_text(json.dumps(older))
     run_here(tmp_path, *base, "max_steps=4")
     assert [line["step"] for line in records(tmp_path, "step_end")] == [1, 2, 3, 4]
     assert not (tmp_path / "former-1").exists()
