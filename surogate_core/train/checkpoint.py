@@ -282,6 +282,7 @@ class CheckpointDir:
     def _set_aside(self, final: Path) -> None:
         """Rename what has the name of a new checkpoint, unless it is this run's own and whole, which is replaced."""
         if not os.path.lexists(final):
+            self._unusable.discard(final)  # what was here before has been deleted by hand
             return
         with suppress(SurogateError):
             if self._is_own_and_whole(final, read_manifest(final)):

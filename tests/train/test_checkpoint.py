@@ -113,6 +113,20 @@ def test_rotation_does_not_count_torn_ones_nor_touch_strangers(tmp_path: Path) -
     assert [path.name for path in checkpoints.left_over()] == ["checkpoint-1"]
 
 
+def test_an_unusable_checkpoint_may_be_deleted_by_hand_before_its_name_is_used(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path, limit=2)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    (tmp_path / "checkpoint-2" / "state.json").write_text("")
+    latest = checkpoints.latest_good()
+    assert latest is not None
+    assert latest.step == 1
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    for step in (2, 3, 4):
+        save(checkpoints, step)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+
+
 def test_a_save_deletes_no_checkpoint_of_another_run(tmp_path: Path) -> None:
     former = CheckpointDir(tmp_path, limit=2, run="former")
     save(former, 3, take="former")
