@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.hub import split_revision
 from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
-from surogate_core.errors import MachineError, UserError
+from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.train import adapters, atomic
 from surogate_core.train.adapters import LoraAdapter
 from surogate_core.train.card import Card, config_overrides
@@ -64,13 +64,31 @@ def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[Lor
 
 
 def _newest_checkpoint(path: Path) -> Path | None:
-    """The checkpoint of a run directory that was saved last; raises `UserError` for one that cannot be read.
+    """The checkpoint of a run directory that was saved last; raises `UserError` where one of them cannot be read.
 
-    It only looks: what a live run is writing there is left alone.
+    It only looks: what a live run is writing there is left alone, and what the run deletes meanwhile is passed over.
     """
-    found = [p for p in path.glob("checkpoint-*") if "." not in p.name and (p / "manifest.json").exists()]
-    manifests = {p: read_manifest(p) for p in found}
-    return max(found, key=lambda p: (manifests[p].sequence, manifests[p].step), default=None)
+    manifests = {}
+    for checkpoint in path.glob("checkpoint-*"):
+        if "." in checkpoint.name or not (checkpoint / "manifest.json").exists():
+            continue
+        try:
+            manifests[checkpoint] = read_manifest(checkpoint)
+        except SurogateError as error:
+            if checkpoint.exists():
+                fix = "name the checkpoint that is meant, it alone is read then"
+                raise UserError(f"{error}. Fix: {fix}: {path / 'checkpoint-STEP'}") from error
+    return max(manifests, key=lambda p: (manifests[p].sequence, manifests[p].step), default=None)
+
+
+def _later_checkpoint(trained: Path, steps: Any) -> Path | None:
+    """A checkpoint beside the adapter of a run's directory that was saved after it; None where nothing says so."""
+    try:
+        newest = _newest_checkpoint(trained)
+        later = newest is not None and isinstance(steps, int) and read_manifest(newest).step > steps
+    except SurogateError:
+        return None
+    return newest if later else None
 
 
 def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
@@ -169,11 +187,11 @@ def merge(
     )
     warnings = list(_warnings(base, model, top, used))
     steps = facts.get("figures", {}).get("steps")
-    newest = _newest_checkpoint(trained) if used == trained / "adapter" else None
-    if newest is not None and isinstance(steps, int) and read_manifest(newest).step > steps:
+    later = _later_checkpoint(trained, steps) if used == trained / "adapter" else None
+    if later is not None:
         warnings.append(
-            f"{used} is of step {steps}, and {newest} was saved later. To merge that one, name it: "
-            f"--checkpoint-dir {newest}"
+            f"{used} is of step {steps}, and {later} was saved later. To merge that one, name it: "
+            f"--checkpoint-dir {later}"
         )
     if model.scheme is not None:
         warnings.append(

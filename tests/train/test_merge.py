@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -235,3 +236,10 @@ def test_a_merge_takes_what_was_saved_last_and_says_what_is_later(
     shutil.copytree(tmp_path / "of-step-2", out / "adapter")
     assert main(["merge", *arguments]) == 0
     assert f"is of step 2, and {out / 'checkpoint-3'} was saved later" in capsys.readouterr().err
+    # A checkpoint that cannot be read takes no adapter away, and is named where one of them is to be chosen.
+    (out / "checkpoint-1" / "manifest.json").write_text("{")
+    assert main(["merge", *arguments]) == 0
+    shutil.rmtree(out / "adapter")
+    capsys.readouterr()
+    assert main(["merge", *arguments]) == 2
+    assert re.search(r"checkpoint-1: manifest.json cannot be read.* Fix: name the checkpoint", capsys.readouterr().err)
