@@ -62,10 +62,24 @@ def require_unicode(text: str, what: str) -> None:
         raise RowError(f"{what} is not Unicode text: half a surrogate pair at character {error.start + 1}") from error
 
 
+class TwiceError(ValueError):
+    """An object of JSON has a name twice, of which a dictionary keeps one."""
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of `json` that raises `TwiceError`."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise TwiceError(f"an object has the name {name!r} twice")
+    return value
+
+
 def from_json(text: str, what: str) -> Any:
     """The value that a text of JSON writes. Raises `RowError`, its reason beginning with `what`."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise RowError(f"{what} is not JSON: {error.msg} at character {error.pos + 1}") from error
     except (RecursionError, ValueError) as error:  # nested too deeply; a number of more digits than Python reads

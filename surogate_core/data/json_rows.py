@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from surogate_core.data.chunks import Chunk, Place, RowChunk, SourceRow, chunked
+from surogate_core.data.fields import TwiceError, unique
 from surogate_core.data.files import Opened, bom_length, forward
 from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
@@ -31,20 +32,7 @@ _GAP = re.compile(r"[ \t\r\n,\ufeff]*")
 """What may be between two values: a byte order mark too, where files were joined."""
 
 
-class _TwiceError(ValueError):
-    """An object has a name twice, of which a dictionary keeps one."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
-        raise _TwiceError(f"an object has the name {name!r} twice")
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique)
 _ENDS = json.JSONDecoder(parse_int=lambda digits: 0)
 """Finds the end of a value that `_DECODER` refuses."""
 
@@ -265,7 +253,7 @@ def _decoded(text: str, at: int) -> tuple[Mapping[str, Any] | RowError, int]:
 
 
 def _unreadable(error: ValueError) -> RowError:
-    return RowError(str(error) if isinstance(error, _TwiceError) else "a number has more digits than can be read")
+    return RowError(str(error) if isinstance(error, TwiceError) else "a number has more digits than can be read")
 
 
 def _as_row(value: Any) -> Mapping[str, Any] | RowError:

@@ -186,6 +186,7 @@ def calls(value: Any) -> Any:
         ),
         ({"messages": "3"}, "must be a list of messages, this is int"),
         ({"messages": "[" * 100000}, "is not JSON that can be read"),
+        ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "an object has the name 'content' twice"),
         ({"messages": [{"role": "user", "content": {"a": 1}}, ASSISTANT]}, "must be a string, this is dict"),
         (
             {"messages": [part("image_url", image_url="x"), ASSISTANT]},
