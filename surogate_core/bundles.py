@@ -87,7 +87,8 @@ class DatasetFormat:
     choose: Callable[[Sequence[Mapping[str, Any]], Any], FormatChoice] | None = None
     """Instead of `encode`: (sampled rows, options) → the type that reads them; raises `RowError` when none does."""
     columns: Callable[[Any], Collection[str]] | None = None
-    """Options → the fields of a row that `encode` reads; the run names those that it does not. None: not known."""
+    """Options → the fields of a row that `encode` reads; the run names those that it does not. None: not known.
+    A function of a module, as `encode`: it is sent to worker processes, and a lambda cannot be."""
     trains_prompts: bool = False
     """Whether every token of a document is meant to be trained, so that nobody is warned of it."""
     version: int = 1

@@ -52,6 +52,14 @@ def numerics(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Numeri
     return call
 
 
+def test_the_directory_is_that_of_output(
+    numerics: Numerics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert numerics("output_dir=mine") == 2
+    assert "output_dir=mine: it writes to the directory of --output. Fix: --output mine" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_files_of_a_comparison(numerics: Numerics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert numerics("--recipes", "bf16,fp8-hybrid", "--run", "bf16 learning_rate=1e-4") == 0
     out = tmp_path / "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -526,6 +527,17 @@ def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> Non
     assert "plugin absent is not installed" in printed
     said = "the plugin printed to stdout in its hook surogate_recipe: 'hello'"
     assert f"plugin loud: answers quietly: {said}" in printed
+
+
+def test_check_shows_the_traceback_and_the_place_on_request(install_plugin: Any, capsys: Any) -> None:
+    install_plugin("bad", RECIPE.replace("NAME", "'bad'").replace("x @ w.t()", "x @ w"))
+    file = r"\S+plugin_bad/__init__\.py"
+    for flags, trace in (([], False), (["--verbose"], True)):
+        assert main(["plugins", "check", "bad", *flags]) == 1
+        printed = capsys.readouterr().out
+        assert re.search(rf"FAILED  recipe bad: multiplies: RuntimeError: .* \(at {file}:7\)", printed)
+        assert ("    Traceback (most recent call last):\n" in printed) == trace
+        assert bool(re.search(rf'^ +File "{file}", line 7, in <lambda>$', printed, re.MULTILINE)) == trace
 
 
 def test_checks_of_what_is_blocked_are_refused(install_plugin: Any) -> None:
