@@ -36,7 +36,7 @@ INTRODUCTION = """\
 | `surogate plugins check --matrix` | whether what is installed can be combined; exit code 0 or 1 |
 | `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
 | `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
-| `surogate plugins sbom` | print a bill of materials of the installed set, CycloneDX 1.6 in JSON |
+| `surogate plugins sbom` | print a bill of materials of the installed set, as CycloneDX 1.6 JSON |
 
 With 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins list` 0.46 s, and
 composing, checking and printing a configuration (`surogate --cfg job`) 1.03 s; without the 100 they take 0.04, 0.29 and
@@ -62,63 +62,60 @@ been one version so far: nothing is deprecated, and nothing is adapted.
 
 ## The conformance kit
 
-`surogate_core.testing` has the checks that every plugin of a kind must pass. `surogate plugins check NAME` runs them on
+`surogate_core.testing` has the checks that each kind of plugin must pass. `surogate plugins check NAME` runs them on
 an installed plugin:
 
 ```text
 optimizer-adamw conforms: 15 checks hold, 0 do not
 ```
 
-A check that fails names the contract that is broken and, where the plugin's code raised an error, its file and line.
-`--verbose` adds the traceback. Every check has a time limit of ten minutes. Those of monitors and launchers run in a
-child process with a limit of one minute, so that a plugin that ends the process, or hangs, fails its check and
-nothing else.
+A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`
+adds the traceback. Every check has a time limit of ten minutes. Checks of monitors and launchers run in a child
+process with a limit of one minute, so a plugin that ends the process, or hangs, fails only its own check.
 
-- every plugin: it states its hook API; its requirements are met; its import is light, silent and starts no thread,
-  and so are its hooks; what it offers is seen without import; options are frozen and have defaults.
+- every plugin: it states its hook API; its requirements are met; its import and its hooks are quick, print nothing
+  and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in
   fp32, where there is one; an export comes back with the same bits and loads in transformers; blocks are traced, full
   and with adapters, under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient.
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;
-  their size is right to 3 % and to half their error; products of positive operands have errors of both signs, so that
-  nothing is always rounded down; zeros give zeros; nothing is read on the host; `plain` is true only where it is; a
-  packed frozen weight gives the same product; the state takes in what is observed, in place, and not in a step that
-  is skipped; training and a bit-equal resume. Where the device is not native, emulated.
+  their magnitude is right to 3 % and to half their error; products of positive operands have errors of both signs, so
+  rounding is not always downwards; zeros give zeros; the host reads no values; `plain` is true only if the product is
+  plain; a packed frozen weight gives the same product; the state takes in the observed values, in place, and not in a
+  skipped step; training, and a bit-equal resume. On a device without native support the checks run emulated.
 - `quant`: a weight comes back with a relative error of at most 0.25, into rooms of any pitch, from as many bytes as
-  stated, with the same bits twice; zeros stay zeros, and what is not finite does not come back finite; training has
-  the bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
-- `optimizer`: a step moves every master, none with a learning rate of 0, and never what lies between parameters;
-  steps with `clip` are steps with gradients that are multiplied by it; `weight_decay` draws the weights of its group
-  towards 0; nothing is read on the host; gradients that are not finite change nothing; state goes into another
-  optimizer bit for bit and has the stated size; bf16 masters, where it takes them, are rounded stochastically and can
-  be replayed; training and a bit-equal resume.
+  stated, with the same bits twice; zeros stay zeros, and values that are not finite do not become finite; training
+  has the bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
+- `optimizer`: a step moves every master, moves none with a learning rate of 0, and never changes the padding between
+  parameters; a step with `clip` equals a step with gradients multiplied by it; `weight_decay` pulls the weights of
+  its group towards 0; the host reads no values; gradients that are not finite change nothing; the state loads into
+  another optimizer bit for bit and has the stated size; bf16 masters, if supported, are rounded stochastically and
+  can be replayed; training, and a bit-equal resume.
 - `dataset`: for the format's `examples`: ids are int32 and in the vocabulary, labels are the token itself or -100,
-  something is trained, equal rows give equal documents, bad rows have a reason. A run checks the ids and labels of
-  every row too.
-- `monitor`: it takes every event, figures that are not finite too, in less than a second each; it answers with a
-  `Control` whose `lr_scale` is a finite number from 0 up, or with nothing; it prints nothing to standard output
-  unless its spec has `prints`; its state is strict JSON and is restored; it closes; where it raises, the run and the
-  other monitors go on.
-- `kernels`: every kernel is of an op that exists; it equals its op's reference in float64, forward and backward, in
+  something is trained, equal rows give equal documents, bad rows have a reason. A run also checks the ids and labels
+  of every row.
+- `monitor`: it handles every event, including figures that are not finite, in less than a second each; it returns
+  None or a `Control` whose `lr_scale` is finite and not negative; it prints nothing to standard output unless its
+  spec has `prints`; its state is strict JSON and is restored; it closes; if it raises, the run and the other monitors
+  continue.
+- `kernels`: every kernel belongs to an existing op; it equals the op's reference in float64, forward and backward, in
   each dtype and on each device of this machine that it supports, for all inputs that it takes: one row and 200,
-  widths that are no multiple of 16, three dimensions, rows that lie apart, an eps that matters; statistics of a row
-  are fp32; arguments stay as they are; on fake tensors it gives the shapes, dtypes and strides of a real run; equal
-  bits twice.
+  widths that are not multiples of 16, three dimensions, rows with gaps between them, an eps that matters; statistics
+  of a row are fp32; it does not change its arguments; on fake tensors it gives the shapes, dtypes and strides of a
+  real run; two runs give equal bits.
 - `offload`: training with it, two micro-batches a step, has the bits of training without, the sums of gradients after
-  each micro-step too; its options are prepared as a run's are; its stores say what they hold on device, host and
-  disk, and after a step nothing of a kind that it moves is on the device; what it allocates is zeros, one memory for
-  both.
-- `objective`: one fp32 loss a token, and its gradient, 0 where the label is -100; a token's loss does not depend on
+  each micro-step too; its options are prepared as in a run; its stores report what they hold on device, host and
+  disk, and after a step no tensor of a kind that it moves is on the device; the two tensors that it allocates are
+  zeros and share their memory.
+- `objective`: one fp32 loss per token, and its gradient, 0 where the label is -100; a token's loss does not depend on
   the other tokens; training, whole and in chunks.
 - `launcher`: main is called, its exit code comes back, and an error in it is never exit code 0.
 
-The kit does not know what a format means to train: `surogate tokenize --debug` shows that. A check that cannot apply
-on this machine is reported as skipped, with the reason: a kernel pack for NVIDIA GPUs is tried on a machine that has
-one. Those of this repository, and
-the products of its recipes, pass on an H200.
-In a
-plugin's own tests the pytest plugin gives one test for each check:
+The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does
+not apply on this machine is reported as skipped, with the reason: a kernel pack for NVIDIA GPUs needs a machine that
+has one. Those of this repository, and the products of its recipes, pass on an H200. In a plugin's own tests the
+pytest plugin gives one test for each check:
 
 ```python
 # pytest -p surogate_core.testing.pytest_plugin
