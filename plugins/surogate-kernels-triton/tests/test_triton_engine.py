@@ -80,7 +80,6 @@ def test_an_engine_repeats_bit_for_bit() -> None:
         assert all(torch.equal(g, first[name]) for name, g in again.items())
 
 
-@pytest.mark.xfail(reason="Inductor times the tiles of its reductions anew when nothing is cached", strict=False)
 def test_a_fresh_engine_repeats_bit_for_bit() -> None:
     first, second = engine(), engine()
     for step in range(3):
