@@ -135,8 +135,15 @@ class Settings:
         if isinstance(value, Mapping) and value and key not in HYDRA_KEYS:
             for name, item in value.items():
                 self._add_hydra(f"{key}.{name}", item, file)
+            return
+        try:
+            if not KEY.fullmatch(key.replace("/", ".")):
+                raise ValueError("it is not a config key")
+            override = parse_override(f"{key}={encode(value)}")
+        except ValueError as error:
+            self.problems.append(Problem(key=key, message=f"cannot be read: {error}.", where=file.where(key)))
         else:
-            self._add_hydra_override(parse_override(f"{key}={encode(value)}"), file.where(key))
+            self._add_hydra_override(override, file.where(key))
 
     def _add_hydra_override(self, override: Override, where: str) -> None:
         key = override.key_or_group

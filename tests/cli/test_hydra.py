@@ -104,6 +104,23 @@ def test_a_file_names_its_directories(run: list[Any], here: Path) -> None:
     assert [c.output_dir for c in run[-2:]] == ["elsewhere/0", "elsewhere/1"]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('hydra: {"a b": 1}', "hydra.a b (run.yaml:1): cannot be read: it is not a config key."),
+        ('hydra: {"": 3}', "hydra. (run.yaml:1): cannot be read: it is not a config key."),
+        ('hydra: {sweep: {"dir=x": 3}}', "hydra.sweep.dir=x (run.yaml:1): cannot be read: it is not a config key."),
+        ('hydra: {job: {"x y": z}}', "hydra.job (run.yaml:1): cannot be read: the key 'x y' has characters"),
+    ],
+)
+def test_a_file_with_keys_that_hydra_cannot_have(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    write(here / "run.yaml", f"{text}\n")
+    assert main(["sft", "run.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_file_by_path_and_name(run: list[Any], here: Path) -> None:
     write(here / "conf/base.yaml", "recipe: mine\nmax_steps: 7\n")
     for flags in (["--config-path", "conf", "--config-name", "base"], ["-cp", "conf", "-cn=base.yaml"]):
