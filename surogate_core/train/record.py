@@ -67,6 +67,8 @@ class Record:
 
 
 def _run_id(facts: Path) -> str:
+    if not facts.is_file():
+        return ""  # to open a pipe would wait for ever
     try:
         values = json.loads(facts.read_bytes())
     except (OSError, ValueError):

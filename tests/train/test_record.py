@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.report.records import read_run
+from surogate_core.train.record import FACTS, Record
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -176,3 +178,9 @@ def test_a_run_does_not_read_what_it_moves(
         with pytest.raises(UserError, match=r"output_dir .* that it begins with.*ANOTHER_DIRECTORY"):
             run_here(out, *base_on(hf_dir), *keys, given, "resume_from_checkpoint=false")
     assert contents(out) == before
+
+
+def test_a_pipe_is_no_record(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FACTS)
+    record = Record(tmp_path)
+    assert (record.exists, record.run) == (False, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -206,6 +207,15 @@ def test_failing_before_the_start_is_recorded_where_no_run_was(tmp_path: Path) -
     writer.close()
     assert [r["event"] for r in lines(tmp_path)] == ["run_start"]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_pipe_in_its_place_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    writer = monitor(tmp_path)
+    writer.on_event(START)
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").is_file()
+    assert [r["event"] for r in lines(tmp_path)] == ["run_start"]
 
 
 def test_reader_gives_one_record_a_step(tmp_path: Path) -> None:

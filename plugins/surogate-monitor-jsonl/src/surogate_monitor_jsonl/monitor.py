@@ -155,7 +155,8 @@ class JsonlMonitor:
 
 def has_run(path: Path) -> bool:
     """Whether the file has anything of a run that got as far as its start."""
-    return path.exists() and any(r.get("event") in ("run_start", "step_end") for r in read_lines(path))
+    # To open a pipe would wait for ever.
+    return path.is_file() and any(r.get("event") in ("run_start", "step_end") for r in read_lines(path))
 
 
 def _free_name(path: Path) -> Path:
