@@ -64,7 +64,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatChoice:
-    """The type that the sampled rows of a data set show."""
+    """The type chosen for a data set from its sampled rows."""
 
     type: str
     """The `type` of the format that reads them."""
@@ -81,7 +81,7 @@ class DatasetFormat:
     name: str
     """The `type` of an entry of `datasets`."""
     options: type
-    """Dataclass of the fields a `datasets` entry of this type may have besides the common ones."""
+    """Dataclass of the fields that a `datasets` entry of this type may have in addition to the common ones."""
     encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded] | None = None
     """(row, options, context) → tokens and labels; raises `RowError` with the reason for a bad row."""
     choose: Callable[[Sequence[Mapping[str, Any]], Any], FormatChoice] | None = None
@@ -90,7 +90,7 @@ class DatasetFormat:
     """Options → the fields of a row that `encode` reads; the run names those that it does not. None: not known.
     A function of a module, as `encode`: it is sent to worker processes, and a lambda cannot be."""
     trains_prompts: bool = False
-    """Whether every token of a document is meant to be trained, so that nobody is warned of it."""
+    """Whether every token of a document is meant to be trained, so the run does not warn about it."""
     version: int = 1
     """Raised when the same row encodes differently; part of the shard cache's digest."""
     tasks: tuple[str, ...] | None = None
@@ -446,7 +446,7 @@ class MonitorSpec:
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
     prints: bool = False
-    """Whether it writes to standard output, as a console does; the conformance kit refuses that of others."""
+    """Whether it may write to standard output, as a console does; otherwise the conformance kit refuses that."""
 
 
 Bundle = (

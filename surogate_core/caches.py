@@ -1,7 +1,7 @@
-"""Where compilers keep code that later processes run: in directories that only this user can write to.
+"""The caches of compiled code that later processes run: directories that only this user can write to.
 
-By default Inductor takes ``/tmp/torchinductor_NAME``, and NAME from a variable. Whoever makes that directory first puts
-code into the runs of the user of that name.
+By default Inductor uses ``/tmp/torchinductor_NAME``, with NAME from a variable. Whoever makes that directory first can
+put code into the runs of the user with that name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def use_private_caches() -> None:
 
 @cache
 def _home() -> Path:
-    """The directory of all three; it is this process's alone where the user's cache cannot be used."""
+    """The directory of all three; a temporary one for this process if the user's cache cannot be used."""
     from platformdirs import user_cache_path
 
     try:
@@ -66,7 +66,7 @@ def _versions() -> str:
 
 
 def _unsafe(directory: Path) -> str:
-    """Why others may write to a directory, which is made if it is not there; empty where they may not."""
+    """Why others may write to a directory, which is made if it does not exist; empty if they may not."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()

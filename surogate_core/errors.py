@@ -34,7 +34,7 @@ LONGEST_KEY = 200
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey or not show."""
+    """The text with escapes for characters that a terminal would interpret or not show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

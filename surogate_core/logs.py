@@ -79,7 +79,7 @@ def configure() -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that only its owner may read: tracebacks hold what nobody foresaw."""
+    """A log that only its owner may read, because tracebacks may contain anything."""
 
     def _open(self) -> Any:
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)
@@ -145,7 +145,7 @@ def record_traceback(event: str, error: BaseException) -> Path:
         except OSError:
             import tempfile
 
-            # A directory of its own: a name in the shared one could be guessed, and a link be there already.
+            # A new directory: a name in the shared one could be guessed, and someone could have put a link there.
             open_log(Path(tempfile.mkdtemp(prefix="surogate-")) / "surogate.log")
     logging.getLogger("surogate_core").error(event, exc_info=error, extra={"log_only": True})
     path = _state["path"]

@@ -1,8 +1,8 @@
 """Passwords, tokens and signatures are replaced by ``***`` before a text leaves the process.
 
 Everything that shows a text to somebody uses it: errors, events, logs, reports, run.json, model cards and the trackers.
-It knows a secret by its place (the user part of a URL) or by its name (``X-Amz-Signature=``, ``api_key:``). A secret
-that stands anywhere else is not recognised.
+It recognises a secret by its place (the user part of a URL) or by its name (``X-Amz-Signature=``, ``api_key:``), and
+no other secrets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = (
     r"(?:passw(?:or)?d|passphrase|pwd|client_?secret|secret(?:_?key)?|private_?key|credentials?|authorization"
     r"|api[-_]?key|access[-_]?key(?:[-_]?id)?|(?:access|auth|api|hf|bearer|session|security|refresh)[-_]?token)"
 )
-"""Names of values that are secret wherever they stand. A bare ``token`` is one in a query or as a whole key only."""
+"""Names of values that are always secret. A bare ``token`` counts only in a query or as a whole key."""
 
 _HINT = re.compile(r"sig|token|secret|pass|pwd|credential|key|auth|code", re.IGNORECASE)
 # Every repetition has a limit, so that no text takes long.

@@ -26,7 +26,8 @@ usage:
   surogate numerics [KEY=VALUE …] [--recipes A,B]
                                                the same training under each precision recipe, compared
   surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
-  surogate plugins list|show NAME|lock|verify  what is installed, and whether it is what was locked
+  surogate plugins list|show NAME|lock|verify|sbom
+                                               what is installed, and whether it matches the lock
   surogate plugins new NAME --kind KIND        write a plugin package of your own
   surogate plugins check [NAME …|--matrix]     whether a plugin does what its kind must; what can be combined
   surogate doctor                              what this machine can run, and why not the rest

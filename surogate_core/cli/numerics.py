@@ -103,7 +103,8 @@ def _configs(
     for word in overrides:
         if _key(word) == "output_dir":
             value = word.partition("=")[2] or "DIR"
-            raise UserError(f"surogate numerics: {word}: it writes to the directory of --output. Fix: --output {value}")
+            message = f"surogate numerics: {word}: `numerics` writes to the directory of --output."
+            raise UserError(f"{message} Fix: --output {value}")
     installed = list(registry.all("recipe"))
     asked = words.recipes
     if asked is None:

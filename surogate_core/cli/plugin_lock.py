@@ -27,15 +27,15 @@ from surogate_core.plugins.surroundings import SCOPES
 def add_commands(commands: Any) -> None:
     """Add the sub-commands to a parser's."""
     locking = commands.add_parser(
-        "lock", help="write the installed set to a file", description="Write what the plugin policy lets in to a file."
+        "lock", help="write the installed set to a file", description="Lock the plugins that the policy allows."
     )
     locking.add_argument("--output", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
     locking.add_argument(
         "--scope",
         choices=SCOPES,
         default="plugins",
-        help="what is locked: the plugins; the core as well; all that both require; or every installed distribution, "
-        "so that one more is refused whatever it is; default: %(default)s",
+        help="what to lock: the plugins; the core as well; also all that both require; or every installed "
+        "distribution, so that any additional one is refused; default: %(default)s",
     )
     locking.add_argument(
         "--require-hashes",
@@ -58,7 +58,7 @@ def add_commands(commands: Any) -> None:
         description="Print a bill of materials of the installed set in CycloneDX JSON.",
     )
     listing.add_argument("--scope", choices=SCOPES, default="dependencies", help="as for lock; default: %(default)s")
-    listing.add_argument("--output", metavar="FILE", type=Path, help="write it there instead")
+    listing.add_argument("--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="instead: whether every pair of family, recipe, optimizer, offloader and mode trains a step together",
     )
-    checking.add_argument("-v", "--verbose", action="store_true", help="with the traceback of each check that fails")
+    checking.add_argument("-v", "--verbose", action="store_true", help="show the traceback of each failed check")
     making = commands.add_parser("new", help="write a package for a plugin")
     making.add_argument("name", metavar="NAME", help="lower-case, with dashes; also what a config selects it by")
     making.add_argument("--kind", required=True, choices=list(KINDS), help="what it offers")

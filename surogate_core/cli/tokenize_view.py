@@ -16,7 +16,7 @@ from rich.text import Text
 
 from surogate_core.data import preview
 from surogate_core.data.cache import cache_root
-from surogate_core.data.report import BAD_ROWS_SHOWN, list_some
+from surogate_core.data.report import BAD_ROWS_SHOWN, copies_text, list_some
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,7 +117,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     console.print(_packed_table(report))
     console.print(_lengths_table(report))
     if report["copies"]:
-        console.print(f"{report['copies']:,} documents are copies of others.")
+        console.print(f"{copies_text(report['copies'])}.")
     for d in report["datasets"]:
         if d["other_splits"]:
             others = Text(f"{d['key']} leaves out {list_some(d['other_splits'])}")

@@ -57,7 +57,7 @@ def main(argv: Sequence[str], task: str | None) -> int:
 
 
 def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry) -> None:
-    """Raise `ConfigError` when a model of the user's own would be trained on the example, which nobody named."""
+    """Raise `ConfigError` if the user's own model would be trained on the example without the user asking for it."""
     from surogate_core.config.resolve import gather
 
     model = next((config.model.path for config in configs if config.model.path is not None), None)
@@ -69,7 +69,7 @@ def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[
     if "dataset" in settings.choices or named or settings.where("datasets"):
         return
     message = f"no data set is named, and the default is a toy example that {model} should not learn."
-    fix = "'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded where the example is meant"
+    fix = "'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded to train on the example"
     raise ConfigError([Problem(key="datasets", message=message, fix=fix)])
 
 
@@ -130,7 +130,7 @@ def _complete(arguments: Arguments) -> int:
 
 
 def _own_completions(words: list[str], open_word: str, commands: Sequence[str], registry: Registry) -> list[str]:
-    """What Hydra cannot complete: commands, those of `plugins` with their names, and lists of options."""
+    """Completions that Hydra does not offer: commands, those of `plugins` with their names, and lists of options."""
     from surogate_core.config.settings import LIST_GROUPS
 
     names: list[str] = []
@@ -187,12 +187,12 @@ class _Sweep:
         self.groups = {group for group, choice in settings.choices.items() if choice.sweep}
 
     def overrides(self) -> list[str]:
-        """Hydra's overrides: what the user set wins over where the runs would be."""
+        """Hydra's overrides: the user's settings override the default places of the runs."""
         from surogate_core.config.grammar import encode
 
         lines = self.settings.overrides()
         named = [line.lstrip("+~").partition("=")[0] for line in lines]
-        # The name of a run's directory tells what is swept over, not what all the runs share.
+        # The name of a run's directory shows what is swept over, not what all the runs share.
         shared = sorted({key for key in named if key not in self.swept | self.groups})
         subdirectory = "." if "output_dir" in self.swept else "${hydra.job.num}"
         return [
@@ -230,7 +230,7 @@ class _Sweep:
         return self.codes[-1]
 
     def summary(self) -> None:
-        """What became of the runs, and how to compare them."""
+        """The outcome of the runs, and how to compare them."""
         failed = [str(number) for number, code in enumerate(self.codes) if code]
         done = f"{len(self.codes) - len(failed)} of {len(self.codes)} runs are done"
         print(done + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)

@@ -108,7 +108,7 @@ def resolved_values(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """The same, with a problem for each key that cannot be resolved."""
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
-    message = "its interpolations become more than a million characters."
+    message = "its interpolations expand to more than a million characters."
     large = too_large({str(key): value for key, value in raw.items()})
     problems = [Problem(key=key, message=message, fix="write the value out") for key in large]
     values: dict[str, Any] = {}

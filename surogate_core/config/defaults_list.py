@@ -29,7 +29,7 @@ def choose_defaults(settings: Settings, entries: Any, file: YamlFile) -> None:
             continue
         if entry == "_self_":
             if index + 1 < len(entries):
-                problem(index, "the keys of the file win over what `defaults` choose.", "put _self_ last")
+                problem(index, "the keys of the file override what `defaults` chooses.", "put _self_ last")
             continue
         if not isinstance(entry, Mapping) or len(entry) != 1:
             problem(index, f"must be one choice; got {entry!r}.", "- GROUP: OPTION")

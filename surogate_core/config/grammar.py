@@ -83,7 +83,7 @@ def parse_override(text: str) -> Override:
     """
     bare = _QUOTED.sub("", text)
     if _depth(bare) > MAX_DEPTH:
-        raise LimitError(f"lists and mappings are nested too deeply; at most {MAX_DEPTH} lie inside one another")
+        raise LimitError(f"lists and mappings are nested too deeply; at most {MAX_DEPTH} levels")
     if re.search(rf"[0-9_]{{{MAX_DIGITS},}}", bare) is not None:
         raise LimitError(f"a number has fewer than {MAX_DIGITS} digits")
     parser = OverridesParser.create()

@@ -1,4 +1,4 @@
-"""How much text the interpolations of a configuration become, before they are resolved.
+"""How much text the interpolations of a configuration expand to, computed before they are resolved.
 
 OmegaConf resolves a reference anew wherever it is used: eight keys that each name the next ten times are 10^8 look-ups.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_SIZE = 1_000_000
-"""Characters that a key may become, references counted wherever they are used."""
+"""Characters that a key may expand to; each use of a reference counts."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|dict\.keys|dict\.values|deprecated):)?\s*([\w.\[\]-]+)")
 
 

@@ -50,7 +50,7 @@ PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "load_in_4bit": {"true": "qlora_bnb: true", "": "qlora_bnb: false"},
     "load_in_8bit": {"true": "qlora_fp8: true", "": "qlora_fp8: false"},
 }
-"""Key of other trainers → its value (``""``: any other) → what sets the same here, where that is no single key."""
+"""Key of other trainers → its value (``""``: any other) → the settings that do the same here, if it is not one key."""
 
 
 @cache

@@ -1,8 +1,8 @@
 """Directories of option files that a user brings: `--config-dir DIR`, `hydra.searchpath=[DIR]`.
 
-Their files choose and set what plugins registered, as every configuration does. Hydra would do more with them:
-make Python objects of `_target_` keys, set its own launcher and callbacks, import a package to look for files in
-it. A file that asks for that is refused before Hydra reads it.
+Their files choose and set what plugins registered, as every configuration does. Hydra would also make Python objects
+of `_target_` keys, set its own launcher and callbacks, and import a package to look for files in it. A file that
+asks for any of these is refused before Hydra reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from surogate_core.plugins.discovery import InstalledPlugin
 from surogate_core.plugins.registry import ConfigOption, Registry
 
 MAX_FILES = 10_000
-"""Files of every kind below a directory of options; more are a mistake in its path."""
+"""Largest number of files of any kind below a directory of options; more means that its path is a mistake."""
 
 _HYDRAS_OWN = re.compile(r"(^|[\s/@.])hydra($|[\s/@.:])")
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
@@ -30,7 +30,7 @@ _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDirectory(InstalledPlugin):
-    """A user's directory, in the place of the plugin that other options come from."""
+    """A user's directory, used in place of the plugin that other options come from."""
 
     @property
     def label(self) -> str:
@@ -87,7 +87,7 @@ def _add(directory: Path, registry: Registry, where: str) -> list[Problem]:
     except ConfigError as error:
         return [*problems, *error.problems]
     except OverflowError:
-        message = f"{directory} holds more than {MAX_FILES:,} files; it is no directory of options."
+        message = f"{directory} holds more than {MAX_FILES:,} files; it is not a directory of option files."
         return [Problem(key="hydra.searchpath", message=message, where=where)]
     if problems:
         return problems

@@ -1,6 +1,6 @@
 """Files and directories that a configuration names: what must be there, and what a run must not write into.
 
-Only names and small JSON files are looked at; nothing is read of weights or data, and nothing is written.
+Reads only names and small JSON files, no weights and no data, and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_places(config: RunConfig, where: Callable[[str], str]) -> list[Problem
     """The mistakes in the paths of a configuration whose types are sound."""
     long = [k for k in _PATHS if isinstance(v := getattr(config, k), str) and _too_long(v)]
     if long:
-        message = "is longer than any path: 255 bytes between two slashes, 4095 in all."
+        message = "is too long for a path: at most 255 bytes between two slashes, 4095 in all."
         return [Problem(key=key, message=message, where=where(key)) for key in long]
     try:
         found = [*_model(config), *_written(config), *_log_file(config)]
@@ -57,7 +57,7 @@ Found = Iterator[tuple[str, str, str]]
 
 
 def check_model_is_there(config: RunConfig) -> None:
-    """Raises `ConfigError` for a model directory that is not there; to look at a configuration nobody needs it."""
+    """Raises `ConfigError` for a model directory that does not exist; only showing a configuration does not need it."""
     source = config.model.path
     if source is None or not (source.startswith((".", "/", "~")) or source.count("/") > 1):
         return
@@ -69,7 +69,7 @@ def check_model_is_there(config: RunConfig) -> None:
 
 
 def _model(config: RunConfig) -> Found:
-    """A directory that holds something else than a model."""
+    """A directory that contains something other than a model."""
     source = config.model.path
     path = None if source is None else Path(expanded(source))
     if path is None or not path.exists():
@@ -107,7 +107,7 @@ def _nearest(path: Path) -> str:
         return ""
     near = get_close_matches(path.name, models, n=1) or get_close_matches(path.name, [p.name for p in beside], n=1)
     name = near[0] if near else models[0] if len(models) == 1 else ""
-    # Without the dot a name in the working directory can be that of an option.
+    # Without the dot a name in the working directory could be taken for an option.
     return name and (f"./{name}" if path.parent == Path() else str(path.parent / name))
 
 
@@ -127,17 +127,17 @@ def _written(config: RunConfig) -> Found:
     if config.model.path is not None:
         model = Path(expanded(config.model.path))
         if model.is_dir() and model.resolve() == output / "model":
-            message = f"the run moves or replaces {config.output_dir}/model, which is the model that it begins with."
+            message = f"the run moves or replaces {config.output_dir}/model, which is the model that it starts from."
             yield "output_dir", message, "output_dir=ANOTHER_DIRECTORY"
     if config.adapter_path is not None:
         adapter = Path(expanded(config.adapter_path))
         if adapter.is_dir() and (adapter.resolve() == output or output in adapter.resolve().parents):
-            message = f"the run writes its adapter into {config.output_dir}, where the one lies that it begins with."
+            message = f"the run writes its adapter into {config.output_dir}, which has the adapter that it starts from."
             yield "output_dir", message, "output_dir=ANOTHER_DIRECTORY"
 
 
 def _others(config: RunConfig) -> Iterator[tuple[Path, str, bool]]:
-    """(directory, what it is, whether what lies in it is its too)."""
+    """(directory, what it is, whether the rule also covers the directories inside it)."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if config.model.path is not None and (model := Path(expanded(config.model.path))).is_dir():
@@ -163,5 +163,5 @@ def _log_file(config: RunConfig) -> Found:
     if log in data:
         yield "log_file", f"{config.log_file} is, or would be, a file of a data set.", "log_file: null"
     elif model is not None and model.is_dir() and log.parent == model.resolve():
-        message = f"{config.log_file} lies in the directory of the model; the log would be written into it."
+        message = f"{config.log_file} is in the directory of the model, where the run writes nothing."
         yield "log_file", message, "log_file: null"

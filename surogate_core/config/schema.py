@@ -17,9 +17,9 @@ INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", 
 """Hydra's keys for calling Python objects; a config of ours never has them."""
 
 Steps = Annotated[int, Interval(ge=0, le=10**9)]
-"""Optimizer steps, or what is counted like them."""
+"""A count of optimizer steps or of something similar."""
 Name = Annotated[str, MinLen(1)]
-"""A name or a path: empty text, as an unset variable of a shell gives, is neither."""
+"""A name or a path; empty text, as from an unset shell variable, is not allowed."""
 Layers = Annotated[int, Interval(ge=0, le=100_000)]
 Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
 MAX_TOKENS = 2**22

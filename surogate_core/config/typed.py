@@ -101,7 +101,7 @@ class Builder:
         own = [e["msg"] for e in error.errors() if e["type"] in ("value_error", "assertion_error")]
         if value == "" and any(get_origin(a) is Annotated and get_args(a)[0] is str for a in _alternatives(hint)):
             null = " or null" if _takes(hint, type(None)) else ""
-            self._problem(key, "is empty; an unset variable of a shell gives that.", f"{key}=VALUE{null}")
+            self._problem(key, "is empty, as an unset shell variable is.", f"{key}=VALUE{null}")
             return
         message = f"{own[0].rstrip('.')}." if own else f"must be {type_text(hint)}; got {_shown(value)}."
         self._problem(key, message, _fix(hint, value))
@@ -208,7 +208,7 @@ def _unusable(value: Any) -> str | None:
         return f"a whole number has at most 64 bits; got {_shown(value)}."
     if isinstance(value, str):
         if "\0" in value:
-            return "has a NUL character, which no text or path may have."
+            return "has a NUL character, which is not allowed."
         if any("\ud800" <= c <= "\udfff" for c in value):
             return f"is not UTF-8 text; got {_shown(value)}."
     if isinstance(value, Mapping | list):

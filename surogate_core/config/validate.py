@@ -33,7 +33,7 @@ def validate(
     hints = field_types(RunConfig)
     for key, value in values.items():
         if key not in hints and key in registry.options:
-            message = f"an option of {key} has a key of its own; what it sets belongs to the keys of a run."
+            message = f"{key} is not a key of a run: an option of {key} sets the run's keys directly."
             fix = "begin the option's file with `# @package _global_`"
             check.problems.append(Problem(key=key, message=message, where=where(key), fix=fix))
         elif key not in hints:

@@ -105,7 +105,7 @@ def _no_such_file(path: Path) -> Problem:
 
 
 def _too_deep(path: Path, key: str, line: int | str) -> Problem:
-    message = f"mappings and lists are nested too deeply; at most {MAX_DEPTH} lie inside one another."
+    message = f"mappings and lists are nested too deeply; at most {MAX_DEPTH} levels."
     return Problem(key=key, message=message, where=f"{path}:{line}" if line else str(path))
 
 

@@ -1,4 +1,4 @@
-"""Bounds on what a chat template computes: one comes with each model, and a line of it can mean gigabytes or hours.
+"""Limits on what a chat template computes: it comes with the model, and one line can mean gigabytes or hours.
 
 Jinja's sandbox keeps templates from files and processes, and a single `range` short. These bounds hold repetitions,
 powers, all ranges of a rendering together, and its text.
@@ -16,11 +16,11 @@ MAX_ITEMS = 1 << 20
 MAX_BITS = 1 << 16
 """Size of a power."""
 MAX_GROWTH = 16
-"""A rendering has at most `MAX_ITEMS` characters, or this many for each one of the conversation and its tools."""
+"""A rendering has at most `MAX_ITEMS` characters, or this many per character of the conversation and its tools."""
 
 
 def bounded(template: str) -> str:
-    """What to hand to transformers' renderer in place of the template: the same with bounds, all steps counted anew.
+    """What to pass to transformers' renderer instead of the template: the same with limits, and a new count of steps.
 
     Jinja computes constants while it compiles, so the bounds must be there before. The renderer compiles a comment,
     and what that does is replaced by what the template does. Raises what Jinja raises for a template with mistakes.
@@ -50,12 +50,12 @@ def _name(template: str) -> str:
 def check(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> None:
     """Raise `OverflowError` for a rendering that is far longer than what it was made of."""
     if len(text) > MAX_ITEMS and len(text) > MAX_GROWTH * (_size(messages) + _size(tools)):
-        raise OverflowError(f"it writes {len(text):,} characters, {MAX_GROWTH} times more than it was given")
+        raise OverflowError(f"it writes {len(text):,} characters, more than {MAX_GROWTH} times its input")
 
 
 @cache
 def _compiler() -> Callable[[str], Any] | None:
-    """How transformers compiles a template, once each; None where that is gone."""
+    """transformers' cached function that compiles a template; None if transformers no longer has it."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:

@@ -30,7 +30,7 @@ _READ = 1 << 20
 _MOST_THREADS = 8
 
 Checked = Callable[[int, int], None]
-"""Receives the bytes that are checked and their total, at most once a block."""
+"""Receives the bytes checked so far and their total, at most once per block."""
 
 Build = Callable[[Path], Mapping[str, Any]]
 """Writes an entry's files into an empty directory and returns its JSON-able facts."""
@@ -76,7 +76,7 @@ class Cache:
         except OSError as error:
             raise UserError(
                 f"The entry {path} of the data cache cannot be read: {error.strerror}. "
-                f"Fix: correct its rights, or set `data_cache_dir` elsewhere."
+                f"Fix: correct its permissions, or set `data_cache_dir` elsewhere."
             ) from error
         try:
             meta = json.loads(content)
@@ -87,7 +87,7 @@ class Cache:
         except (ValueError, KeyError, TypeError, AttributeError):
             wrong = f"{META} is not what was written"
         if wrong:
-            damaged(f"The entry {path} of the data cache was damaged: {wrong}; it was built anew.")
+            damaged(f"The entry {path} of the data cache was damaged: {wrong}; it was rebuilt.")
             return None
         return CacheEntry(path=path, facts=facts)
 
@@ -170,7 +170,7 @@ class Cache:
 
 
 def _wrong(directory: Path, meta: Mapping[str, Any], checked: Checked) -> str:
-    """What of an entry is not as it was sealed; nothing: all is. An entry of an earlier version has no checksums."""
+    """What in an entry differs from what was written; empty if nothing does. Earlier versions wrote no checksums."""
     sealed = {name: value for name, value in meta.items() if name != "digest"}
     if set(meta) != {"files", "facts"} and digest_of(sealed) != meta["digest"]:
         return f"{META} is not what was written"

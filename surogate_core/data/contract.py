@@ -1,4 +1,4 @@
-"""What a data set format must give back, checked for every row: what is wrong is the plugin's, and names it."""
+"""Checks on what a data set format returns for every row; an error is the plugin's, and names it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from surogate_core.errors import SurogateError
 
 
 class FormatError(RuntimeError):
-    """A format has failed, or has given back what it must not: a bug of its plugin, which the message names."""
+    """A format failed or returned something invalid: a bug of its plugin, which the message names."""
 
 
 def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: EncodeContext) -> Encoded:
     """What the format makes of a row.
 
-    Raises `RowError` for a row that is unusable, and `FormatError` for whatever else the format raises, for a result
-    that is no `Encoded` of int32, for an id that the tokenizer does not have, and for labels that are not the ids.
+    Raises `RowError` for a row that is unusable, and `FormatError` for anything else that the format raises, for a
+    result that is not an `Encoded` of int32, for an id that the tokenizer does not have, and for labels that differ
+    from the ids.
     """
     assert spec.encode is not None
     try:
@@ -35,7 +36,7 @@ def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: 
         raise FormatError(f"{_named(spec)}: {type(error).__name__}: {text}") from error
     fault = fault_of(document, len(context.tokenizer))
     if fault and "vocabulary" in fault:
-        # Numbers of tokens may have gaps; to look at all of them takes long, so only here.
+        # Token ids may have gaps; checking for them is slow, so it happens only here.
         fault = fault_of(document, 1 + max(context.tokenizer.get_vocab().values()))
     if fault:
         raise FormatError(f"{_named(spec)}: {fault}")

@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV files: every cell is text, as it stands in the file."""
+"""Rows of CSV and TSV files: every cell is text, exactly as in the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
 _LONGEST_CELL = 1 << 28
-"""Characters of a cell; a quote that is never closed must not draw the whole file into memory."""
+"""Largest number of characters in a cell; a quote that is never closed must not read the whole file into memory."""
 
 
 class _Lines:
@@ -102,7 +102,7 @@ def _records(file: str, lines: _Lines, reader: Iterable[list[str]]) -> Iterator[
             if lines.ended or "limit" in str(error):
                 if lines.number > first:
                     raise UserError(
-                        f"data set {file}:{first}: a quote that is opened here is never closed, so that the "
+                        f"data set {file}:{first}: a quote that is opened here is never closed, so the "
                         f"{lines.number - first:,} lines after it would be one cell. Fix: close the quote."
                     ) from error
                 yield first, RowError("a quote is opened and never closed")

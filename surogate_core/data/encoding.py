@@ -42,7 +42,7 @@ WORTH_PROCESSES = 8 << 20
 MOST_PROCESSES = 16
 """Of `dataloader_num_workers: auto`."""
 UNREAD_KEPT, LONGEST_NAME = 100, 60
-"""Fields that a format does not read and that are named, and the characters of a name: data may have any number."""
+"""How many unread fields are named, and the characters of a name: data may have any number."""
 _FEW = 8
 """Chunks that are not worth a process; of more, this one encodes the first while the others start."""
 _AHEAD = 3

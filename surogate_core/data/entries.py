@@ -19,7 +19,7 @@ WHOLE_CHUNKS, SAMPLED_CHUNKS = 16, 200
 SAMPLED_ROWS = 20
 """Rows from the beginning of a chunk that is not read whole."""
 FIRST_ROWS, MOST_ROWS = 2000, 10_000
-"""Rows that a type is chosen by: the first, and those after them that have other fields, up to the most."""
+"""Rows from which a type is chosen: the first ones, and later ones with other fields, up to the maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def check_task(entry: DatasetEntry, task: str) -> None:
 
 
 def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
-    """The entry with the type that a sample of its rows shows, where its own type leaves that to them.
+    """The entry with the type that is chosen from a sample of its rows, if its own type asks for that.
 
     Raises `UserError` when no type fits, or no installed plugin offers it.
     """

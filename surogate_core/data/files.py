@@ -21,7 +21,7 @@ READERS = {
     ".tsv": "csv",
     ".arrow": "arrow",
 }
-"""Suffix of a data file → what reads it."""
+"""Suffix of a data file → its reader."""
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """Suffix after the data file's own → how the file is compressed."""
@@ -34,7 +34,7 @@ SPLIT_WORDS = {
 """Words in the name of a directory's file that say which split it is; without one it is `train`."""
 
 _NO_DATA = re.compile(r"(readme|licen[cs]e|copying|notice|citation)(\.[a-z]+)?|.*\.md|dataset_infos?\.json", re.I)
-"""Names of files that describe a data set; they are left out without a note, as hidden files are."""
+"""Names of files that describe a data set; like hidden files, they are skipped without a note."""
 
 _UTF8_BOM = b"\xef\xbb\xbf"
 _OTHER_BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -77,7 +77,7 @@ Opened = Callable[[], AbstractContextManager[IO[bytes]]]
 
 @contextmanager
 def readable(file: str) -> Iterator[None]:
-    """Turn what the system or a decompressor says of a file into a `UserError` that names it."""
+    """Turn an error of the system or of a decompressor into a `UserError` that names the file."""
     import lzma
     import zlib
 
@@ -175,10 +175,10 @@ def list_directory(root: Path) -> Directory:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Everything below that is no directory, hidden names left out, sorted by path. Links are not followed."""
+    """All files below, without hidden names, sorted by path. Links are not followed."""
 
     def fail(error: OSError) -> None:
-        raise UserError(f"data set {error.filename}: cannot be listed: {error.strerror}. Fix: correct its rights.")
+        raise UserError(f"data set {error.filename}: cannot be listed: {error.strerror}. Fix: correct its permissions.")
 
     found = []
     for directory, directories, names in os.walk(root, onerror=fail):

@@ -22,14 +22,14 @@ from surogate_core.errors import UserError
 _HEAD = 1 << 12
 _BLOCK = 1 << 20
 _LARGEST_ELEMENT = 1 << 28
-"""Characters that one value may have; a broken one must not draw the whole file into memory."""
+"""Largest number of characters in one value; a broken one must not read the whole file into memory."""
 _LONGEST_LINE = 1 << 28
 """Bytes that a line of JSON may have, for the same reason."""
 _NEAR_END = 64
 """An error this many characters before the end may be due to the end."""
 
 _GAP = re.compile(r"[ \t\r\n,\ufeff]*")
-"""What may be between two values: a byte order mark too, where files were joined."""
+"""Characters allowed between two values; a byte order mark is one, because files may have been joined."""
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=unique)
@@ -69,7 +69,7 @@ class LineChunk:
 def json_chunks(file: str, opened: Opened, start: Place, *, done: int = 0, sized: bool = True) -> Iterator[Chunk]:
     """The rows of a JSON file from `start` on; `file` names it in messages and `opened` opens it anew.
 
-    `done` are the bytes of the source before this file; `sized` says whether the bytes that are read count as bytes
+    `done` is the number of bytes of the source before this file; `sized` says whether the bytes read count as bytes
     of the source. Raises `UserError` for a file in another encoding and where an array cannot be read on.
     """
     with opened() as handle:

@@ -122,8 +122,8 @@ def tokenize_conversation(
     for _, turn in found:
         if turn not in said and wanted[turn] > 0:
             raise RowError(
-                f"nothing but control tokens would be trained of message {turn + 1} ({messages[turn]['role']}); use a "
-                f"chat template whose {{% generation %}} blocks hold all that the assistant writes"
+                f"only control tokens of message {turn + 1} ({messages[turn]['role']}) would be trained; use a "
+                f"chat template whose {{% generation %}} blocks contain everything that the assistant writes"
             )
     return Encoded.from_mask(ids, weights=weights)
 

@@ -136,7 +136,7 @@ def prepare(
         if repeated := int(np.isin(measured.digests(), digests).sum()):
             notices.append(
                 f"{repeated:,} of {len(measured):,} documents of validation_datasets are in datasets too: the held-out "
-                f"loss is partly that of training data."
+                f"loss is partly measured on training data."
             )
     elif len(out):
         held_out = packed(documents, [out], {**split_key, "side": "eval"})
@@ -199,7 +199,7 @@ class _Encoder:
         self._bad_rows: list[BadRow] = []
         self._bad_row_count = 0
         self.notices: list[str] = []
-        """What else the report warns of."""
+        """Further warnings of the report."""
         self._formats = formats
         self._task = config.task
         self._trains_prompts = config.task == "pt" or config.loss_scale == "all"
@@ -454,7 +454,7 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
                 f"{rows.stats.deleted:,} of {rows.stats.documents:,} {key} documents are longer than "
                 f"{_longest(config)} and were dropped; raise it, or set truncation_strategy."
             )
-        # Of a document that is cut at one end, nothing may be left to train; a split one has other parts.
+        # A document that is cut at one end may have nothing left to train; a split one has other parts.
         cut_off = rows.stats.unlabelled if rows is not None and config.truncation_strategy in ("left", "right") else 0
         if rows is not None and cut_off > MANY_DROPPED_SHARE * rows.stats.documents:
             warnings.append(
@@ -462,5 +462,5 @@ def _warnings(config: RunConfig, loaded: list[_Loaded], train: PackedRows, held_
                 f"{_longest(config)} and were dropped; raise it, or set another truncation_strategy."
             )
     if held_out is None and config.validation_split_ratio > 0:
-        warnings.append("Nothing is held out: too few documents differ from each other, so no evaluation is made.")
+        warnings.append("Nothing is held out: too few documents differ from each other, so there is no evaluation.")
     return warnings

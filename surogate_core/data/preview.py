@@ -240,7 +240,7 @@ def examples(rows: PackedRows, tokenizer: PreTrainedTokenizerBase) -> list[dict[
 
 
 def suspicious_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """For data of which (almost) nothing, or without anybody's wish everything, is trained: a document as plain text.
+    """A document as plain text, for data of which almost nothing is trained, or everything unasked.
 
     Such data has a warning in its report; the example shows why.
     """

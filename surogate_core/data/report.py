@@ -14,7 +14,7 @@ BAD_ROWS_KEPT = 1000
 BAD_ROWS_SHOWN = 5
 
 UNREAD_SHOWN = 10
-"""Fields that a type does not read and that are named; the others are counted."""
+"""How many unread fields are named; the rest are counted."""
 
 NOTHING_TRAINED_SHARE = 0.01
 """Below this share of trained tokens a data set is reported as (almost) untrained."""
@@ -58,7 +58,7 @@ class DatasetReport:
     cached: bool
     """Whether its tokens came from the cache."""
     chosen: str = ""
-    """The type that its rows show and why, where the configuration left it to them."""
+    """The type chosen from its rows and why, if the configuration says `auto`."""
     other_splits: tuple[str, ...] = ()
     """Data files of its directory that belong to another split, each with its name."""
     type: str = ""
@@ -72,7 +72,7 @@ class DatasetReport:
 
     @property
     def trains_almost_nothing(self) -> bool:
-        """Whether next to no token carries loss."""
+        """Whether almost no token carries loss."""
         return self.trained_share < NOTHING_TRAINED_SHARE
 
     @property
@@ -82,7 +82,7 @@ class DatasetReport:
 
     @property
     def unread_note(self) -> str:
-        """What to say of the fields that are not read, or nothing."""
+        """A note about the fields that are not read, or nothing."""
         if not self.unread:
             return ""
         names = ", ".join(
@@ -156,7 +156,7 @@ class DataReport:
             parts.append(", ".join(changes))
         if self.copies:
             side = ", all on one side of the split" if self.eval is not None else ""
-            parts.append(f"{self.copies:,} documents are copies of others{side}")
+            parts.append(f"{copies_text(self.copies)}{side}")
         if len(self.mixture) > 1:
             shares = zip(self.datasets, self.mixture, strict=False)
             parts.append("mixed of " + ", ".join(f"{share:.1%} {d.key} ({d.path})" for d, share in shares))
@@ -171,6 +171,11 @@ class DataReport:
 def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:
     """The first few bad rows on one line."""
     return list_some([str(row) for row in bad[:BAD_ROWS_SHOWN]], total)
+
+
+def copies_text(count: int) -> str:
+    """How many documents are copies, without a full stop."""
+    return "1 document is a copy of another" if count == 1 else f"{count:,} documents are copies of others"
 
 
 def list_some(items: Sequence[str], total: int | None = None) -> str:

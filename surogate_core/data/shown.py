@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation: a text that vanishes would be trained as if nobody had said it.
+"""What a chat template leaves out of a conversation. The model would be trained as if that text had never existed.
 
 The conversation is rendered with a mark in place of each text. A mark that is missing from the result belongs to a
 text that the template drops. The answer depends on the conversation's shape only (its roles, properties and calls), so
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 KEPT_VERDICTS = 4096
 """Shapes of conversations whose answer a template keeps."""
 LISTED = 3
-"""Texts that an error names; it counts the others."""
+"""Largest number of texts that an error names; it counts the others."""
 
 METADATA = re.compile(r"(^|_)(id|ids|uuid|hash|index|date|time|timestamp)$|^(created|updated)|[a-z](Id|Ids|At)$")
-"""Properties of a message that describe it and belong to no prompt: ids, hashes, places, dates and times."""
+"""Properties of a message that describe it and are not part of a prompt: ids, hashes, places, dates and times."""
 
 _CALLS, _THOUGHT, _TOOLS = "tool_calls", "<think>", "tools"
 _PLAIN = frozenset(("role", "content"))
@@ -86,7 +86,7 @@ def check_shown(chat: Chat, messages: Messages, tools: Tools) -> None:
 
 
 def _shape(messages: Messages, turn: int) -> Hashable:
-    """What decides, besides the template, whether a message's texts are shown."""
+    """Everything except the template that decides whether a message's texts are shown."""
     message = messages[turn]
     role, content = message["role"], message.get("content")
     thinks = role == "assistant" and isinstance(content, str) and "</think>" in content
@@ -119,7 +119,7 @@ def _tools_shape(tools: Tools) -> Hashable:
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What has the name: OpenAI's `function`, or the object itself."""
+    """The object that has the name: OpenAI's `function`, or the object itself."""
     inner = call.get("function")
     return inner if isinstance(inner, Mapping) else call
 
@@ -152,7 +152,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _verdict(chat: Chat, messages: Messages, tools: Tools) -> str:
-    """What the template leaves out, as the reason of a bad row; nothing where all is shown."""
+    """What the template leaves out, as the reason of a bad row; empty if it shows everything."""
     probe = _probe(messages, tools)
     try:
         rendered = chat.render(probe.messages, probe.tools)
@@ -165,7 +165,7 @@ def _verdict(chat: Chat, messages: Messages, tools: Tools) -> str:
 
 
 def _is_shown_alone(chat: Chat, messages: Messages, tools: Tools, probe: _Probe, text: _Text) -> bool:
-    """Whether the text is shown where it alone has marks; a template that looks into it knows it."""
+    """Whether the text is shown if only it has marks, for a template that looks into other texts."""
     swapped = [*messages]
     if text.turn >= 0:
         name = "content" if text.name == _THOUGHT else text.name
@@ -177,7 +177,7 @@ def _is_shown_alone(chat: Chat, messages: Messages, tools: Tools, probe: _Probe,
 
 
 def _first_of_each_name(missing: Sequence[_Text]) -> Iterator[_Text]:
-    """The texts that a template may leave out of earlier turns: all of an assistant but what it says and calls."""
+    """The texts that a template may leave out of earlier turns: an assistant's texts except its contents and calls."""
     seen = {"content", _CALLS, _TOOLS}
     for text in missing:
         if text.name not in seen:

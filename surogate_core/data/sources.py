@@ -124,7 +124,8 @@ def _refuse_fields(spec: SourceSpec, what: str, *fields: str) -> None:
     given = [f"`{name}`" for name in fields if getattr(spec, name) is not None]
     if given:
         raise UserError(
-            f"data set {spec.path}: {' and '.join(given)} would be ignored: the data set is {what}. Fix: leave it out."
+            f"data set {spec.path}: {' and '.join(given)} would be ignored: the data set is {what}. "
+            f"Fix: leave {'it' if len(given) == 1 else 'them'} out."
         )
 
 
@@ -282,7 +283,7 @@ def _url_source(spec: SourceSpec) -> Source:
         extra = _EXTRAS.get(scheme)
         how = f"`pip install 'fsspec[{extra}]'`, or download" if extra else "install the package that does, or download"
         raise UserError(
-            f"data set {spec.path}: what reads {scheme}:// is not installed: {_reason(error)} "
+            f"data set {spec.path}: the package that reads {scheme}:// is not installed: {_reason(error)} "
             f"Fix: {how} the file and name its path."
         ) from error
     except Exception as error:  # each file system has its own errors

@@ -213,7 +213,7 @@ def check_covers(config: Mapping[str, Any], longest: int) -> None:
         end = int(covered)
         raise UserError(
             f"The longest document has {longest:,} tokens, but the model's positions end at {end:,} "
-            f"(max_position_embeddings of its config.json): tokens behind them would be trained at positions that the "
+            f"(max_position_embeddings of its config.json): tokens beyond them would be trained at positions that the "
             f"model does not know. Fix: sequence_len={end} or max_length={end}, so that truncation_strategy drops, "
             f"cuts or splits longer documents; or stretch the model with rope_scaling=yarn max_model_len={longest}."
         )

@@ -173,7 +173,7 @@ class _Flow:
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are added together up to so many."""
 LOSSES_IN_FP32 = 32
-"""Losses of micro-steps and chunks that are added in fp32 before their sum goes on in float64."""
+"""Number of losses of micro-steps and chunks that are added in fp32 before the sum moves to float64."""
 
 
 class Engine:
@@ -415,12 +415,12 @@ class Engine:
         flow.dx, flow.gradients = dx, totals
 
     def _fold_loss(self) -> None:
-        """Take the sum of losses over into float64: a long sum in fp32 loses what each addend has beyond its digits."""
+        """Move the sum of losses to float64: a long sum in fp32 loses digits of each addend."""
         self._earlier_losses.add_(self.loss_sum)
         self.loss_sum.zero_()
 
     def _take_loss(self) -> Tensor:
-        """0-d float64: the sum of losses, which begins again."""
+        """0-d float64: the sum of losses, which is reset."""
         self._fold_loss()
         total = self._earlier_losses.clone()
         self._earlier_losses.zero_()

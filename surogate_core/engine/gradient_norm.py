@@ -13,7 +13,7 @@ from surogate_core.kernels.norms import long_norm
 
 
 class FlatNorm:
-    """Of flat groups, read where the optimizer steps."""
+    """The norm of flat groups, read on the device of the optimizer step."""
 
     def __init__(self, groups: Sequence[ParamGroup]):
         self._groups = groups
@@ -26,11 +26,11 @@ class FlatNorm:
         return torch.linalg.vector_norm(torch.stack([long_norm(group.grad) for group in self._groups]))
 
     def spoil(self) -> None:
-        """Make the next norm NaN, beside what the caller does to the groups."""
+        """Make the next norm NaN, in addition to what the caller does to the groups."""
 
 
 class StreamedNorm(FlatNorm):
-    """Of sums that are on a GPU only while their piece's backward runs: a CPU reads them slower than they come.
+    """The norm of sums that are on a GPU only while their piece's backward runs; a CPU could not read them as fast.
 
     The last micro-step's measure of each tensor counts. `torch._foreach_norm` sums blocks of 65536 values by trees.
     """

@@ -30,7 +30,7 @@ def keep_freed_pages() -> bool:
 
 
 def memory_of_machine() -> int | None:
-    """Bytes of memory that this machine has; None where it cannot be asked."""
+    """Bytes of memory of this machine; None if that is unknown."""
     try:
         return math.prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
     except (ValueError, OSError, AttributeError):

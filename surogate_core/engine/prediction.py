@@ -312,8 +312,8 @@ class Counts:
             rows.append(("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"))
             rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"))
         else:
-            # glibc takes an aligned block from a hole only if that is a little larger, so not from what a block of the
-            # same size has left: one of the largest is there once more.
+            # glibc takes an aligned block from a hole only if the hole is slightly larger, so it does not reuse the
+            # hole of a block of the same size: count the largest tensor once more.
             logits = self.logits * -(-settings.tokens // head_chunks)
             rows.append(("freed memory", "device", max(self.largest, logits), "a margin: the largest tensor once more"))
             rows.append(("libraries", "host", CPU_LIBRARIES, "their code, as measured"))

@@ -165,7 +165,7 @@ def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
 
 
 LOGITS = 1 << 20
-"""Logits whose exponentials exist at one time: torch makes a tensor of those of all that it is given."""
+"""Number of logits whose exponentials exist at one time: torch allocates them for its whole input at once."""
 
 
 @torch.library.custom_op("surogate::cpu_cross_entropy", mutates_args=())

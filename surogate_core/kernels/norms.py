@@ -22,7 +22,7 @@ def long_norm(x_BN: Tensor) -> Tensor:
     if x_BN.device.type != "cpu":
         return torch.linalg.vector_norm(x_BN, dim=-1, dtype=torch.float32)
     if x_BN.dtype != torch.float32:
-        x_BN = x_BN.float()  # a norm that converts as it reads adds one value at a time
+        x_BN = x_BN.float()  # a norm that converts while it reads adds one value at a time
     whole = x_BN.shape[-1] // RUN * RUN
     runs = torch.linalg.vector_norm(x_BN[..., :whole].unflatten(-1, (whole // RUN, RUN)), dim=-1).double()
     rest = torch.linalg.vector_norm(x_BN[..., whole:], dim=-1).double()

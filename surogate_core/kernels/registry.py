@@ -35,7 +35,7 @@ OP_MODULES = ("ops", "scaled", "nvfp4", "updates", "blockwise")
 
 
 def unknown_op(name: str) -> str:
-    """What is wrong with the name of an op, with the nearest there is; empty where there is such an op."""
+    """Why an op of this name does not exist, with the nearest name; empty if it does."""
     for module in OP_MODULES:
         import_module(f"surogate_core.kernels.{module}")
     if name in references:

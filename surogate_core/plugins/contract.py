@@ -52,7 +52,7 @@ def verify(policy: ImportPolicy, found: Sequence[InstalledPlugin]) -> None:
         listed = "\n".join(f"  - {p}" for p in dict.fromkeys(problems))
         raise PluginError(
             f"the installed plugins are not the locked ones, so none was imported:\n{listed}\n"
-            "Fix: install the locked set, or, after a review, write the lock anew: surogate plugins lock"
+            "Fix: install the locked set, or review the changes and write a new lock: surogate plugins lock"
         )
 
 

@@ -1,7 +1,7 @@
 """The files of an installed distribution, to the byte; nothing is imported.
 
-A digest is taken over the files that an import would read, wherever they are, and over all that the distribution has
-installed, so that an altered file, an added one, and a package that stands before the installed one on `sys.path` show.
+A digest covers the files that an import would read, wherever they are, and everything that the distribution installed.
+So it shows an altered file, an added one, and a package that comes before the installed one on `sys.path`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from surogate_core.plugins.discovery import canonical
 from surogate_core.plugins.static import locate
 
 BY_INSTALLER = frozenset({"RECORD", "RECORD.jws", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"})
-"""Files of a ``.dist-info`` that say how it was installed, not what was."""
+"""Files of a ``.dist-info`` that record how it was installed, not what was installed."""
 
 MISSING = "missing"
-"""In place of the digest of a ``RECORD`` that is not there: files beside the package are not known then."""
+"""In place of the digest of a missing ``RECORD``: files beside the package are unknown then."""
 
 LINK = "link"
-"""In place of the digest of a directory that is a symbolic link; before that of a file that is one."""
+"""In place of the digest of a directory that is a symbolic link; before the digest of a file that is one."""
 
 _SCRIPTS = frozenset({"bin", "Scripts"})
 _MODULE_SUFFIXES = tuple(importlib.machinery.all_suffixes())
@@ -111,7 +111,7 @@ def digest_of(file: Path, *, script: bool = False) -> str:
 
 
 def _records(dist: Distribution) -> tuple[list[PurePosixPath], str]:
-    """The lines of ``RECORD``, and why they are not to be had, if they are not."""
+    """The lines of ``RECORD``, and why they cannot be read, if so."""
     try:
         if dist.files is None:
             return [], MISSING
@@ -122,7 +122,7 @@ def _records(dist: Distribution) -> tuple[list[PurePosixPath], str]:
 
 
 def _units(records: list[PurePosixPath]) -> Iterator[PurePosixPath]:
-    """The outermost packages that are no namespaces, and the modules outside of them, as paths without a suffix."""
+    """The outermost packages that are not namespaces, and the modules outside of them, as paths without a suffix."""
     own = [p for p in records if ".." not in p.parts and not p.is_absolute() and p.name.endswith(_MODULE_SUFFIXES)]
     packages = {p.parent for p in own if p.name.partition(".")[0] == "__init__"}
     for path in own:
@@ -133,7 +133,7 @@ def _units(records: list[PurePosixPath]) -> Iterator[PurePosixPath]:
 
 
 def _unit_of(module: str) -> PurePosixPath | None:
-    """The first package that is no namespace on the way to a module, or the module."""
+    """The first package on the way to a module that is not a namespace, or the module."""
     parts = module.partition(":")[0].strip().split(".")
     for count in range(1, len(parts) + 1):
         found = _imported_from(PurePosixPath(*parts[:count]))
@@ -143,7 +143,7 @@ def _unit_of(module: str) -> PurePosixPath | None:
 
 
 def _imported_from(unit: PurePosixPath) -> Path | None:
-    """The directory or file that an import of ``a/b`` as ``a.b`` reads; None where there is none of ours."""
+    """The directory or file that an import of ``a/b`` as ``a.b`` reads; None if it is not ours."""
     top, *rest = unit.parts
     if top in sys.stdlib_module_names:
         return None
@@ -161,7 +161,7 @@ def _imported_from(unit: PurePosixPath) -> Path | None:
 
 
 def _module_in(directory: Path, name: str) -> Path | None:
-    """What Python takes there first: a package, then a module by its suffixes in their order."""
+    """The file that Python imports there: first a package, then a module, by its suffixes in order."""
     if _has_init(directory / name):
         return directory / name
     files = (directory / f"{name}{suffix}" for suffix in _IN_ORDER)

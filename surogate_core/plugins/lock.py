@@ -1,4 +1,4 @@
-"""The plugin lock: what is installed, to the byte, written to a file and compared with it; nothing is imported."""
+"""The plugin lock: a file that records what is installed, to the byte, and is compared with it; imports nothing."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Lock:
     api: int
     distributions: Mapping[str, LockedDistribution]
     scope: Scope = "plugins"
-    """What the distributions are besides the plugins'."""
+    """Which distributions are locked in addition to the plugins'."""
     started: tuple[str, ...] = ()
-    """Code that libraries or Python itself start unasked; see `started_code`."""
+    """Code that libraries or Python start by themselves; see `started_code`."""
 
 
 # ------------------------------------------------------------------------------- what is installed
@@ -248,15 +248,17 @@ class Difference:
 
 
 def differences(lock: Lock, installed: Lock, *, allow_editable: bool, may_lack: Iterable[str] = ()) -> list[Difference]:
-    """What keeps the installed set from being the locked one, sorted by distribution.
+    """How the installed set differs from the locked one, sorted by distribution.
 
     Distributions of `may_lack` may be in the lock without being installed.
     """
     found = []
     if lock.api != installed.api:
-        found.append(Difference(distribution="", text=f"the hook API is version {installed.api}, locked is {lock.api}"))
+        text = f"the hook API is version {installed.api}, the lock has {lock.api}"
+        found.append(Difference(distribution="", text=text))
     if lock.core != installed.core:
-        found.append(Difference(distribution="surogate", text=f"surogate is {installed.core}, locked is {lock.core}"))
+        text = f"surogate is {installed.core}, the lock has {lock.core}"
+        found.append(Difference(distribution="surogate", text=text))
     absent = lock.distributions.keys() - installed.distributions.keys() - set(may_lack)
     twice = installed_twice(installed.distributions)
     for name in sorted(absent | installed.distributions.keys()):
@@ -280,9 +282,9 @@ def _distribution_differences(
         points = f" (plugin {', '.join(now.entry_points)})" if now.entry_points else ""
         return [f"{name} {now.version}{points} is installed but not locked"]
     if now.version != then.version:
-        found.append(f"{name} is {now.version}, locked is {then.version}")
+        found.append(f"{name} is {now.version}, the lock has {then.version}")
     if now.entry_points != then.entry_points:
-        found.append(f"{name} has the entry points {_points(now)}, locked are {_points(then)}")
+        found.append(f"{name} has the entry points {_points(now)}, the lock has {_points(then)}")
     if now.editable != then.editable:
         how = "not imported from its installed files" if now.editable else "no longer an editable install"
         found.append(f"{name} is {how}")

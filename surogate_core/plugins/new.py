@@ -118,5 +118,6 @@ def _refuse_taken(name: str, kind: str) -> None:
     for plugin in (core_plugin(), *installed_plugins()):
         if (kind, name) in static_view(plugin.module).bundles:
             raise UserError(
-                f"{plugin.label} offers {kind} {name} already, and two of one name stop every run. Fix: another name"
+                f"{plugin.label} offers {kind} {name} already, and a duplicate name stops every run. "
+                "Fix: choose another name"
             )

@@ -18,7 +18,7 @@ SPEC_VERSION = "1.6"
 def bill_of_materials(plugins: Sequence[str], scope: Scope) -> dict[str, Any]:
     """The bill of the plugins' distributions, by their normalised names, of the core and of what `scope` adds.
 
-    Equal sets give equal bills: there is no time in it, and the serial number is made of the contents.
+    Equal sets give equal bills: a bill contains no time, and its serial number is derived from the contents.
     """
     dists = {n: d for n, d in required_by([CORE_DISTRIBUTION, *plugins]).items() if n in {CORE_DISTRIBUTION, *plugins}}
     dists = dict(sorted((dists | in_scope(scope, plugins)).items()))

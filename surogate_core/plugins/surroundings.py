@@ -1,4 +1,4 @@
-"""What runs beside the plugins: the core, the dependencies, and code that libraries or Python start unasked."""
+"""What runs beside the plugins: the core, the dependencies, and code that libraries or Python start by themselves."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _shown(monitor: Monitor) -> None:
             ensure(not fault, f"it answers {event.name} with {fault}")
             scale = control.lr_scale
             right = scale is None or (math.isfinite(scale) and scale >= 0)
-            ensure(right, f"it answers {event.name} with lr_scale {scale}, which is no finite number from 0 up")
+            ensure(right, f"it answers {event.name} with lr_scale {scale}, which is not a finite number from 0 up")
         slow += seconds > SLOW_SECONDS
         ensure(slow < SLOW_EVENTS, f"on_event holds up the run: {slow} events took {seconds:.1f} s or so each")
 

@@ -30,7 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 STACKED_ON = "stacked_on"
 """Directory inside an adapter's: the adapter that its base had folded in."""
 MARKER = "surogate_export.json"
-"""Says that a directory is an export, which a later export may replace, and what base it belongs to."""
+"""Marks a directory as an export, which a later export may replace, and records its base."""
 PREFIX = "base_model.model."
 """What PEFT puts before every module's name."""
 
@@ -296,7 +296,7 @@ def _recorded_base(path: Path) -> dict[str, str]:
 def another_base(adapter: LoraAdapter, base: str, files: Mapping[str, str]) -> str | None:
     """Why the adapter was trained on another base than `base` with these `files` (name → digest), in a sentence.
 
-    None where the weights are the same, or nothing is known that speaks against it.
+    None if the weights are the same, or if nothing shows that they differ.
     """
     if adapter.base_files:
         found = differences(adapter.base_files, files)
@@ -309,7 +309,7 @@ def another_base(adapter: LoraAdapter, base: str, files: Mapping[str, str]) -> s
 
 
 def _names(base: str) -> set[str]:
-    """What a base may be called: its last part, and the repository of a snapshot in the cache of the hub."""
+    """The names that a base may have: its last part, and the repository of a snapshot in the hub's cache."""
     path = Path(split_revision(base)[0]).expanduser()
     path = path.resolve() if path.is_dir() else path
     repositories = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]

@@ -99,7 +99,7 @@ def sync_tree(root: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, opener: Opener = regular) -> None:
-    """Write a file; what had the name, a link too, is replaced. The caller syncs."""
+    """Write a file and replace whatever had the name, a link too. The caller syncs."""
     with suppress(FileNotFoundError):
         path.unlink()
     descriptor = opener(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -15,22 +15,22 @@ from surogate_core.train.signals import TimeUp, time_limit
 log = structlog.get_logger(__name__)
 
 CLOSE_SECONDS = 300.0
-"""The time that a monitor has to close, uploads included; then the run goes on without it."""
+"""The time that a monitor has to close, uploads included; then the run continues without it."""
 
 
 def fault_of(control: object) -> str:
     """What is wrong with a monitor's answer, as a phrase that begins with the answer; empty where it is a control."""
     if not isinstance(control, Control):
-        return f"{control!r:.60}, which is no Control"
+        return f"{control!r:.60}, which is not a Control"
     if not isinstance(control.lr_scale, (int, float, type(None))):
-        return f"lr_scale {control.lr_scale!r:.60}, which is no number"
+        return f"lr_scale {control.lr_scale!r:.60}, which is not a number"
     if not isinstance(control.fade_steps, int) or control.fade_steps < 0:
-        return f"fade_steps {control.fade_steps!r:.60}, which is no count of steps"
+        return f"fade_steps {control.fade_steps!r:.60}, which is not a number of steps"
     if not isinstance(control.events, tuple | list):
-        return f"events {control.events!r:.60}, which is no tuple of events"
+        return f"events {control.events!r:.60}, which is not a tuple of events"
     for event in control.events:
         if not isinstance(event, Event):
-            return f"an event {event!r:.60}, which is none of surogate_core.train.events"
+            return f"an event {event!r:.60}, which is not one of surogate_core.train.events"
     return ""
 
 
@@ -105,7 +105,7 @@ def _close(name: str, monitor: Monitor) -> None:
         with time_limit(CLOSE_SECONDS):
             monitor.close()
     except TimeUp as error:
-        what = f"monitor {name} was not closed after {CLOSE_SECONDS:g} s; the run goes on without it"
+        what = f"monitor {name} did not close within {CLOSE_SECONDS:g} s; the run continues without it"
         log.warning(what, monitor=name, exc_info=error)
     except Exception as error:
         log.warning(f"monitor {name} failed to close", monitor=name, error=repr(error), exc_info=True)

@@ -51,7 +51,7 @@ class Card:
 
 
 def changed_keys(config: RunConfig) -> dict[str, Any]:
-    """The flat keys, and keys of groups, that differ from their defaults, without those of the run's place."""
+    """The flat keys, and keys of groups, that differ from their defaults, except those that name places of the run."""
     values = {key: value for key, value in to_dict(config).items() if key not in OF_THE_PLACE}
     return _changed(values, to_dict(RunConfig()))
 

@@ -1,4 +1,4 @@
-"""What of a run's configuration changed since its checkpoint was saved."""
+"""The changes of a run's configuration since its checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 60
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint records of the configuration: all keys but those of the run's place, secrets masked."""
+    """The part of the configuration that a checkpoint records: all keys except places of the run, secrets masked."""
     values = {key: value for key, value in to_dict(config).items() if key not in OF_THE_PLACE}
     restored: dict[str, Any] = json.loads(json.dumps(masked_values(values)))
     return restored

@@ -156,7 +156,7 @@ class CheckpointDir:
 
         Settles what killed runs left in the directory first. `skipped` then says which directories were not
         chosen and why. Raises `UserError`, or `MachineError` for a failing disk, with the reason for each
-        where checkpoints are here and none can be used.
+        if there are checkpoints here and none can be used.
         """
         self.skipped = []
         self.recover()
@@ -189,11 +189,11 @@ class CheckpointDir:
     def _none_usable(self, errors: list[SurogateError]) -> SurogateError:
         kind = MachineError if any(isinstance(e, MachineError) for e in errors) else UserError
         reasons = "\n".join(f"  - {error}" for error in errors)
-        several = f"there are {len(errors)} checkpoints, and none can be used"
-        what = several if len(errors) > 1 else "there is a checkpoint, and it cannot be used"
+        several = f"there are {len(errors)} checkpoints, but none can be used"
+        what = several if len(errors) > 1 else "there is a checkpoint, but it cannot be used"
         return kind(
             f"{self.root}: {what}:\n{reasons}\n"
-            "Fix: make one readable or bring back a whole copy; or start anew with resume_from_checkpoint=false, "
+            "Fix: make one readable, restore an intact copy, or start anew with resume_from_checkpoint=false, "
             "which deletes none of them."
         )
 
@@ -243,7 +243,7 @@ class CheckpointDir:
         return Checkpoint(path=path, step=manifest.step, state=state, groups=groups, run=manifest.run)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        """What is in the directory under such a name, whatever it is."""
+        """Every entry of the directory with such a name, of any kind."""
         try:
             return [path for path in self.root.iterdir() if pattern.fullmatch(path.name)]
         except (FileNotFoundError, NotADirectoryError):
@@ -316,7 +316,7 @@ def _by_step_and_name(path: Path) -> tuple[int, str]:
 
 
 def _read_error(path: Path, name: str, error: OSError) -> SurogateError:
-    """What to raise for a failed read: damage, a refusal, or a fault of the disk."""
+    """The error to raise for a failed read: damage, no permission, or a fault of the disk."""
     message = f"{path}: {name} cannot be read: {error.strerror or error}"
     if error.errno in _DAMAGE:
         return TornCheckpointError(message)
@@ -352,7 +352,7 @@ def read_manifest(path: Path) -> Manifest:
             raise TornCheckpointError(
                 f"{path}: {_MANIFEST} is of layout {value['format']}, and this version reads layout {FORMAT}"
             )
-        # Manifests of versions before have no digest of their own.
+        # Manifests of earlier versions have no digest of their own.
         if _DIGEST in value and value[_DIGEST] != manifest_digest(value):
             raise TornCheckpointError(f"{path}: {_MANIFEST} was altered: its digest is not that of its values")
         files = {str(name): (int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in value["files"].items()}
@@ -385,7 +385,7 @@ def verify(path: Path, manifest: Manifest, *, digests: bool) -> None:
             if found != size:
                 raise TornCheckpointError(f"{path}: {name} has {found} bytes, not {size}")
             if digests and file_digest(path / name) != digest:
-                raise TornCheckpointError(f"{path}: {name} was altered: its digest is not the manifest's")
+                raise TornCheckpointError(f"{path}: {name} was altered: its digest differs from the manifest's")
         except FileNotFoundError as error:
             raise TornCheckpointError(f"{path}: {name} is missing") from error
         except OSError as error:
@@ -393,7 +393,7 @@ def verify(path: Path, manifest: Manifest, *, digests: bool) -> None:
 
 
 def _require_file(path: Path, name: str) -> None:
-    """Raise `TornCheckpointError` for what is there but no file: to open a pipe would wait for ever."""
+    """Raise `TornCheckpointError` if it exists but is not a file: opening a pipe would wait forever."""
     if not stat.S_ISREG((path / name).stat().st_mode):
         raise TornCheckpointError(f"{path}: {name} cannot be read: it is no regular file")
 

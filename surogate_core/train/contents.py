@@ -1,4 +1,4 @@
-"""Digests of what the weight files of a base hold: the header of a file does not tell two models of one shape apart.
+"""Digests of the contents of a base's weight files: headers do not distinguish two models of the same shape.
 
 The data of a file (all bytes after its header) is read in pieces by several threads. The digest of a file is that of
 its pieces' digests. It is kept in the cache directory under the file's path, size, times and inode, so that a file is
@@ -31,7 +31,7 @@ PIECE = 8 * 2**20
 
 _THREADS = 8
 _SETTLED_NS = 2 * 10**9
-"""A file that changed so shortly before it was read may change again within one tick of its clock."""
+"""A file that changed less than this before it was read may change again within one tick of its clock."""
 _SHOWN = 3
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ def digest_cache(data_cache_dir: str | None) -> Path:
 
 
 class Contents:
-    """Digests of files, read in the background from the moment that this is made; use `close` in the end."""
+    """Digests of files, read in the background from construction on; call `close` at the end."""
 
     def __init__(self, files: Mapping[str, TensorFile], cache: Path):
         """`files`: name → file. `cache`: the directory of kept digests, made when it is needed."""
@@ -112,7 +112,7 @@ class Contents:
         return digest if isinstance(digest, str) else None
 
     def _keep(self, reading: _Reading, digest: str) -> None:
-        """Remember a digest; without a place to write it is computed again next time."""
+        """Remember a digest; if it cannot be written, it is computed again next time."""
         facts = reading.facts
         if _facts(reading.path) != facts or reading.began - max(facts["mtime_ns"], facts["ctime_ns"]) < _SETTLED_NS:
             return
@@ -134,7 +134,7 @@ class _Reading:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What a kept digest must agree with."""
+    """The facts that a kept digest must match."""
     found = path.stat()
     return {
         "path": str(path.resolve()),
@@ -164,7 +164,7 @@ def check_contents(saved: Mapping[str, Any], files: Mapping[str, str], *, frozen
     before = saved.get("base_files")
     if before is None:
         return (
-            f"{path} does not record what the weight files of the base hold, as later checkpoints do; only their "
+            f"{path} has no digests of the base's weight files, as later checkpoints have; only their "
             f"names, shapes and sizes were compared."
             if files
             else None
@@ -172,16 +172,16 @@ def check_contents(saved: Mapping[str, Any], files: Mapping[str, str], *, frozen
     if not (found := differences(before, files)):
         return None
     if not frozen:
-        return f"The base changed since {path} was saved ({found}). The checkpoint has all weights, so it goes on."
+        return f"The base changed since {path} was saved ({found}). The checkpoint has all weights: the run continues."
     raise UserError(
-        f"{path}: the adapter was trained on a base with other weights than this run's: {found}. The base then was "
+        f"{path}: the adapter was trained on a base with different weights: {found}. That base was "
         f"{saved.get('base_model')}. Fix: set model to that base as it was, or resume_from_checkpoint=false to start "
         f"anew."
     )
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What differs between two bases, in a few words; empty where nothing does."""
+    """What differs between two bases, in a few words; empty if nothing does."""
     found = [
         f"{name} {'has other contents' if name in before and name in now else 'is only in one of them'}"
         for name in sorted(before.keys() | now.keys())

@@ -1,7 +1,7 @@
 """The typed events that a run emits, and the controls that a monitor may answer with.
 
 Times are seconds, losses natural-log cross-entropies per label token. Passwords, tokens and signatures are masked in
-the fields that hold text of the user's or of a library's, because monitors write and send what they receive.
+the fields that contain text from the user or from a library, because monitors write and send what they receive.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _with_underscores(name: str) -> str:
 
 
 def strict_json(value: Any) -> Any:
-    """The value in what strict JSON has: NaN and infinities as text, mappings with text as keys, the rest as text."""
+    """The value as strict JSON can hold it: NaN and infinities as text, mappings with text keys, the rest as text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -70,7 +70,7 @@ def strict_json(value: Any) -> Any:
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """The event as a mapping that strict JSON has: its name under ``event``, then its fields."""
+    """The event as a mapping that strict JSON can hold: its name under ``event``, then its fields."""
     return {"event": event.name} | {f.name: strict_json(getattr(event, f.name)) for f in fields(event)}
 
 
@@ -113,13 +113,13 @@ class Progress(Event):
     """
 
     task: str
-    """What is done, e.g. `loading weights`."""
+    """The task in words, e.g. `loading weights`."""
     done: int
     """How much of it is done."""
     total: int = 0
     """How much there is; 0 where that is unknown."""
     unit: str = ""
-    """Of both, e.g. `B` for bytes; empty for plain counts."""
+    """Unit of `done` and `total`, e.g. `B` for bytes; empty for plain counts."""
 
     def __post_init__(self) -> None:
         _mask(self, "task")
@@ -300,9 +300,9 @@ class RunEnd(Event):
     seconds: float
     """Wall time of the whole run."""
     first_eval_loss: float | None
-    """Of the first evaluation; None without one."""
+    """Loss of the first evaluation; None without one."""
     last_eval_loss: float | None
-    """Of the last evaluation; None without one."""
+    """Loss of the last evaluation; None without one."""
     export_path: str | None
     """The directory of the result; None where nothing was exported."""
     message: str = ""
@@ -314,7 +314,7 @@ class RunEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportWritten(Event):
-    """The report is on disk; the only event after `RunEnd`. A run without the monitor `jsonl` has none."""
+    """The report was written; the only event after `RunEnd`. A run without the monitor `jsonl` has no report."""
 
     path: str
     """The HTML file."""

@@ -1,4 +1,4 @@
-"""What a configuration will hold, and the changes with which it is predicted to fit where it did not."""
+"""The memory that a configuration will need, and the changes with which it is predicted to fit if it did not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 BORDERS_PER_ROW = 64
 """Document borders assumed in a row; the real number comes from the packed data and changes little."""
 SHARE = 0.9
-"""Of a place's memory, that a proposal is predicted to take at most: what else runs there needs some too."""
+"""Largest share of a place's memory that a proposal may be predicted to take; other programs need some too."""
 SHORTEST = 128
 """Tokens of the shortest rows that are proposed."""
 OF_TOKENS = frozenset({"residuals", "residuals in use", "working set", "tables and inputs", "freed memory"})
@@ -62,7 +62,7 @@ def counts_of(config: RunConfig, registry: Registry, resolved: ResolvedModel, de
 
 
 def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
-    """Such counts where the configuration puts the tensors."""
+    """The prediction for such counts, with the tensors where the configuration puts them."""
     return counts.placed(
         offloader=resolve_offloader(config, registry),
         optimizer=registry.get("optimizer", config.optimizer.name),
@@ -156,10 +156,11 @@ def out_of_memory(config: RunConfig, registry: Registry, error: BaseException) -
     try:
         advice = _Search(config, registry, on_gpu=on_gpu).advice()
     except (SurogateError, MemoryError, RuntimeError) as failure:
-        # What has just run out may be missing for the prediction too.
+        # The prediction may fail for lack of the same memory.
         log.warning("no prediction of memory", error=repr(failure))
         advice = ""
     advice = advice or "Fix: a smaller per_device_train_batch_size or sequence_len, recompute=true, or lora=true."
     return MachineError(
-        f"Out of {'GPU' if on_gpu else 'host'} memory: {first}. {advice} `surogate plan --fit SIZE` proposes what else."
+        f"Out of {'GPU' if on_gpu else 'host'} memory: {first}. {advice} "
+        f"`surogate plan --fit SIZE` proposes other changes."
     )

@@ -388,7 +388,7 @@ class Loop:
     def _suspect(self) -> str:
         """How to find out whether the precision recipe makes what is not finite."""
         name = self.config.recipe.name
-        return "" if name == "bf16" else f"; recipe {name} may make it too: recipe=bf16 shows whether it does"
+        return "" if name == "bf16" else f"; recipe {name} may also be the cause: recipe=bf16 shows whether it is"
 
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"

@@ -1,8 +1,8 @@
-"""The record that a run leaves in its output directory, and what becomes of an earlier run's.
+"""The record that a run leaves in its output directory, and what happens to an earlier run's.
 
 The record is `config.yaml`, `run.json`, the metrics, the report and the exports. Nothing of it is written before the
-run is accepted: its configuration, checkpoint, base and data are checked. A run that begins anew where another one
-was moves that one's record into ``former-1/`` (``former-2/``, …), which is a run directory of its own.
+run is accepted: its configuration, checkpoint, base and data are checked. A new run in the directory of
+another one moves that one's record to ``former-1/`` (``former-2/``, …), which is a run directory of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Record:
         number = 1
         while (former := self._output / f"former-{number}").exists():
             number += 1
-        # What says that there is a record goes last: a move that is interrupted is finished by the next start.
+        # The file that marks a record is moved last, so the next start finishes an interrupted move.
         moved = [path for name in _EXPORTS if ((path := self._output / name) / MARKER).is_file()]
         moved += [self._output / name for name in _REPORTS]
         moved += [metrics_path(self._output), self._output / CONFIG, self._output / FACTS]

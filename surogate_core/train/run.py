@@ -145,7 +145,7 @@ class _Run:
         config = self.config = pinned(config, resolved)
         unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
         if resolved.weights is not None:
-            # In the background: a run that resumes nothing needs the digests for its first checkpoint only.
+            # In the background: a run that resumes nothing needs the digests only for its first checkpoint.
             self.contents = Contents(resolved.weights.files, digest_cache(config.data_cache_dir))
         device = resolve_device(config)
         if unused:
@@ -316,17 +316,19 @@ class _Run:
         if self.record.is_of_another_run(checkpoints.run):
             former = self.record.set_aside()
             notes.append(
-                f"The record and the exports of the run before were moved to {former}. "
+                f"The record and the exports of the previous run were moved to {former}. "
                 f"To delete them: rm -r {shlex.quote(str(former))}"
             )
         if left := checkpoints.left_over():
-            few = "1 checkpoint here is" if len(left) == 1 else f"{len(left)} checkpoints here are"
+            one = len(left) == 1
+            few = "1 checkpoint here belongs" if one else f"{len(left)} checkpoints here belong"
             # No command: by the time that it is typed, this run may have a checkpoint under the same name.
+            names = ", ".join(str(path) for path in left)
             notes.append(
-                f"{few} another run's or cannot be used, and no save deletes such: "
-                f"{', '.join(str(path) for path in left)}. If this run needs one of the names, it renames the old one "
-                f"to NAME.kept-1. Delete by hand what is not needed: this run's own have run {checkpoints.run} in "
-                f"manifest.json."
+                f"{few} to another run or cannot be used, and no save deletes {'it' if one else 'them'}: {names}. "
+                f"If this run needs {'its name' if one else 'one of the names'}, it renames the old one to "
+                f"NAME.kept-1. Delete by hand what you do not need: this run's own checkpoints have "
+                f"run {checkpoints.run} in manifest.json."
             )
         self.accepted, self.run_id = True, checkpoints.run
         return notes

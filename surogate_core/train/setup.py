@@ -170,7 +170,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
 
 
 def adapter_notes(config: RunConfig, resolved: ResolvedModel, files: Mapping[str, str]) -> list[str]:
-    """What to say where the adapter that the run begins with was trained on another base.
+    """Warnings if the adapter that the run starts from was trained on another base.
 
     `files`: weight file of the base → digest of its data.
     """

@@ -58,14 +58,14 @@ class StopSignals:
 
 
 class TimeUp(BaseException):
-    """A `time_limit` has passed; no `Exception`, so that code that goes on after every error does not swallow it."""
+    """A `time_limit` has passed; not an `Exception`, so that code which catches every error does not swallow it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise `TimeUp` in what runs within once the seconds have passed.
 
-    What waits in C code is interrupted when it comes back to Python. Outside the main thread, and on a system without
+    Code that waits in C is interrupted when it returns to Python. Outside the main thread, and on a system without
     such a timer, there is no limit.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):

@@ -56,7 +56,8 @@ def test_the_directory_is_that_of_output(
     numerics: Numerics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert numerics("output_dir=mine") == 2
-    assert "output_dir=mine: it writes to the directory of --output. Fix: --output mine" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "output_dir=mine: `numerics` writes to the directory of --output. Fix: --output mine" in said
     assert not (tmp_path / "out").exists()
 
 

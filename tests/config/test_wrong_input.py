@@ -40,7 +40,7 @@ FILES = [
     ("validation_datasets: {path: x}", "validation_datasets", "validation_datasets: [{path: x}]"),
     ("lora_target_modules: {a: q_proj}", "lora_target_modules", "lora_target_modules: [q_proj]"),
     ("monitor: {jsonl: x}", "monitor.jsonl", "monitor: [jsonl]"),
-    # empty text, as an unset variable of a shell gives
+    # empty text, as from an unset shell variable
     ("output_dir: ''", "output_dir", "output_dir=VALUE"),
     ("run_name: ''", "run_name", "run_name=VALUE or null"),
     ("checkpoint_dir: ''", "checkpoint_dir", "checkpoint_dir=VALUE or null"),
@@ -226,7 +226,7 @@ def test_interpolations_that_mean_billions_of_characters_end_at_once(problems: P
     keys = ["run_name", "system", "tokenizer", "checkpoint_dir", "log_file", "output_dir"]
     lines = [f'{a}: "{f"${{{b}}}" * 10}"' for a, b in pairwise(keys)]
     found = {p.key: p for p in problems(file="\n".join([*lines, "output_dir: xxxxxxxxxx", ""]))}
-    assert found["run_name"].message == "its interpolations become more than a million characters."
+    assert found["run_name"].message == "its interpolations expand to more than a million characters."
     assert found["run_name"].fix == "write the value out"
     nested = "".join(f'    k{i}: "{f"${{.k{i + 1}}}" * 10}"\n' for i in range(9))
     (problem,) = problems(file=f"model:\n  preset: tiny\n  name: qwen3\n  config:\n{nested}    k9: xxxxxxxxxx\n")
@@ -239,5 +239,5 @@ def test_a_name_that_no_file_can_have(problems: Problems, key: str) -> None:
     args = [f"{key}={'x' * 5000}"] + ([] if key != "adapter_path" else ["lora=true", "model=a/b", "from_scratch=false"])
     (problem,) = problems(*args)
     assert (problem.key, problem.where) == (key, "command line")
-    assert "longer than any path" in problem.message
+    assert "too long for a path" in problem.message
     assert len(str(problem)) < 200

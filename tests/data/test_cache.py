@@ -84,9 +84,7 @@ def test_a_damaged_entry_is_built_anew_or_the_run_stops(tmp_path: Path) -> None:
     path = cache.get_or_build("k", build).path
     (path / "values").write_bytes(b"12345679")
     assert (cache.get_or_build("k", build, damaged=said.append).path / "values").read_bytes() == b"12345678"
-    assert said == [
-        f"The entry {path} of the data cache was damaged: values is not what was written; it was built anew."
-    ]
+    assert said == [f"The entry {path} of the data cache was damaged: values is not what was written; it was rebuilt."]
     (path / "values").write_bytes(b"12345679")
 
     def refuse(directory: Path) -> Mapping[str, Any]:

@@ -356,7 +356,7 @@ def test_a_flipped_byte_of_the_cache_is_mended_with_a_notice(
     again = run(document_rows)
     (notice, *others) = again.report.warnings
     assert tuple(others) == first.report.warnings
-    assert f"{path.name} is not what was written; it was built anew" in notice
+    assert f"{path.name} is not what was written; it was rebuilt" in notice
     assert tokens_of(again.train) == expected
     assert run(document_rows).report.warnings == first.report.warnings
 

@@ -167,5 +167,5 @@ MARKED = (
 def test_a_turn_of_which_only_the_end_would_be_trained_is_refused(use: Any) -> None:
     tokenizer = use(MARKED)
     assert tokenize_conversation(tokenizer, [USER, {**CALL, "content": "Let me look."}]).label_tokens > 1
-    with pytest.raises(RowError, match=r"nothing but control tokens would be trained of message 2 \(assistant\)"):
+    with pytest.raises(RowError, match=r"only control tokens of message 2 \(assistant\) would be trained"):
         tokenize_conversation(tokenizer, [USER, CALL])

@@ -401,7 +401,7 @@ class Monitor(monitors._Recorder):
         (
             {"on_event": lambda self, event: True},
             monitors.sees_a_run,
-            "it answers progress with True, which is no Control",
+            "it answers progress with True, which is not a Control",
         ),
         ({"state": lambda self: {"seen": len(self.seen)}}, monitors.keeps_json, "is not s"),
     ],

@@ -148,7 +148,7 @@ CASES: Mapping[str, Case] = {
     "a file altered after the lock": Case(
         arrive=alter, freely="", locked=r"plugin-victim 1\.0: plugin_victim/__init__\.py was altered"
     ),
-    "another version": Case(arrive=upgrade, freely="", locked=r"plugin-victim is 2\.0, locked is 1\.0"),
+    "another version": Case(arrive=upgrade, freely="", locked=r"plugin-victim is 2\.0, the lock has 1\.0"),
     "no RECORD": Case(
         arrive=forget_record,
         freely="",

@@ -88,13 +88,13 @@ def test_another_version_is_refused(locked: Any, tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = (site / "dist_other-1.2.3.dist-info").rename(site / "dist_other-1.2.4.dist-info")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-other\nVersion: 1.2.4\n")
-    locked("dist-other is 1.2.4, locked is 1.2.3")
+    locked("dist-other is 1.2.4, the lock has 1.2.3")
 
 
 def test_another_entry_point_is_refused(locked: Any, tmp_path: Path) -> None:
     file = tmp_path / "site" / "dist_other-1.2.3.dist-info" / "entry_points.txt"
     file.write_text("[surogate]\nrenamed = plugin_other\n")
-    locked("dist-other has the entry points renamed = plugin_other, locked are other = plugin_other")
+    locked("dist-other has the entry points renamed = plugin_other, the lock has other = plugin_other")
 
 
 def test_a_package_earlier_on_the_path_is_refused(locked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: Any) -> None:
 def test_a_name_that_an_installed_plugin_offers_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(["plugins", "new", "adamw", "--kind", "optimizer", "--output", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "offers optimizer adamw already, and two of one name stop every run. Fix: another name" in said
+    assert "offers optimizer adamw already, and a duplicate name stops every run. Fix: choose another name" in said
     assert not any(tmp_path.iterdir())
     assert main(["plugins", "new", "adamw", "--kind", "dataset", "--output", str(tmp_path)]) == 0
 

@@ -275,17 +275,17 @@ MONITORS: Mapping[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "lr_scale NaN": (
         {"on_event": _answer(lr_scale=float("nan"))},
         RUN,
-        "step_end with lr_scale nan, which is no finite",
+        "step_end with lr_scale nan, which is not a finite",
     ),
-    "lr_scale < 0": ({"on_event": _answer(lr_scale=-1.0)}, RUN, "step_end with lr_scale -1.0, which is no finite"),
+    "lr_scale < 0": ({"on_event": _answer(lr_scale=-1.0)}, RUN, "step_end with lr_scale -1.0, which is not a finite"),
     "lr_scale is text": (
         {"on_event": _answer(lr_scale="0.5")},
         RUN,
-        "step_end with lr_scale '0.5', which is no number",
+        "step_end with lr_scale '0.5', which is not a number",
     ),
     "prints": ({"close": lambda self: sys.stdout.write("done\n")}, RUN, "it prints to standard output: 'done'"),
     "raises": ({"on_event": _raises}, RUN, "on_event fails at progress: ZeroDivisionError: by the plugin (at "),
-    "no control": ({"on_event": lambda self, e: "stop"}, RUN, "it answers progress with 'stop', which is no Control"),
+    "no control": ({"on_event": lambda self, e: "stop"}, RUN, "progress with 'stop', which is not a Control"),
     "close raises": ({"close": _raises}, ("is isolated",), "close fails: ZeroDivisionError"),
 }
 

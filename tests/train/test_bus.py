@@ -106,11 +106,11 @@ def test_close_reaches_everyone_once() -> None:
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        ("stop", "'stop', which is no Control"),
-        (Control(lr_scale="0.5"), "lr_scale '0.5', which is no number"),  # type: ignore[arg-type]
-        (Control(fade_steps=-1), "fade_steps -1, which is no count of steps"),
-        (Control(events=HELLO), "which is no tuple of events"),  # type: ignore[arg-type]
-        (Control(events=("hello",)), "an event 'hello', which is none of"),  # type: ignore[arg-type]
+        ("stop", "'stop', which is not a Control"),
+        (Control(lr_scale="0.5"), "lr_scale '0.5', which is not a number"),  # type: ignore[arg-type]
+        (Control(fade_steps=-1), "fade_steps -1, which is not a number of steps"),
+        (Control(events=HELLO), "which is not a tuple of events"),  # type: ignore[arg-type]
+        (Control(events=("hello",)), "an event 'hello', which is not one of"),  # type: ignore[arg-type]
     ],
 )
 def test_an_answer_that_is_no_control_disables_its_monitor(answer: Any, fault: str) -> None:
@@ -139,5 +139,5 @@ def test_a_monitor_that_hangs_when_it_is_closed_does_not_hold_the_run(monkeypatc
         bus.close()
     assert [hanging.closed, last.closed] == [1, 1]
     assert [entry["event"] for entry in logs] == [
-        "monitor hanging was not closed after 0.05 s; the run goes on without it"
+        "monitor hanging did not close within 0.05 s; the run continues without it"
     ]

@@ -320,7 +320,7 @@ def test_a_partial_copy_and_what_is_no_checkpoint_are_named(tmp_path: Path) -> N
     ]
     assert [reason.endswith(end) for reason, end in zip(checkpoints.skipped, ends, strict=True)] == [True] * 3
     shutil.rmtree(path)
-    with pytest.raises(UserError, match=r"there are 3 checkpoints, and none can be used") as caught:
+    with pytest.raises(UserError, match=r"there are 3 checkpoints, but none can be used") as caught:
         checkpoints.latest_good()
     assert str(caught.value).count("manifest.json") == 3
 

@@ -162,7 +162,7 @@ def test_all_weights_trained_go_on_from_their_checkpoint(
     full = ("max_steps=1", "eval_steps=0", "lora=false")
     run_here(tmp_path / "run", *base_on(hf_dir), *full)
     run_here(tmp_path / "run", *base_on(other_base), *full, "max_steps=2")
-    assert "The checkpoint has all weights, so it goes on." in notes(records(tmp_path / "run", "run_start"))
+    assert "The checkpoint has all weights: the run continues." in notes(records(tmp_path / "run", "run_start"))
 
 
 def test_a_checkpoint_from_before_digests_goes_on_with_a_note(
@@ -180,7 +180,7 @@ def test_a_checkpoint_from_before_digests_goes_on_with_a_note(
     listed["files"]["state.json"] = {"bytes": state.stat().st_size, "xxh3_128": file_digest(state)}
     manifest.write_text(json.dumps(listed))
     run_here(out, *base_on(hf_dir), *QUICK, "max_steps=3")
-    assert "does not record what the weight files of the base hold" in notes(records(out, "run_start"))
+    assert "has no digests of the base's weight files" in notes(records(out, "run_start"))
 
 
 def test_merging_and_beginning_with_an_adapter_name_another_base(

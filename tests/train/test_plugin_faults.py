@@ -94,7 +94,7 @@ def test_a_recipe_is_suspected_of_what_is_not_finite(
     install_plugin("recipe-odd", RECIPE)
     assert main(["pt", *base, "recipe=odd", f"output_dir={tmp_path}/run"]) == 2
     said = capsys.readouterr().err
-    assert "recipe odd may make it too: recipe=bf16 shows whether it does" in said
+    assert "recipe odd may also be the cause: recipe=bf16 shows whether it is" in said
 
 
 def test_a_kernel_of_no_op_ends_the_run(install_plugin: Any, base: list[str], tmp_path: Path, capsys: Any) -> None:

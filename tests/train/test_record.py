@@ -106,7 +106,7 @@ def test_a_new_start_keeps_the_former_run_as_a_run_directory(
     for step in (2, 3):
         place = "checkpoint-2.kept-1" if step == 2 else "checkpoint-3"
         assert kept[f"{place}/state.json"] == first[f"checkpoint-{step}/state.json"]
-    (note,) = [note for note in start["notes"] if "checkpoints here are another run's" in note]
+    (note,) = [note for note in start["notes"] if "checkpoints here belong to another run" in note]
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-2.kept-1", "checkpoint-3"):
         assert str(tmp_path / name) in re.split(r"[ ,]+|\. ", note)
     # A command would delete this run's own of the same name.
@@ -158,7 +158,7 @@ def test_checkpoints_that_none_can_be_read_stop_the_run(
     for step in (3, 4):
         (tmp_path / f"checkpoint-{step}" / "state.json").write_text("")
     before = contents(tmp_path)
-    with pytest.raises(UserError, match="there are 2 checkpoints, and none can be used"):
+    with pytest.raises(UserError, match="there are 2 checkpoints, but none can be used"):
         run_here(tmp_path, *keys, "max_steps=6")
     assert contents(tmp_path) == before
     run_here(tmp_path, *keys, "max_steps=4", "resume_from_checkpoint=false")
@@ -175,7 +175,7 @@ def test_a_run_does_not_read_what_it_moves(
     run_here(out, *base_on(hf_dir), *keys, "merge_adapter=true")
     before = contents(out)
     for given in (f"adapter_path={out}", f"adapter_path={out}/adapter", f"model={out}/model"):
-        with pytest.raises(UserError, match=r"output_dir .* that it begins with.*ANOTHER_DIRECTORY"):
+        with pytest.raises(UserError, match=r"output_dir .* that it starts from.*ANOTHER_DIRECTORY"):
             run_here(out, *base_on(hf_dir), *keys, given, "resume_from_checkpoint=false")
     assert contents(out) == before
 

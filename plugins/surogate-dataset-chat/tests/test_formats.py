@@ -204,9 +204,9 @@ def calls(value: Any) -> Any:
         ({"messages": [USER, {**ASSISTANT, "train": "no"}]}, "message 2 (assistant): train must be true or false"),
         ({"messages": [USER, {**ASSISTANT, "weight": -1}]}, "message 2 (assistant): weight must be from 0"),
         ({"messages": [USER, ASSISTANT], "sys": 3}, "field 'sys' must be a string"),
-        ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "a system prompt is in both"),
+        ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "have different system prompts"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "field 'tools' is not JSON"),
-        ({"messages": [USER, ASSISTANT], "images": ["a.png"]}, "field 'images' holds what is no text"),
+        ({"messages": [USER, ASSISTANT], "images": ["a.png"]}, "field 'images' has something other than text"),
         ({"messages": [{**USER, "images": ["a.png"]}, ASSISTANT]}, "leaves out images of message 1 (user)"),
         (
             {"messages": [part("input_audio", input_audio={"data": "AA"}), ASSISTANT]},

@@ -95,7 +95,7 @@ def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[
     raw = required(row, name)
     for medium in MEDIA:
         if row.get(medium):
-            raise RowError(f"field {medium!r} holds what is no text; only text can be trained")
+            raise RowError(f"field {medium!r} has something other than text; only text can be trained")
     if isinstance(raw, str):  # CSV, and Parquet whose writer could not nest, hold them as JSON text
         raw = from_json(raw, f"field {name!r} must be a list of messages, this is text that")
     if not isinstance(raw, list):
@@ -106,8 +106,8 @@ def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[
             messages.insert(0, {"role": "system", "content": system})
         elif messages[0]["content"].strip() != system.strip():
             raise RowError(
-                f"a system prompt is in both field {options.system_field!r} and the messages, and they differ; "
-                f"system_field: null takes that of the messages"
+                f"field {options.system_field!r} and the messages have different system prompts; "
+                f"system_field: null uses that of the messages"
             )
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")

@@ -59,7 +59,7 @@ class Prepared:
                 f"Fix: set recipe.emulate=auto to emulate, or recipe=bf16."
             )
         native = reason is None and options.emulate != "always"
-        note = "recipe fp8-hybrid multiplies in e4m3, gradients in e5m2 × e4m3; model_dtype is of what is between."
+        note = "recipe fp8-hybrid multiplies in e4m3, gradients in e5m2 × e4m3; model_dtype applies to everything else."
         if not native:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0].partition(",")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"

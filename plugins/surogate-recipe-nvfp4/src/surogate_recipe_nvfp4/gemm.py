@@ -69,7 +69,7 @@ class Prepared:
                 f"fp4_backend={settings.fp4_backend}: torch {torch.__version__} multiplies NVFP4 through cuBLASLt, "
                 f"and has no cuDNN product. Fix: leave fp4_backend at cutlass, which stands for torch's own choice."
             )
-        note = "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype is of what is between."
+        note = "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype applies to everything else."
         if is_native:
             note = f"{note} fp4_backend={settings.fp4_backend}: products are torch's scaled_mm, which is cuBLASLt."
         else:
