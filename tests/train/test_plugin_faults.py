@@ -110,5 +110,5 @@ def test_a_monitor_that_answers_with_text_is_left_out(
     words = [word for word in base if not word.startswith(("monitor=", "max_steps="))]
     assert main(["pt", *words, "monitor=[jsonl,odd]", "max_steps=2", f"output_dir={tmp_path}/run"]) == 0
     notices = [line["message"] for line in records(tmp_path / "run", "notice")]
-    assert [m for m in notices if "monitor odd failed at event step_end and is disabled" in m and "no Control" in m]
+    assert [m for m in notices if "monitor odd failed at event step_end and is disabled" in m and "not a Control" in m]
     assert records(tmp_path / "run", "run_end")[0]["reason"] == "finished"

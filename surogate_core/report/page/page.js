@@ -145,7 +145,7 @@ class Chart {
     const heights = curves.flatMap((c) => c.values.filter((v, i) => v !== null && c.steps[i] >= low && c.steps[i] <= high));
     if (!curves.length) return this.nothing(pen, "nothing recorded");
     this.scale = { low, high, width };
-    if (!heights.length) return this.nothing(pen, "nothing recorded in this stretch");
+    if (!heights.length) return this.nothing(pen, "nothing recorded in this part");
     let least = heights.reduce((a, b) => Math.min(a, b)), most = heights.reduce((a, b) => Math.max(a, b));
     if (this.zero) least = Math.min(least, 0);
     const log = least > 0 && most / least > LOG_RATIO;
