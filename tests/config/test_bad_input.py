@@ -83,7 +83,7 @@ Problems = Callable[..., list[Problem]]
         (["recipe=[a]"], "recipe", "must be the name", ""),
         (["monitor=3"], "monitor", "list of names", ""),
         (["hydra.callbacks.x=1"], "hydra.callbacks.x", "only hydra.sweep", ""),
-        (["hydra.searchpath=[file:///x]"], "hydra.searchpath", "only hydra.sweep", ""),
+        (["hydra.searchpath=[file:///x]"], "hydra.searchpath", "there is no directory /x.", ""),
         (["output_dir=${nothing}"], "output_dir", "nothing", ""),
         (["objective=cros_entropy"], "objective=cros_entropy", "no such objective", "cross_entropy"),
         (["datasets=[]"], "datasets", "no training data", ""),

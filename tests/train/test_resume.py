@@ -263,11 +263,13 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, base: list[s
 
 def _alter(state: Path, manifest: Path, text: str) -> None:
     """Another state, with a manifest that agrees."""
+    from surogate_core.train.checkpoint import manifest_digest
     from surogate_core.train.tensorfile import file_digest
 
     state.write_text(text)
     value = json.loads(manifest.read_text())
     value["files"]["state.json"] = {"bytes": state.stat().st_size, "xxh3_128": file_digest(state)}
+    value["xxh3_128"] = manifest_digest(value)
     manifest.write_text(json.dumps(value))
 
 
