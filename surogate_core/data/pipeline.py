@@ -91,55 +91,23 @@ def prepare(
     encoder = _Encoder(config, tokenizer, formats, progress)
     loaded = [encoder.load(entry) for entry in entries]
     train_sets, eval_sets = loaded[: len(config.datasets)], loaded[len(config.datasets) :]
-
-    settings = PackSettings(
-        sequence_len=config.sequence_len,
-        max_length=config.max_length,
-        truncation_strategy=config.truncation_strategy,
-        sample_packing=config.sample_packing,
-    )
-    rows_cache = Cache(encoder.root, "rows")
-
-    def packed(documents: Documents, chosen: Sequence[NDArray[np.int64]] | None, chosen_key: Any) -> PackedRows:
-        return pack_documents(
-            rows_cache,
-            documents,
-            chosen,
-            chosen_key,
-            settings,
-            padding_id=padding_id(tokenizer),
-            progress=lambda done, total: progress(Progress(task="pack", done=done, total=total, unit="documents")),
-            damaged=encoder.notices.append,
-        )
+    packer = _Packer(config, tokenizer, encoder, progress)
 
     documents = _concatenated(train_sets)
-    ratio = 0.0 if eval_sets else config.validation_split_ratio
-    kept, out = split_documents(len(documents), ratio, config.eval_seed)
-    split_key: dict[str, Any] = {"ratio": ratio, "seed": config.eval_seed}
     digests = documents.digests()
-    copies = count_copies(digests)
-    if copies and len(out):
-        plain = out
-        kept, out = keep_copies_together(kept, out, digests)
-        split_key |= {} if np.array_equal(out, plain) else {"copies": "together"}
-    weights = [item.weight for item in train_sets]
-    chosen_key = {**split_key, "side": "train"} if len(out) else {}
-    if any(weight != 1 for weight in weights):
-        chosen_key |= {"weights": weights, "train_seed": config.train_seed}
-    passes = mix(kept, [len(item.shard) for item in train_sets], weights, config.train_seed) if chosen_key else None
-    train = packed(documents, passes, chosen_key or "all")
+    split = _split(config, documents, digests, held_out=not eval_sets)
+    train, passes = packer.train(documents, train_sets, split)
     held_out: PackedRows | None = None
-    notices = encoder.notices
     if eval_sets:
         measured = _concatenated(eval_sets)
-        held_out = packed(measured, None, "all")
+        held_out = packer.pack(measured, None, "all")
         if repeated := int(np.isin(measured.digests(), digests).sum()):
-            notices.append(
+            encoder.notices.append(
                 f"{repeated:,} of {len(measured):,} documents of validation_datasets are in datasets too: the held-out "
                 f"loss is partly measured on training data."
             )
-    elif len(out):
-        held_out = packed(documents, [out], {**split_key, "side": "eval"})
+    elif len(split.out):
+        held_out = packer.pack(documents, [split.out], {**split.key, "side": "eval"})
     _require_rows(train, config, "datasets")
     if held_out is not None and len(held_out) == 0:
         if eval_sets:
@@ -157,11 +125,87 @@ def prepare(
         train_fill=train.fill,
         eval=held_out.stats if held_out is not None else None,
         mixture=_mixture(train_sets, documents, passes),
-        copies=copies,
-        warnings=(*notices, *_warnings(config, loaded, train, held_out)),
+        copies=split.copies,
+        warnings=(*encoder.notices, *_warnings(config, loaded, train, held_out)),
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
     return PreparedData(train=train, eval=held_out, report=report, digest=digest)
+
+
+# ---------------------------------------------------------------------- split and packed rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """Which documents are trained on, and which are held out."""
+
+    kept: NDArray[np.int64]
+    out: NDArray[np.int64]
+    key: Mapping[str, Any]
+    """What shapes the split, for the cache's key."""
+    copies: int
+    """Documents that are copies of earlier ones."""
+
+
+def _split(config: RunConfig, documents: Documents, digests: NDArray[Any], *, held_out: bool) -> _Split:
+    """The split by `validation_split_ratio`, copies of a document on one side; everything is kept unless `held_out`."""
+    ratio = config.validation_split_ratio if held_out else 0.0
+    kept, out = split_documents(len(documents), ratio, config.eval_seed)
+    key: dict[str, Any] = {"ratio": ratio, "seed": config.eval_seed}
+    copies = count_copies(digests)
+    if copies and len(out):
+        plain = out
+        kept, out = keep_copies_together(kept, out, digests)
+        key |= {} if np.array_equal(out, plain) else {"copies": "together"}
+    return _Split(kept=kept, out=out, key=key, copies=copies)
+
+
+class _Packer:
+    """Packs documents into rows, or maps the rows that an earlier run packed."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        encoder: _Encoder,
+        progress: Callable[[Progress], None],
+    ):
+        self._config, self._encoder, self._progress = config, encoder, progress
+        self._padding = padding_id(tokenizer)
+        self._cache = Cache(encoder.root, "rows")
+        self._settings = PackSettings(
+            sequence_len=config.sequence_len,
+            max_length=config.max_length,
+            truncation_strategy=config.truncation_strategy,
+            sample_packing=config.sample_packing,
+        )
+
+    def pack(self, documents: Documents, chosen: Sequence[NDArray[np.int64]] | None, key: Any) -> PackedRows:
+        """The chosen documents, or all, as rows; `key` says how they were chosen."""
+        return pack_documents(
+            self._cache,
+            documents,
+            chosen,
+            key,
+            self._settings,
+            padding_id=self._padding,
+            progress=lambda done, total: self._progress(
+                Progress(task="pack", done=done, total=total, unit="documents")
+            ),
+            damaged=self._encoder.notices.append,
+        )
+
+    def train(
+        self, documents: Documents, sets: Sequence[_Loaded], split: _Split
+    ) -> tuple[PackedRows, Sequence[NDArray[np.int64]] | None]:
+        """The training rows, mixed by the data sets' weights, and the documents of each pass if not all once."""
+        weights = [item.weight for item in sets]
+        key: dict[str, Any] = {**split.key, "side": "train"} if len(split.out) else {}
+        seed = self._config.train_seed
+        if any(weight != 1 for weight in weights):
+            key |= {"weights": weights, "train_seed": seed}
+        passes = mix(split.kept, [len(item.shard) for item in sets], weights, seed) if key else None
+        return self.pack(documents, passes, key or "all"), passes
 
 
 # -------------------------------------------------------------------------------- encoding

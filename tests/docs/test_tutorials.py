@@ -27,6 +27,7 @@ def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
 
 
+@pytest.mark.slow
 def test_writing_a_plugin(shell: Shell) -> None:
     """Write, build, install, list, use, remove."""
     shell.follow(DOCS / "writing-a-plugin.md")
@@ -34,6 +35,7 @@ def test_writing_a_plugin(shell: Shell) -> None:
     assert not shutil.which("surogate-lion", path=str(shell.bin))
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_from_nothing_to_a_wheel_that_trains(shell: Shell) -> None:
     shell.follow(DOCS / "tutorial-optimizer.md")
     metrics = (shell.work / "ademamix-run/metrics.jsonl").read_text(encoding="utf-8")

@@ -197,7 +197,8 @@ def test_kernels_agree_with_the_references() -> None:
     assert error <= 1e-5, name
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
 def test_inductor_agrees_with_fx(recompute: bool) -> None:
     settings: dict[str, Any] = {"lora": lora(dropout=0.3), "recompute": Recompute(block=recompute)}
     fx, inductor = make_engine(**settings), make_engine(compiler="inductor", **settings)

@@ -16,10 +16,15 @@ from surogate_core.errors import MachineError
 from surogate_core.kernels import native
 
 NATIVE = Path(__file__).resolve().parents[2] / "native"
+QUICK = ("sm_80", "sm_90a", "sm_100a")
+"""Architectures that every run of the tests compiles for; `make test-slow` takes all."""
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("architecture", native.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in native.ARCHITECTURES],
+)
 @pytest.mark.parametrize("name", native.names(NATIVE))
 def test_a_source_compiles_without_a_warning(tmp_path: Path, name: str, architecture: str) -> None:
     source = tmp_path / f"{name}.cu"

@@ -72,6 +72,7 @@ PLACES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+@pytest.mark.slow
 def test_signals_lose_no_bit(
     killer: tuple[Any, Registry],
     tmp_path: Path,

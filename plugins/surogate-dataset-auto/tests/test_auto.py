@@ -197,7 +197,7 @@ def test_a_system_prompt_in_two_places_must_be_one(tmp_path: Path, formats: Any)
     rows = [{"messages": [SYSTEM, *OPENAI["messages"]], "system": prompt} for prompt in ("Be brief.", "Be long.")]
     data = prepared(tmp_path, rows, formats)
     (bad,) = data.report.bad_rows
-    assert "is in both field 'system' and the messages, and they differ" in bad.reason
+    assert "field 'system' and the messages have different system prompts" in bad.reason
     assert text_of(data).count("Be brief.") == 1
 
 
