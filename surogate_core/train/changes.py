@@ -11,9 +11,7 @@ from surogate_core.config.resolve import to_dict
 from surogate_core.config.schema import RunConfig
 from surogate_core.masking import masked_values
 from surogate_core.train.card import OF_THE_PLACE
-
-_LONGEST = 60
-"""Characters of a value that are shown."""
+from surogate_core.train.checkpoint import shown
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def changes_note(saved: Mapping[str, Any], config: RunConfig, *, path: Path) -> 
             continue
         if key not in before and key in defaults and defaults[key] == now[key]:
             continue  # A key that a later version brought, at its default.
-        old, new = _shown(before, key), _shown(now, key)
+        old, new = shown(before, key), shown(now, key)
         changed.append(f"{key}: {old} → {new}" if old != new else f"{key}: changed")
     return f"Changed since {path} was saved: {'; '.join(changed)}." if changed else None
 
@@ -50,10 +48,3 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, f"{key}[{number}]")
     else:
         yield key, value
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return "absent"
-    text = json.dumps(values[key], ensure_ascii=False)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -410,7 +410,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, pa
     before, now = _as_json(saved.get("essential", {})), _as_json(current["essential"])
     for key in sorted(before.keys() | now.keys()):
         if key not in before or key not in now or before[key] != now[key]:
-            differences.append(f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} in this run")
+            differences.append(f"{key}: {shown(before, key)} in the checkpoint, {shown(now, key)} in this run")
     had, has = saved.get("plugins", {}), current["plugins"]
     differences += [f"plugin {name}: used by the checkpoint, not by this run" for name in sorted(had.keys() - has)]
     differences += [f"plugin {name}: used by this run, not by the checkpoint" for name in sorted(has.keys() - had)]
@@ -437,8 +437,9 @@ def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def shown(values: Mapping[str, Any], key: str) -> str:
+    """The value of a key for a message, as JSON of at most 60 characters; ``absent`` where there is none."""
     if key not in values:
         return "absent"
-    text = json.dumps(values[key])
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    text = json.dumps(values[key], ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:59]}…"
