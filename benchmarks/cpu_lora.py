@@ -42,8 +42,8 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     from surogate_optimizer_adamw.adamw import AdamW
     from surogate_recipe_bf16 import linear
 
+    from surogate_core.batch import MicroBatch
     from surogate_core.bundles import Objective, OptimizerSettings, OptimizerSpec, Recipe
-    from surogate_core.data.batch import MicroBatch
     from surogate_core.dsl.declare import LoRA
     from surogate_core.dsl.slots import Adapter
     from surogate_core.dsl.trace import Recompute

@@ -32,6 +32,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     KernelPack,
     Objective,
@@ -42,7 +43,6 @@ from surogate_core.bundles import (
     TensorKind,
     WeightFormat,
 )
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute

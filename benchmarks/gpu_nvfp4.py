@@ -26,8 +26,8 @@ from surogate_kernels_cuda import nvfp4
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw.adamw import AdamW
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack, NoOptions, Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource

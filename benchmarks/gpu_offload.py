@@ -31,8 +31,8 @@ from surogate_model_qwen3.presets import PRESETS
 from surogate_offload_host import surogate_offloader
 from surogate_recipe_bf16 import surogate_recipe
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Objective, OptimizerSettings, TensorKind
-from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource

@@ -44,8 +44,8 @@ def write_model(directory: Path, layers: int) -> None:
     from surogate_model_qwen3.model import build
 
     from surogate_core.engine.parameters import distinct, pieces
-    from surogate_core.train.card import Card
-    from surogate_core.train.export import export_full
+    from surogate_core.hf.card import Card
+    from surogate_core.hf.export import export_full
 
     config = {**SHAPE, "num_hidden_layers": layers}
 
@@ -71,10 +71,10 @@ def load(directory: Path, base: str) -> dict[str, Any]:
 
     import torch
 
+    from surogate_core.batch import MicroBatch
     from surogate_core.config.resolve import load_run_config
-    from surogate_core.data.batch import MicroBatch
     from surogate_core.plugins.registry import load_plugins
-    from surogate_core.train.setup import build_engine, check_weights, resolve_lora, resolve_model
+    from surogate_core.run.assemble import build_engine, check_weights, resolve_lora, resolve_model
 
     registry = load_plugins()
     tokens = 8

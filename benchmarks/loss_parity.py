@@ -47,8 +47,8 @@ from surogate_optimizer_normuon import NorMuonOptions
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, RecipeSettings
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute

@@ -30,18 +30,18 @@ from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_bf16 import surogate_recipe
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Monitor, Objective, OptimizerSettings, OptimizerSpec
-from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
 from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.events import EvalEnd, RunEnd, RunInfo, RunStart, StepEnd
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.train.bus import EventBus
-from surogate_core.train.events import EvalEnd, RunEnd, RunInfo, RunStart, StepEnd
 
 NAMES = ("console", "jsonl", "adaptive", "tensorboard", "web")
 STEP = 0.050

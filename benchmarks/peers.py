@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

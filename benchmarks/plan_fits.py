@@ -64,10 +64,10 @@ def train(name: str, proposal: dict[str, Any]) -> Result:
     """Two steps within the budget."""
     import torch
 
+    from surogate_core.batch import MicroBatch
     from surogate_core.cli.arguments import load, parse
-    from surogate_core.data.batch import MicroBatch
     from surogate_core.engine.prediction import CUDA_CONTEXT
-    from surogate_core.train.setup import build_engine, resolve_model
+    from surogate_core.run.assemble import build_engine, resolve_model
 
     overrides, gib = BUDGETS[name]
     budget = gib * 2**30

@@ -34,6 +34,7 @@ from surogate_model_qwen3.presets import PRESETS
 from surogate_offload_host import surogate_offloader
 from torch import Tensor
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     KernelPack,
     Objective,
@@ -45,7 +46,6 @@ from surogate_core.bundles import (
     TensorKind,
     WeightFormat,
 )
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute

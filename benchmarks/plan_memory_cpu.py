@@ -59,7 +59,7 @@ def child(words: list[str]) -> None:
     """Train, and print what was resident when as the last line."""
     from surogate_core.cli.main import main as surogate
     from surogate_core.engine.engine import Engine
-    from surogate_core.train import run
+    from surogate_core.run import run
     from surogate_core.train.loop import Loop
 
     stages: list[tuple[str, dict[str, int]]] = []

@@ -48,8 +48,8 @@ from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_bf16 import surogate_recipe
 from torch import Tensor
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute

@@ -28,11 +28,12 @@ import torch
 from surogate_model_qwen3.model import build
 
 from surogate_core.cli.main import main as surogate
-from surogate_core.data.paths import resolve_package_path
 from surogate_core.engine.parameters import distinct, pieces
-from surogate_core.train import atomic, merge, tensorfile
-from surogate_core.train.card import Card
-from surogate_core.train.export import export_adapter, export_full
+from surogate_core.files import atomic, tensorfile
+from surogate_core.files.paths import resolve_package_path
+from surogate_core.hf.card import Card
+from surogate_core.hf.export import export_adapter, export_full
+from surogate_core.run import merge
 
 SHAPE = {
     "model_type": "qwen3",

@@ -62,7 +62,7 @@ def child(arguments: list[str], *, slow: bool) -> int:
 
 def _write_slowly() -> None:
     """Stretch every save, so that kills fall into all of its stages."""
-    from surogate_core.train import atomic, tensorfile
+    from surogate_core.files import atomic, tensorfile
 
     whole_write, whole_sync = os.write, os.fsync
 

@@ -19,14 +19,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from surogate_core import events
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 from surogate_core.report.records import RunRecord, read_run
 from surogate_core.report.serve import PageServer
-from surogate_core.train import events
-from surogate_core.train.run import run
+from surogate_core.run.run import run
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 

@@ -21,7 +21,7 @@ from typing import Any
 from surogate_core.config.resolve import load_run_config
 from surogate_core.engine.engine import Inputs
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.train.run import run
+from surogate_core.run.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "plugins" / "surogate-monitor-adaptive" / "tests" / "data"

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded
     from surogate_core.dsl import Model
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
-    from surogate_core.train.events import Control, Event, RunInfo
+    from surogate_core.events import Control, Event, RunInfo
 
 FLAT_ALIGNMENT = 256
 """Elements that a parameter's offset in a flat group is a multiple of (1 KiB of fp32): a block of 8-bit state
@@ -218,7 +218,7 @@ class WeightFormat:
     apart. Called before each use, in CUDA graphs too: nothing may wait for the device. Equal inputs give equal bits."""
     adopt: Callable[[Mapping[str, Tensor], WeightSettings], Tensor] | None = None
     """(the tensors of a weight of a quantised checkpoint by part, keys) → what `pack` would make, with its own codes.
-    ``fp8`` is given codes and scales, ``nvfp4`` codes, scales and decode, as `train.prequantised` names them."""
+    ``fp8`` is given codes and scales, ``nvfp4`` codes, scales and decode, as `hf.prequantised` names them."""
     keys: tuple[str, ...] = ()
     """The fields of `WeightSettings` that it reads; a checkpoint is resumed only with equal ones."""
     note: Callable[[torch.device, WeightSettings], str | None] = lambda device, settings: None

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from surogate_core.errors import UserError
-from surogate_core.safe_files import private_directory
+from surogate_core.files.private import private_directory
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUPY_CACHE_DIR": "cupy"}
 """Variable that the library reads → name of the directory."""

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 import structlog
 
+from surogate_core.files.private import private
 from surogate_core.masking import masked
-from surogate_core.safe_files import private
 
 _MEMORY_RECORDS = 10_000
 _state: dict[str, Any] = {"memory": None, "file": None, "path": None}

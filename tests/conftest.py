@@ -8,6 +8,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from run_fixtures import (  # noqa: F401
+    base,
+    base_on,
+    data_cache,
+    digests,
+    hf_dir,
+    history,
+    installed,
+    model_copy,
+    one_thread,
+    records,
+    run_here,
+)
 
 InstallPlugin = Callable[..., Path]
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
+from surogate_core.events import Notice, Progress, RunEnd, RunInfo, RunStart
 from surogate_core.masking import masked, masked_values, masked_yaml
-from surogate_core.train.events import Notice, Progress, RunEnd, RunInfo, RunStart
 
 SECRET = "s3cr3tV4lue"
 """Stands in every case where the secret does."""

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -146,27 +147,78 @@ def test_core_imports_no_plugin(file):
     assert not [name for name in imports(parsed(file)) if name.startswith(plugins)]
 
 
-BELOW = {
-    "dsl": {"engine", "train", "cli", "config", "plugins"},
-    "kernels": {"dsl", "engine", "train", "cli", "config", "plugins"},
-    "engine": {"train", "cli"},
-    "data": {"engine", "dsl", "kernels", "cli"},
-    "train": {"cli"},
-    "config": {"engine", "dsl", "kernels", "train", "cli"},
-    "plugins": {"engine", "dsl", "kernels", "data", "train", "cli"},
-}
-"""Part of the core → the parts that it may not import."""
+FLOORS = (
+    {"masking"},
+    {"errors", "events"},
+    {"files", "conf_paths", "batch", "bundles", "hookspecs"},
+    {"logs", "caches"},
+    {"kernels"},
+    {"dsl"},
+    {"engine"},
+    {"builtin"},
+    {"plugins"},
+    {"data"},
+    {"config"},
+    {"hf", "report"},
+    {"train"},
+    {"run"},
+    {"testing"},
+    {"cli"},
+    {"__main__"},
+)
+"""The folders and top files of the core from the ground up. A file imports its own folder and lower floors only."""
 
 
-@pytest.mark.parametrize("part", BELOW)
-def test_arrows_run_down(part):
-    wrong = [
-        f"{relative(file)} imports {name}"
-        for file in sorted((CORE / part).rglob("*.py"))
-        for name in imports(parsed(file))
-        if name.startswith("surogate_core.") and name.split(".")[1] in BELOW[part]
-    ]
+def run_time_imports(node: ast.AST) -> Iterator[str]:
+    """Dotted names that a file imports while it runs: anywhere but under `if TYPE_CHECKING`."""
+    if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING":
+        for inner in node.orelse:
+            yield from run_time_imports(inner)
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from imports(ast.Module(body=[node], type_ignores=[]))
+    for inner in ast.iter_child_nodes(node):
+        yield from run_time_imports(inner)
+
+
+def core_files() -> dict[str, Path]:
+    """Module of the core → its file."""
+    files = sorted(CORE.rglob("*.py"))
+    return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Module of the core → the modules of the core that it imports at run time."""
+    modules = core_files()
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        found[module] = set()
+        for name in run_time_imports(parsed(file)):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name:
+                found[module].add(name)
+    return found
+
+
+def test_arrows_run_down():
+    floors = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+    wrong = []
+    for module, names in imported_modules().items():
+        part = module.partition(".")[2].partition(".")[0]
+        for name in names:
+            other = name.partition(".")[2].partition(".")[0]
+            if part and other and part != other and floors[part] <= floors[other]:
+                wrong.append(f"{module} imports {name}")
     assert not wrong
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = TopologicalSorter({m: names - {m} for m, names in imported_modules().items()})
+    try:
+        graph.prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda p: p.name)

@@ -142,7 +142,7 @@ def _named_file(parsed: Arguments, named: dict[str, str]) -> None:
 
 
 def _positional(parsed: Arguments, word: str, command: str, argv: Sequence[str]) -> None:
-    from surogate_core.cli.main import COMMANDS
+    from surogate_core.cli.commands import COMMANDS
 
     if "=" in word or word.startswith(("~", "+")):
         parsed.overrides.append(word)

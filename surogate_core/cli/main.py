@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
+from surogate_core.cli.commands import COMMANDS, PEERS_COMMANDS
+from surogate_core.cli.failure import report_bug
 from surogate_core.errors import PluginError, SurogateError, UserError
 
 HELP = """\
@@ -44,14 +46,6 @@ examples:
 exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
 """
 
-COMMANDS = ("sft", "pt", "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
-_PEERS_COMMANDS = {
-    **dict.fromkeys(("train", "finetune", "fine-tune", "finetuning", "fit", "run", "lora", "qlora"), "sft"),
-    **dict.fromkeys(("pretrain", "pre-train"), "pt"),
-    "preprocess": "tokenize",
-    "export": "merge",
-}
-"""What other trainers call a command → what it is called here."""
 PREFIXES = ("+", "~", "-")
 
 _NO_EXTENSIONS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYDANTIC_DISABLE_PLUGINS": "__all__"}
@@ -88,20 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_bug(end)
         return 1
     return code
-
-
-def report_bug(error: BaseException, place: str = "") -> None:
-    """One line on stderr for an error that nobody foresaw, with its plugin; the traceback goes to the log."""
-    from surogate_core.logs import record_traceback
-    from surogate_core.masking import masked
-    from surogate_core.plugins.isolation import culprit
-
-    path = record_traceback("a bug ended the run", error)
-    plugin = culprit(error)
-    where = f" in {plugin.label}" if plugin is not None else ""
-    text = masked(" ".join(str(error).split())).rstrip(".")
-    begin = f"surogate: {place}: " if place else "surogate: "
-    print(f"{begin}a bug{where}: {type(error).__name__}: {text}. The traceback is in {path}", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -189,7 +169,7 @@ def _unknown_command(arguments: Sequence[str]) -> UserError:
     if word.endswith((".yaml", ".yml")):
         return UserError(f"{word}: name the task before the file. Fix: surogate sft {' '.join(arguments)}")
     near = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    meant = _PEERS_COMMANDS.get(word) or (near[0] if near else "")
+    meant = PEERS_COMMANDS.get(word) or (near[0] if near else "")
     fix = f" Fix: {' '.join(['surogate', meant, *arguments[1:]])}" if meant else " `surogate --help` lists them."
     return UserError(f"{word}: there is no such command (an override has the form KEY=VALUE).{fix}")
 

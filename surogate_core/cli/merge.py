@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from surogate_core.errors import UserError
-from surogate_core.train.atomic import human_bytes
+from surogate_core.files.atomic import human_bytes
 
 USAGE = """\
 usage: surogate merge --base-model DIR_OR_HUB_ID --checkpoint-dir DIR --output DIR
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
-    from surogate_core.train.merge import merge
+    from surogate_core.run.merge import merge
 
     output = Path(values["--output"]).expanduser()
     trained = Path(values["--checkpoint-dir"]).expanduser()

@@ -70,11 +70,11 @@ def main(argv: Sequence[str]) -> int:
     runs = _configs(words, arguments.overrides, arguments.config_file, registry)
 
     from surogate_core.cli.progress import shown_progress
+    from surogate_core.files.atomic import ensure_writable, replace_file
     from surogate_core.report.numerics import markdown, picture
-    from surogate_core.train.atomic import ensure_writable, replace_file
-    from surogate_core.train.fitting import out_of_memory
-    from surogate_core.train.numerics import measure
-    from surogate_core.train.setup import is_out_of_memory
+    from surogate_core.run.assemble import is_out_of_memory
+    from surogate_core.run.fitting import out_of_memory
+    from surogate_core.run.numerics import measure
 
     ensure_writable(words.output, key="--output")
     try:

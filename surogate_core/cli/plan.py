@@ -103,9 +103,9 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     from surogate_core.engine.prediction import Counts, Prediction
     from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.native import assumed
-    from surogate_core.train.fitting import counts_of, placed
+    from surogate_core.run.assemble import resolve_device, resolve_model
+    from surogate_core.run.fitting import counts_of, placed
     from surogate_core.train.flops import gemm_flops_per_second
-    from surogate_core.train.setup import resolve_device, resolve_model
 
     budget = None if fit is None else plan_fit.parse_size(fit)
     resolved = resolve_model(config, registry, weights_needed=False)

@@ -15,7 +15,7 @@ from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
 from surogate_core.config.schema import RunConfig, Selection
 from surogate_core.errors import ConfigError, UserError
-from surogate_core.train.atomic import human_bytes
+from surogate_core.files.atomic import human_bytes
 
 if TYPE_CHECKING:
     from surogate_core.engine.prediction import Counts, Prediction
@@ -137,7 +137,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
 
 def _placed(config: RunConfig, registry: Registry) -> bool:
     """Whether the offloader places what the keys move."""
-    from surogate_core.train.setup import resolve_offloader
+    from surogate_core.run.assemble import resolve_offloader
 
     moved = offload.chosen({key: getattr(config, key) for key in offload.KINDS})
     if not moved <= registry.get("offload", config.offload.name).kinds:

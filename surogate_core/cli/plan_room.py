@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surogate_core.engine.host_memory import memory_of_machine
-from surogate_core.train import atomic
-from surogate_core.train.atomic import human_bytes
+from surogate_core.files import atomic
+from surogate_core.files.atomic import human_bytes
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig

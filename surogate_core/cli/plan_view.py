@@ -17,8 +17,8 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import EngineSettings
 from surogate_core.engine.prediction import Prediction
 from surogate_core.engine.schedule import render
+from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml
-from surogate_core.train.atomic import human_bytes
 
 PLACES = ("device", "host", "disk")
 

@@ -114,7 +114,7 @@ def _rows() -> list[_Row]:
         view = static_view(plugin.module)
         options = view.options
         if plugin.entry_point is None:
-            from surogate_core.config.paths import conf_dir
+            from surogate_core.conf_paths import conf_dir
 
             options = config_options(conf_dir())
         unmet = unmet_requirements(plugin)

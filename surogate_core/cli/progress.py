@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from surogate_core.train.events import Progress
+    from surogate_core.events import Progress
 
 PROGRESS_SECONDS = 5.0
 """Time between two lines about one task where there is no terminal; a shorter task has none."""

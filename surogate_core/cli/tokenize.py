@@ -64,7 +64,7 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     from surogate_core.cli.progress import shown_progress
     from surogate_core.data.pipeline import prepare
     from surogate_core.data.preview import suspicious_examples
-    from surogate_core.train.tokenizer_of_run import tokenizer_of_run
+    from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 
     pretrained = config.model.path is not None and not config.from_scratch
     tokenizer, notes = tokenizer_of_run(config, vocab_size=_vocabulary(config, registry), pretrained=pretrained)
@@ -101,7 +101,7 @@ def _vocabulary(config: RunConfig, registry: Registry) -> int | None:
 
 def _model_config(config: RunConfig, path: str) -> dict[str, Any]:
     """The ``config.json`` of a directory or hub id; empty where there is none, since a tokenizer alone will do here."""
-    from surogate_core.train.weights import locate
+    from surogate_core.hf.weights import locate
 
     try:
         file = locate(path, revision=config.model.revision, weights=False) / "config.json"

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from surogate_core.data import preview
-from surogate_core.data.cache import cache_root
 from surogate_core.data.report import BAD_ROWS_SHOWN, copies_text, list_some
+from surogate_core.files.paths import cache_root
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,8 +17,8 @@ from surogate_core.errors import ConfigError, Problem, SurogateError
 from surogate_core.masking import masked, masked_yaml
 
 if TYPE_CHECKING:
+    from surogate_core.config.overrides import Settings
     from surogate_core.config.schema import RunConfig
-    from surogate_core.config.settings import Settings
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
@@ -85,7 +85,7 @@ def start(config: RunConfig, registry: Registry) -> int:
         key = "log_file" if config.log_file else "output_dir"
         message = f"{log_file} cannot be written: {error.strerror}."
         raise ConfigError([Problem(key=key, message=message, fix=f"{key}=DIRECTORY_YOU_MAY_WRITE")]) from None
-    from surogate_core.train.run import run
+    from surogate_core.run.run import run
 
     return run(config, registry)
 
@@ -107,7 +107,7 @@ def _show(arguments: Arguments, task: str | None) -> int:
 
 def _complete(arguments: Arguments) -> int:
     """Tab completion; Hydra knows groups and keys, not our sub-commands, so they are taken out of the line."""
-    from surogate_core.cli.main import COMMANDS
+    from surogate_core.cli.commands import COMMANDS
     from surogate_core.config.compose import run_hydra
     from surogate_core.plugins import load_plugins
 
@@ -131,7 +131,7 @@ def _complete(arguments: Arguments) -> int:
 
 def _own_completions(words: list[str], open_word: str, commands: Sequence[str], registry: Registry) -> list[str]:
     """Completions that Hydra does not offer: commands, those of `plugins` with their names, and lists of options."""
-    from surogate_core.config.settings import LIST_GROUPS
+    from surogate_core.config.names import LIST_GROUPS
 
     names: list[str] = []
     if not words:
@@ -243,7 +243,7 @@ class _Sweep:
 
 def _guarded(config: RunConfig, registry: Registry) -> int:
     """One run of a sweep: its errors are reported and the sweep goes on."""
-    from surogate_core.cli.main import report_bug
+    from surogate_core.cli.failure import report_bug
 
     try:
         return start(config, registry)

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -24,10 +23,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from surogate_core.conf_paths import CONFIG_NAME, conf_dir
 from surogate_core.config.interpolation import too_large
-from surogate_core.config.paths import CONFIG_NAME, conf_dir
-from surogate_core.config.schema import ModelSelection, RunConfig, Selection
-from surogate_core.config.settings import LIST_GROUPS, default_groups
+from surogate_core.config.names import default_groups, schema_defaults
 from surogate_core.errors import ConfigError, PluginError, Problem
 from surogate_core.plugins.registry import Registry
 
@@ -44,17 +42,6 @@ class SurogateSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for provider, path in self.paths:
             search_path.append(provider=provider, path=path)
-
-
-def schema_defaults() -> dict[str, Any]:
-    """Every flat key with its default; the nodes of groups come from their options."""
-    values: dict[str, Any] = {}
-    for field in fields(RunConfig):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.name in LIST_GROUPS or isinstance(default, Selection | ModelSelection):
-            continue
-        values[field.name] = asdict(default) if is_dataclass(default) and not isinstance(default, type) else default
-    return values
 
 
 def _hydras_plugins() -> Plugins:

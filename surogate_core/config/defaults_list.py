@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.config.paths import CONFIG_NAME
+from surogate_core.conf_paths import CONFIG_NAME
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
 
 if TYPE_CHECKING:
-    from surogate_core.config.settings import Settings
+    from surogate_core.config.overrides import Settings
 
 
 def choose_defaults(settings: Settings, entries: Any, file: YamlFile) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 import yaml
 
+from surogate_core.conf_paths import CONFIG_NAME, conf_dir
 from surogate_core.config import planned
-from surogate_core.config.paths import CONFIG_NAME, conf_dir
-from surogate_core.config.schema import RunConfig
+from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.errors import Problem
 from surogate_core.plugins.catalogue import catalogue
 from surogate_core.plugins.registry import Registry
 
 KEYS = frozenset(f.name for f in fields(RunConfig))
+LIST_GROUPS = frozenset({"monitor"})
+"""Groups of which several options are chosen at once."""
 PEERS_NAMES = {
     "lr": "learning_rate",
     "lr_scheduler": "lr_scheduler_type",
@@ -107,3 +109,14 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
     if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
         return Problem(key=key, message=planned.MESSAGE, where=where)
     return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
+
+
+def schema_defaults() -> dict[str, Any]:
+    """Every flat key with its default; the nodes of groups come from their options."""
+    values: dict[str, Any] = {}
+    for field in fields(RunConfig):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name in LIST_GROUPS or isinstance(default, Selection | ModelSelection):
+            continue
+        values[field.name] = asdict(default) if is_dataclass(default) and not isinstance(default, type) else default
+    return values

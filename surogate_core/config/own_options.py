@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surogate_core.config.paths import expanded
+from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import INSTANTIATE_KEYS
 from surogate_core.config.yamlfile import YamlFile, read_yaml
 from surogate_core.errors import ConfigError, Problem

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from surogate_core.config.paths import expanded
+from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError, Problem
 

@@ -40,7 +40,7 @@ def load_many(
 ) -> list[tuple[list[str], RunConfig]]:
     """The same for a sweep: with `multirun`, one configuration for each value that is swept over,
     the other sweeps at their first value. Overrides come with each."""
-    from surogate_core.config.settings import Settings
+    from surogate_core.config.overrides import Settings
 
     settings = gather(args, task=task, config_file=config_file, registry=registry)
     assert isinstance(settings, Settings)
@@ -68,7 +68,7 @@ def load_many(
 
 def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, registry: Registry) -> Any:
     """File and command line as one `Settings`; its `problems` are not raised yet."""
-    from surogate_core.config.settings import COMMAND_LINE, Choice, Settings
+    from surogate_core.config.overrides import COMMAND_LINE, Choice, Settings
     from surogate_core.config.yamlfile import read_yaml
 
     settings = Settings(registry)
@@ -148,7 +148,7 @@ def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginP
     Raises `ConfigError` when it is not sound, as nothing may be imported then.
     """
     from surogate_core.config.grammar import parse_override
-    from surogate_core.config.settings import COMMAND_LINE
+    from surogate_core.config.overrides import COMMAND_LINE
     from surogate_core.config.typed import Builder
     from surogate_core.config.yamlfile import read_yaml
 
@@ -197,7 +197,7 @@ def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginP
 def mistakes_without_plugins(args: Sequence[str], config_file: Path | None) -> list[Problem]:
     """The mistakes that can be found while the plugin policy is not known: in keys and values of the core's own."""
     from surogate_core.config.grammar import parse_override
-    from surogate_core.config.settings import KEYS
+    from surogate_core.config.overrides import KEYS
     from surogate_core.config.typed import Builder, field_types
     from surogate_core.plugins.catalogue import catalogue
     from surogate_core.plugins.discovery import ImportPolicy

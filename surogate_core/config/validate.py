@@ -10,9 +10,9 @@ from typing import Any
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
 from surogate_core.config.model_keys import unknown_model_keys
+from surogate_core.config.names import LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, ModelSelection, RunConfig, Selection
-from surogate_core.config.settings import LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.typed import Builder, field_types
 from surogate_core.errors import PluginError, Problem
 from surogate_core.plugins.registry import Registry

@@ -239,12 +239,3 @@ def _disk_errors(directory: Path) -> Iterator[None]:
                 f"Fix: set `data_cache_dir` to a directory that can be."
             ) from error
         raise
-
-
-def cache_root(data_cache_dir: str | None) -> Path:
-    """The directory that shards are kept in; null is the user's cache directory."""
-    if data_cache_dir is not None:
-        return Path(data_cache_dir).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("surogate")) / "data"

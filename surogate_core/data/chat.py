@@ -17,14 +17,16 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from surogate_core.data import bounds
-from surogate_core.data.fields import require_unicode
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
+from surogate_core.data.fields import SYSTEM_ROLES, require_unicode
 from surogate_core.errors import UserError, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.data.encoded import EncodeContext
 
 Span = tuple[int, int]
 """Characters [start, end) of a rendered conversation, or tokens of an encoded one."""
@@ -403,3 +405,17 @@ def _tokens_of(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
         (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(starts, end, side="left")))
         for start, end in spans
     ]
+
+
+def with_default_system(
+    messages: list[dict[str, Any]], context: EncodeContext, tools: Sequence[Any] | None = None
+) -> None:
+    """Put the configuration's system prompt before messages that have none.
+
+    Raises `RowError` when the chat template would leave it out.
+    """
+    if not (context.system or "").strip() or (messages and messages[0]["role"] in SYSTEM_ROLES):
+        return
+    if not chat_of(context.tokenizer, tools).takes_system():
+        raise RowError("the chat template leaves system prompts out, so `system` cannot be obeyed; set it to null")
+    messages.insert(0, {"role": "system", "content": context.system})

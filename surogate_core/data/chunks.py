@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 
 CHUNK_ROWS = 256
 """Rows of a chunk that is not made of bytes."""

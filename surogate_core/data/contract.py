@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.batch import IGNORE_LABEL
-from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.errors import SurogateError
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import IO
 
 from surogate_core.data.chunks import SourceRow
+from surogate_core.data.encoded import RowError
 from surogate_core.data.files import Opened, bom_length
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
 _LONGEST_CELL = 1 << 28

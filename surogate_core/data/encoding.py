@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.chat import encoder_of
 from surogate_core.data.contract import encoded
+from surogate_core.data.encoded import RowError
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from surogate_core.bundles import DatasetFormat
     from surogate_core.data.chunks import Chunk, Place
-    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded
 
 WORTH_PROCESSES = 8 << 20
 """Bytes of a data set from which the start of processes, a few seconds, is worth it."""

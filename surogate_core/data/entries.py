@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 from surogate_core.bundles import DatasetFormat
+from surogate_core.data.encoded import RowError
 from surogate_core.data.sources import Source, SourceSpec
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import ConfigError, Problem, UserError
 
 WHOLE_CHUNKS, SAMPLED_CHUNKS = 16, 200

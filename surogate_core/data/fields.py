@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 
 if TYPE_CHECKING:
-    from surogate_core.data.tokenize import EncodeContext
+    pass
 
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a message that is a system prompt."""
@@ -91,19 +91,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def with_default_system(
-    messages: list[dict[str, Any]], context: EncodeContext, tools: Sequence[Any] | None = None
-) -> None:
-    """Put the configuration's system prompt before messages that have none.
-
-    Raises `RowError` when the chat template would leave it out.
-    """
-    if not (context.system or "").strip() or (messages and messages[0]["role"] in SYSTEM_ROLES):
-        return
-    from surogate_core.data.chat import chat_of
-
-    if not chat_of(context.tokenizer, tools).takes_system():
-        raise RowError("the chat template leaves system prompts out, so `system` cannot be obeyed; set it to null")
-    messages.insert(0, {"role": "system", "content": context.system})

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from surogate_core.data.chunks import Chunk, Place, RowChunk, SourceRow, chunked
+from surogate_core.data.encoded import RowError
 from surogate_core.data.fields import TwiceError, unique
 from surogate_core.data.files import Opened, bom_length, forward
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
 _HEAD = 1 << 12

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from surogate_core.data.chat import Chat, Messages, Span, Tools, chat_of, encode_text
+from surogate_core.data.encoded import Encoded, LossScale, RowError
 from surogate_core.data.shown import check_shown
-from surogate_core.data.tokenize import Encoded, LossScale, RowError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from surogate_core.data.tokenize import TruncationStrategy
+    from surogate_core.data.encoded import TruncationStrategy
 
 PACKING_VERSION = 1
 """Raised when the same documents pack differently; part of the packed rows' key."""

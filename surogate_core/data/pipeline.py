@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data.cache import Cache, cache_root, digest_of
+from surogate_core.data.cache import Cache, digest_of
 from surogate_core.data.chunks import START
+from surogate_core.data.encoded import EncodeContext
 from surogate_core.data.encoding import UNREAD_KEPT, RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
 from surogate_core.data.mixture import count_copies, keep_copies_together, mix, split_documents
@@ -31,12 +32,12 @@ from surogate_core.data.shards import (
     pack_documents,
 )
 from surogate_core.data.sources import READERS_VERSION, Source, open_source
-from surogate_core.data.tokenize import EncodeContext
 from surogate_core.data.tokenizer import padding_id, tokenizer_digest
 from surogate_core.errors import UserError
+from surogate_core.events import Progress
+from surogate_core.files import atomic
+from surogate_core.files.paths import cache_root
 from surogate_core.masking import masked
-from surogate_core.train import atomic
-from surogate_core.train.events import Progress
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.cache import digest_of
 from surogate_core.data.encoding import check_weights
 from surogate_core.data.packing import PackSettings, PackStats, pack

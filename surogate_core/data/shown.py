@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 
 if TYPE_CHECKING:
     from surogate_core.data.chat import Chat, Messages, Tools

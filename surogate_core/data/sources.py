@@ -27,8 +27,8 @@ from surogate_core.data.chunks import CHUNK_ROWS, START, Chunk, Place, SourceRow
 from surogate_core.data.csv_rows import csv_rows
 from surogate_core.data.files import Kind, decompressed, kind_of, list_directory, readable, readable_suffixes
 from surogate_core.data.json_rows import json_chunks
-from surogate_core.data.paths import is_hub_id, is_url, resolve_package_path
 from surogate_core.errors import UserError, printable
+from surogate_core.files.paths import is_hub_id, is_url, resolve_package_path
 
 READERS_VERSION = 2
 """Raised when the same files give other rows; part of the key of their tokens."""

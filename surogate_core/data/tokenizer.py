@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.hub import absent, fetch, one_revision
-from surogate_core.data.paths import is_hub_id, resolve_package_path
 from surogate_core.errors import UserError
+from surogate_core.files.hub import absent, fetch, one_revision
+from surogate_core.files.paths import is_hub_id, resolve_package_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import (
     GradientStore,
     Objective,
@@ -27,7 +28,6 @@ from surogate_core.bundles import (
     WeightFormat,
     WeightSettings,
 )
-from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.trace import Compiler, Recompute, Signature

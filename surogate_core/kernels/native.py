@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.errors import MachineError
-from surogate_core.safe_files import private_directory
+from surogate_core.files.private import private_directory
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import op
 

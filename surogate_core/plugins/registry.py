@@ -293,7 +293,7 @@ def _check_pending(registry: Registry) -> None:
 
 
 def _collect_options(registry: Registry) -> None:
-    from surogate_core.config.paths import conf_dir
+    from surogate_core.conf_paths import conf_dir
 
     _add_options(registry, core_plugin(), conf_dir())
     for plugin, path in list(registry._call("surogate_config_path", str)):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from surogate_core.errors import UserError
+from surogate_core.files import atomic
 from surogate_core.report import html, markdown
 from surogate_core.report.records import RunRecord, read_run
-from surogate_core.train import atomic
 
 FORMS: Mapping[str, Callable[[Sequence[RunRecord]], str]] = {".html": html.render, ".md": markdown.render}
 """Suffix → the form of the report."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from surogate_core.bundles import DatasetFormat, FormatChoice
 from surogate_core.data.contract import fault_of
-from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.errors import UserError
 from surogate_core.testing.check import NotApplicable, ensure
 

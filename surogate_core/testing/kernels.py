@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel, KernelPack
-from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import REFERENCE_PRIORITY, references, unknown_op
 from surogate_core.testing.check import NotApplicable, ensure

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import SurogateError
 from surogate_core.plugins import Registry
+from surogate_core.run.assemble import build_engine, prepare_recipe, resolve_device, resolve_lora, resolve_model
 from surogate_core.testing import tiny
-from surogate_core.train.setup import build_engine, prepare_recipe, resolve_device, resolve_lora, resolve_model
 
 Combination = Mapping[str, str]
 """Factor → the value that is chosen."""

@@ -125,8 +125,8 @@ def equals_transformers(family: ModelFamily) -> None:
 
 def comes_back_from_an_export(family: ModelFamily) -> None:
     """After a step the exported directory has the engine's tensors, and loads in transformers with nothing missing."""
-    from surogate_core.train.export import Card, export_full
-    from surogate_core.train.tensorfile import TensorFile
+    from surogate_core.files.tensorfile import TensorFile
+    from surogate_core.hf.export import Card, export_full
 
     config = _tiny(family)
     ensure(bool(config.get("model_type") and config.get("architectures")), "preset `tiny` lacks `architectures`")

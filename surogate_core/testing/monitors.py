@@ -13,10 +13,7 @@ from typing import Any
 
 from surogate_core.bundles import Monitor, MonitorSpec
 from surogate_core.errors import MachineError
-from surogate_core.testing.check import NotApplicable, ensure
-from surogate_core.testing.guard import explained
-from surogate_core.train.bus import EventBus, fault_of
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     CheckpointSaved,
     Control,
@@ -34,6 +31,9 @@ from surogate_core.train.events import (
     RunStart,
     StepEnd,
 )
+from surogate_core.testing.check import NotApplicable, ensure
+from surogate_core.testing.guard import explained
+from surogate_core.train.bus import EventBus, fault_of
 
 _STEP: dict[str, Any] = {
     "epoch": 0.1, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "label_tokens": 32, "total_tokens": 64, "seconds": 0.1,

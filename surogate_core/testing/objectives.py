@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective
-from surogate_core.data.batch import IGNORE_LABEL
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     KernelPack,
     Objective,
@@ -24,7 +25,6 @@ from surogate_core.bundles import (
     RecipeSettings,
     WeightFormat,
 )
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter

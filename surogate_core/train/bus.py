@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from surogate_core.bundles import Monitor
-from surogate_core.train.events import Control, Event, Notice
+from surogate_core.events import Control, Event, Notice
 from surogate_core.train.signals import TimeUp, time_limit
 
 log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ def fault_of(control: object) -> str:
         return f"events {control.events!r:.60}, which is not a tuple of events"
     for event in control.events:
         if not isinstance(event, Event):
-            return f"an event {event!r:.60}, which is not one of surogate_core.train.events"
+            return f"an event {event!r:.60}, which is not one of surogate_core.events"
     return ""
 
 

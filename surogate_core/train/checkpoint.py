@@ -26,8 +26,8 @@ import structlog
 import xxhash
 
 from surogate_core.errors import MachineError, SurogateError, UserError, printable
-from surogate_core.train import atomic
-from surogate_core.train.tensorfile import TensorFile, file_digest, nbytes, write_tensors
+from surogate_core.files import atomic
+from surogate_core.files.tensorfile import TensorFile, file_digest, nbytes, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from surogate_core.data.batch import MicroBatch
+from surogate_core.batch import MicroBatch
 from surogate_core.dsl.declare import Model
 
 ATTENTION_PASSES = 3.5

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import torch
 
+from surogate_core.batch import MicroBatch
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.batch import MicroBatch
 from surogate_core.data.sampler import EvalBatches, StepLoader
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError, printable
+from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
-from surogate_core.train.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
 from surogate_core.train.flops import Work
 from surogate_core.train.lr import faded, learning_rate, warmup_length
 from surogate_core.train.precision import WINDOW, PrecisionWatch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surogate_core.bundles import RangedState
 from surogate_core.engine.engine import Engine
-from surogate_core.train.events import PrecisionStats
+from surogate_core.events import PrecisionStats
 
 WINDOW = 50
 """Steps between two events."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.train.events import EvalEnd, Event, GpuStats, PrecisionStats, RoutingStats, StepEnd
+from surogate_core.events import EvalEnd, Event, GpuStats, PrecisionStats, RoutingStats, StepEnd
 
 STEP_SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes", "speed_of_light")
 """Fields of a step, named ``train/FIELD``."""

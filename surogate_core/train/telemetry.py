@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import structlog
 import torch
 
-from surogate_core.train.events import GpuStats
+from surogate_core.events import GpuStats
 
 log = structlog.get_logger(__name__)
 

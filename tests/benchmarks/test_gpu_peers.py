@@ -17,7 +17,7 @@ import pytest
 import torch
 from surogate_model_qwen3.presets import PRESETS
 
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 
 LINE = gpu_peers.Line(
     size="tiny",

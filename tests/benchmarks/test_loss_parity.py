@@ -22,7 +22,7 @@ import torch
 from loss_parity import Setting
 from tokenizers import Tokenizer
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 
 SETTING = Setting(tiny=True, device="cpu", rows=2, length=128, vocabulary=400)
 

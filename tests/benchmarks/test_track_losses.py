@@ -12,7 +12,7 @@ import torch
 import track_losses
 from track_losses import Rounded, Run
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.dsl.declare import TensorSpec
 
 

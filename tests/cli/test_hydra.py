@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands in for the training run; the list gets each config."""
-    module = types.ModuleType("surogate_core.train.run")
+    module = types.ModuleType("surogate_core.run.run")
     configs: list[Any] = []
 
     def fake(config: Any, registry: Any) -> int:
@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return 3 if config.learning_rate == 666.0 else 0
 
     module.run = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "surogate_core.train.run", module)
+    monkeypatch.setitem(sys.modules, "surogate_core.run.run", module)
     return configs
 
 

@@ -35,7 +35,7 @@ def surogate(*args: str, code: int = 0, path: Path | None = None, **environ: str
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands in for the training run; the list gets each config, `let_run` says what a run does."""
-    module = types.ModuleType("surogate_core.train.run")
+    module = types.ModuleType("surogate_core.run.run")
     configs: list[Any] = []
 
     def fake(config: Any, registry: Any) -> int:
@@ -44,12 +44,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     module.run = fake  # type: ignore[attr-defined]
     module.result = lambda config: 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "surogate_core.train.run", module)
+    monkeypatch.setitem(sys.modules, "surogate_core.run.run", module)
     return configs
 
 
 def let_run(result: Callable[[Any], int]) -> None:
-    sys.modules["surogate_core.train.run"].result = result  # type: ignore[attr-defined]
+    sys.modules["surogate_core.run.run"].result = result  # type: ignore[attr-defined]
 
 
 # ----------------------------------------------------------------------------------- imports
@@ -76,7 +76,7 @@ def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_of_a_task_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    from surogate_core.config.settings import KEYS
+    from surogate_core.config.overrides import KEYS
 
     main(["sft", "--help"])
     out = capsys.readouterr().out

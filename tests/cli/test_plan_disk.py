@@ -13,7 +13,7 @@ from surogate_core.cli import plan_fit
 from surogate_core.cli.main import main
 from surogate_core.cli.plan_room import Room
 from surogate_core.engine.prediction import Held, Prediction
-from surogate_core.train import atomic
+from surogate_core.files import atomic
 
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=256", "per_device_train_batch_size=2", "lora=false"]
 DISK = ["offload=disk", "cpu_training=true"]

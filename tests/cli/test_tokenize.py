@@ -20,7 +20,7 @@ from hub_cache import add_repository
 from huggingface_hub import constants
 
 from surogate_core.cli.main import main
-from surogate_core.data.paths import resolve_package_path
+from surogate_core.files.paths import resolve_package_path
 
 EMBEDDED = "pkg://surogate_dataset_chat/embedded"
 TOKENIZER = f"tokenizer={EMBEDDED}/tokenizer"
@@ -394,7 +394,7 @@ def test_progress_lines_where_there_is_no_terminal(
 
 def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from surogate_core.cli import progress as command
-    from surogate_core.train.events import Progress
+    from surogate_core.events import Progress
 
     now = [0.0]
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])

@@ -15,9 +15,9 @@ import pytest
 from surogate_core.config import planned
 from surogate_core.config.checks import CHECKS
 from surogate_core.config.grammar import parse_override
+from surogate_core.config.overrides import KEYS
 from surogate_core.config.resolve import load_run_config, peek_policy
 from surogate_core.config.schema import RunConfig
-from surogate_core.config.settings import KEYS
 from surogate_core.config.typed import Builder, field_types
 from surogate_core.config.yamlfile import plain_scalar
 from surogate_core.errors import ConfigError, Problem

@@ -11,8 +11,8 @@ import torch
 from surogate_core.config.offload import KINDS, chosen
 from surogate_core.errors import ConfigError
 from surogate_core.plugins import Registry
-from surogate_core.train import setup
-from surogate_core.train.setup import resolve_offloader
+from surogate_core.run import assemble
+from surogate_core.run.assemble import resolve_offloader
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_keys_name_the_distribution_that_they_need(problems: Any) -> None:
 
 
 def test_a_gpu_does_not_step_in_files(load: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(assemble, "resolve_device", lambda config: torch.device("cuda"))
     for arguments in (["offload=disk"], ["offload=disk", "offload_optimizer=true"]):
         with pytest.raises(ConfigError) as caught:
             resolve_offloader(load(*arguments), registry)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

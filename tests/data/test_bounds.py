@@ -8,7 +8,7 @@ import pytest
 
 from surogate_core.data.bounds import MAX_ITEMS
 from surogate_core.data.chat import chat_of
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 from surogate_core.data.tokenizer import load_tokenizer
 
 CHATML = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"

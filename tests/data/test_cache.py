@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from surogate_core.data.cache import META, Cache, cache_root, digest_of
+from surogate_core.data.cache import META, Cache, digest_of
 from surogate_core.errors import MachineError, UserError
+from surogate_core.files.paths import cache_root
 
 
 def build(directory: Path) -> Mapping[str, Any]:

@@ -18,12 +18,12 @@ from surogate_dataset_chat import EMBEDDED_TOKENIZER
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import labels
+from surogate_core.data.encoded import Encoded, RowError
 from surogate_core.data.labels import Override, tokenize_conversation
 from surogate_core.data.templates import TURN_ENDS, apply_template
-from surogate_core.data.tokenize import Encoded, RowError
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
-from surogate_core.train.tokenizer_of_run import tokenizer_of_run
+from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}

@@ -9,7 +9,7 @@ import pytest
 
 from surogate_core.bundles import DatasetFormat, NoOptions
 from surogate_core.data import contract
-from surogate_core.data.tokenize import Encoded, RowError
+from surogate_core.data.encoded import Encoded, RowError
 from surogate_core.errors import UserError
 from surogate_core.testing.datasets import context
 

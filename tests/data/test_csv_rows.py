@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surogate_core.data.encoded import RowError
 from surogate_core.data.sources import SourceSpec, open_source
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
 

@@ -21,10 +21,10 @@ from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import encoding, json_rows, pipeline
 from surogate_core.data.contract import FormatError
+from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sources import SourceSpec, open_source
-from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import MachineError
 from surogate_core.plugins import load_plugins

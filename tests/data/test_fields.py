@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from surogate_core.data.encoded import RowError
 from surogate_core.data.fields import required
-from surogate_core.data.tokenize import RowError
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from surogate_core.data.encoded import RowError
 from surogate_core.data.sources import SourceSpec, open_source
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
 A, B, C = ({"text": f"row {name}"} for name in "abc")

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from surogate_core.data import chat
 from surogate_core.data.chat import encode_by_pieces
+from surogate_core.data.encoded import RowError
 from surogate_core.data.labels import Override, tokenize_completion, tokenize_conversation
-from surogate_core.data.tokenize import RowError
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.cache import Cache
+from surogate_core.data.encoded import Encoded
 from surogate_core.data.encoding import EncodedChunk
 from surogate_core.data.packing import PackSettings, PackStats, Piece, best_fit_decreasing, cut, pack
 from surogate_core.data.sampler import EvalBatches, collate
 from surogate_core.data.shards import Documents, DocumentShard, DocumentWriter, PackedRows, pack_documents
-from surogate_core.data.tokenize import Encoded
 from surogate_core.errors import UserError
 
 PADDING = 7

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from surogate_core.data.contract import FormatError
+from surogate_core.data.encoded import RowError
 from surogate_core.data.entries import parse_entries
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.report import BadRow
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import ConfigError, UserError
-from surogate_core.train.events import Progress
+from surogate_core.events import Progress
 
 Prepare = Callable[..., PreparedData]
 

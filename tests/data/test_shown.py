@@ -9,8 +9,8 @@ import pytest
 
 from surogate_core.data import shown
 from surogate_core.data.chat import Chat, chat_of
+from surogate_core.data.encoded import RowError
 from surogate_core.data.labels import tokenize_conversation
-from surogate_core.data.tokenize import RowError
 
 USER = {"role": "user", "content": "How warm is it in Rome?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from surogate_core.data import chunks as chunks_module
 from surogate_core.data import json_rows
-from surogate_core.data.paths import resolve_package_path
+from surogate_core.data.encoded import RowError
 from surogate_core.data.sources import SourceSpec, open_source
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
+from surogate_core.files.paths import resolve_package_path
 
 _NAMES = ["rows.jsonl", "rows.json"]
 ROWS = [{"text": f"row {i}", "n": i} for i in range(5)]

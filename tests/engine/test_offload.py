@@ -15,8 +15,8 @@ from surogate_optimizer_normuon import surogate_optimizer as normuon
 from tiny_engine import lora, make_batch, make_engine, random_documents, tiny_config
 from torch import Tensor
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Offloader, TensorKind
-from surogate_core.data.batch import MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up

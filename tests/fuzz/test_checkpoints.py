@@ -20,9 +20,9 @@ from tiny_engine import lora, make_batch, make_engine, random_documents
 
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import UserError
+from surogate_core.files.tensorfile import file_digest
 from surogate_core.train.checkpoint import CheckpointDir, manifest_digest
 from surogate_core.train.loop import Loop, LoopState
-from surogate_core.train.tensorfile import file_digest
 
 FILES = ("trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 STEPS = (1, 2)

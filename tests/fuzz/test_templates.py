@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from surogate_core.data.encoded import RowError
 from surogate_core.data.labels import tokenize_conversation
 from surogate_core.data.templates import TURN_ENDS, apply_template, template_text
-from surogate_core.data.tokenize import RowError
 from surogate_core.data.tokenizer import load_tokenizer
 
 EMBEDDED_TOKENIZER = "pkg://surogate_dataset_chat/embedded/tokenizer"

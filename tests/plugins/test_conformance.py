@@ -13,7 +13,7 @@ import torch
 
 from surogate_core import bundles
 from surogate_core.cli.main import main
-from surogate_core.data.tokenize import Encoded
+from surogate_core.data.encoded import Encoded
 from surogate_core.engine.stores import DeviceGradients
 from surogate_core.errors import MachineError, PluginError, UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
@@ -569,6 +569,6 @@ def test_the_pytest_plugin_wants_a_name(pytester: pytest.Pytester) -> None:
 
 
 def test_the_events_of_the_kit_are_all_there_are() -> None:
-    from surogate_core.train.events import Event
+    from surogate_core.events import Event
 
     assert {type(e).__name__ for e in monitors.events()} == {c.__name__ for c in Event.__subclasses__()}

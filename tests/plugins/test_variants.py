@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from surogate_core import bundles
-from surogate_core.data.tokenize import Encoded
+from surogate_core.data.encoded import Encoded
+from surogate_core.events import Control, Progress, StepEnd
 from surogate_core.kernels import ops
 from surogate_core.testing import guard, monitors, tiny
 from surogate_core.testing.suites import bundle_checks
-from surogate_core.train.events import Control, Progress, StepEnd
 
 torch.set_num_threads(1)
 

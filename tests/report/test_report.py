@@ -270,7 +270,7 @@ def test_a_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = make_run(tmp_path / "run")
     before = write_report([run])[0].read_bytes()
     monkeypatch.setattr(
-        "surogate_core.train.atomic.write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        "surogate_core.files.atomic.write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     with pytest.raises(Exception, match=r"disk is full|No space"):
         write_report([run])

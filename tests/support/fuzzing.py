@@ -24,7 +24,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 from surogate_core.errors import SurogateError
 
 HANG_SECONDS = 10

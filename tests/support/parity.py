@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from surogate_core.dsl import Model
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.train.export import Card, export_adapter, export_full
+from surogate_core.hf.export import Card, export_adapter, export_full
 
 TOLERANCE = 1e-5
 """Relative, in fp32; what is measured is near 1e-6."""

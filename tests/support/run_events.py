@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunStart, StepEnd
+from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunStart, StepEnd
 
 START = RunStart(
     model="m",

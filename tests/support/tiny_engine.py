@@ -15,6 +15,7 @@ from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_bf16 import linear
 from torch import Tensor
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     Kernel,
     KernelPack,
@@ -26,7 +27,6 @@ from surogate_core.bundles import (
     TensorKind,
     WeightFormat,
 )
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute

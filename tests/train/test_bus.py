@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import structlog.testing
 
+from surogate_core.events import Control, Event, Notice
 from surogate_core.train import bus as bus_module
 from surogate_core.train.bus import EventBus
-from surogate_core.train.events import Control, Event, Notice
 
 HELLO = Notice(level="info", message="hello")
 

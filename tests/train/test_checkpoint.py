@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from surogate_core.errors import MachineError, UserError
-from surogate_core.train import atomic
+from surogate_core.files import atomic
 from surogate_core.train.checkpoint import CheckpointDir, check_compatible
 
 

@@ -11,7 +11,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.data.sampler import collate
 from surogate_core.train.flops import Work, gemm_flops_per_second, mean_pairs
 

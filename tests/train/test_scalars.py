@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from surogate_core.events import EvalEnd, GpuStats, PrecisionStats, RoutingStats, StepEnd
 from surogate_core.testing.monitors import events
-from surogate_core.train.events import EvalEnd, GpuStats, PrecisionStats, RoutingStats, StepEnd
 from surogate_core.train.scalars import scalars_of
 
 

@@ -10,7 +10,7 @@ import pytest
 import structlog.testing
 import torch
 
-from surogate_core.train.events import GpuStats
+from surogate_core.events import GpuStats
 from surogate_core.train.telemetry import GpuTelemetry
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
 from surogate_core.config.schema import RunConfig
+from surogate_core.data.encoded import RowError
 from surogate_core.data.entries import choose_format, parse_entries
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.sources import open_source
-from surogate_core.data.tokenize import RowError
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.plugins import import_policy, load_plugins

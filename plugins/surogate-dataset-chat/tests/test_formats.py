@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from surogate_dataset_chat.conversation import ConversationOptions
 from surogate_dataset_chat.text import TextOptions
 
-from surogate_core.data.batch import IGNORE_LABEL
-from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
+from surogate_core.batch import IGNORE_LABEL
+from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.errors import UserError
 
 FORMATS = {f.name: f for f in plugin.surogate_dataset()}

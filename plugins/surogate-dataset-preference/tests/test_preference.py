@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from surogate_dataset_preference.preference import PreferenceOptions, encode_pair
 
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.data.pipeline import prepare
-from surogate_core.data.tokenize import EncodeContext, Encoded, RowError
 from surogate_core.errors import UserError
 
 FORMAT: Any = plugin.surogate_dataset()

@@ -8,7 +8,7 @@ import torch
 from surogate_kernels_cuda.cross_entropy import cross_entropy
 from torch import Tensor
 
-from surogate_core.data.batch import IGNORE_LABEL
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.kernels import ops
 
 pytestmark = pytest.mark.gpu

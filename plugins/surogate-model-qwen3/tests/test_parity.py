@@ -25,10 +25,10 @@ from tiny_engine import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from surogate_core.data.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.train.export import Card, export_adapter, export_full
+from surogate_core.hf.export import Card, export_adapter, export_full
 
 TOLERANCE = 1e-5
 """Relative, in fp32; what is measured is near 1e-6."""

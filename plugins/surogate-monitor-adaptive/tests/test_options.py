@@ -8,7 +8,7 @@ import pytest
 import surogate_monitor_adaptive
 from run_events import START
 
-from surogate_core.train.events import Notice, RunInfo
+from surogate_core.events import Notice, RunInfo
 
 
 def test_the_option_has_the_defaults() -> None:

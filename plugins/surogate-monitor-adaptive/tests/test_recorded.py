@@ -14,7 +14,7 @@ import pytest
 from surogate_monitor_adaptive.advisor import RULES
 from surogate_monitor_adaptive.monitor import replay
 
-from surogate_core.train.events import Advice, Control, EvalEnd, Event, RunInfo, RunStart, StepEnd
+from surogate_core.events import Advice, Control, EvalEnd, Event, RunInfo, RunStart, StepEnd
 
 DATA = Path(__file__).parent / "data"
 RUNS: dict[str, Any] = json.loads((DATA / "runs.json").read_text())

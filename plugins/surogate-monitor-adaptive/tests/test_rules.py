@@ -14,7 +14,7 @@ import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
 from surogate_monitor_adaptive.monitor import GUARDED, replay
 
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     Control,
     EvalEnd,
@@ -25,7 +25,7 @@ from surogate_core.train.events import (
     RunInfo,
     RunStart,
 )
-from surogate_core.train.events import StepEnd as Step
+from surogate_core.events import StepEnd as Step
 
 Value = Callable[[int], float]
 """Step, 1 for the first → value."""

@@ -17,7 +17,7 @@ from surogate_monitor_console.live import LiveView
 from surogate_monitor_console.options import ConsoleOptions, build
 from surogate_monitor_console.plain import PlainView
 
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     CheckpointSaved,
     EvalEnd,

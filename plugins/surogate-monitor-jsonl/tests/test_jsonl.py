@@ -18,7 +18,7 @@ import surogate_monitor_jsonl
 from surogate_monitor_jsonl.monitor import JsonlMonitor, JsonlOptions
 from surogate_monitor_jsonl.reader import read_metrics
 
-from surogate_core.train.events import CheckpointSaved, EvalEnd, Notice, Progress, RunEnd, RunInfo, RunStart, StepEnd
+from surogate_core.events import CheckpointSaved, EvalEnd, Notice, Progress, RunEnd, RunInfo, RunStart, StepEnd
 
 START = RunStart(
     model="qwen3 tiny",

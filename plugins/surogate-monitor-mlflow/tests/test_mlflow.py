@@ -15,9 +15,9 @@ import surogate_monitor_mlflow
 from run_events import END, EVENTS, START, step
 
 from surogate_core.errors import MachineError
+from surogate_core.events import RunInfo
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.monitors import sees_a_run
-from surogate_core.train.events import RunInfo
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import surogate_monitor_tensorboard
 from run_events import START, step
 
-from surogate_core.train.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo
+from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo
 
 
 def monitor(directory: Path) -> Any:

@@ -17,12 +17,12 @@ import surogate_monitor_wandb
 from run_events import END, EVENTS, START, step
 
 from surogate_core.errors import MachineError
-from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.monitors import sees_a_run
-from surogate_core.train.events import (
+from surogate_core.events import (
     Notice,
     RunInfo,
 )
+from surogate_core.testing.check import NotApplicable
+from surogate_core.testing.monitors import sees_a_run
 
 
 def monitor(directory: Path, **options: Any) -> Any:

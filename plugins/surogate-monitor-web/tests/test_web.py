@@ -16,7 +16,7 @@ import surogate_monitor_web
 from run_events import START, step
 
 from surogate_core.errors import UserError
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     EvalEnd,
     Notice,

@@ -11,8 +11,8 @@ from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from tiny_engine import lora, make_batch, make_engine, noisy_source, random_documents, tiny_config
 from torch import Tensor
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import RecipeSettings
-from surogate_core.data.batch import MicroBatch
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.train.checkpoint import CheckpointDir

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.data.paths import resolve_package_path
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 from surogate_core.errors import UserError
+from surogate_core.files.paths import resolve_package_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.encoded import RowError
 
 Row = Mapping[str, Any]
 

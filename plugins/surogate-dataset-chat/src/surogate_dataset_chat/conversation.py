@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
+from surogate_core.data.chat import with_default_system
+from surogate_core.data.encoded import RowError
 from surogate_core.data.fields import (
     SYSTEM_ROLES,
     from_json,
     optional_text,
     require_unicode,
     required,
-    with_default_system,
     without_nulls,
 )
-from surogate_core.data.tokenize import RowError
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded
 
 SYSTEM, TOOLS = "system", "tools"
 """Fields of a row that are read where the data set's entry does not say otherwise."""

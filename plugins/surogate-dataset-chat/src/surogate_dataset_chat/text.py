@@ -10,7 +10,7 @@ from surogate_core.bundles import DatasetFormat
 from surogate_core.data.fields import required_text
 
 if TYPE_CHECKING:
-    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext)
     Raises `RowError` when the field is missing, not a string or empty.
     """
     from surogate_core.data.chat import encode_text
-    from surogate_core.data.tokenize import Encoded
+    from surogate_core.data.encoded import Encoded
 
     tokenizer = context.tokenizer
     ids = encode_text(tokenizer, required_text(row, options.text_field))

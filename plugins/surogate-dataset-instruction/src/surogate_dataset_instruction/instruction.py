@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import optional_text, required_text, with_default_system
+from surogate_core.data.chat import with_default_system
+from surogate_core.data.fields import optional_text, required_text
 from surogate_core.errors import UserError
 from surogate_dataset_instruction import prompts
 
 if TYPE_CHECKING:
-    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     Raises `RowError` when a field is missing, not a string or empty, or the chat template does
     not take the row.
     """
+    from surogate_core.data.encoded import Encoded
     from surogate_core.data.labels import tokenize_completion, tokenize_conversation
-    from surogate_core.data.tokenize import Encoded
 
     instruction = required_text(row, options.instruction_field)
     output = required_text(row, options.output_field)

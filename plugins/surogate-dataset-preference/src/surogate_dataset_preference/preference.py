@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import required_text, with_default_system
-from surogate_core.data.tokenize import RowError
+from surogate_core.data.chat import with_default_system
+from surogate_core.data.encoded import RowError
+from surogate_core.data.fields import required_text
 
 if TYPE_CHECKING:
-    from surogate_core.data.tokenize import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel
-from surogate_core.data.batch import IGNORE_LABEL
 from surogate_kernels_triton import cross_entropy_programs as programs
 
 COLUMNS = 4096

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surogate_core.train.events import Advice
+from surogate_core.events import Advice
 from surogate_monitor_adaptive.windows import Detector
 
 COOLDOWN = 200

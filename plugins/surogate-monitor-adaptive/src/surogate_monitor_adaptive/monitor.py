@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from surogate_core.train.budget import TOKENS_PER_PARAMETER, token_budget
-from surogate_core.train.events import (
+from surogate_core.events import (
     Control,
     EvalEnd,
     Event,
@@ -19,6 +18,7 @@ from surogate_core.train.events import (
     RunStart,
     StepEnd,
 )
+from surogate_core.run.token_budget import TOKENS_PER_PARAMETER, token_budget
 from surogate_core.train.lr import warmup_length
 from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops

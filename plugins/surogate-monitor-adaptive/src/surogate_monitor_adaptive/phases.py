@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from surogate_core.train.events import PhaseChange
+from surogate_core.events import PhaseChange
 from surogate_monitor_adaptive.windows import Detector, deviation, mean, push, relative, scatter
 
 Phase = Literal["warmup", "converging", "plateau", "diverging", "unstable"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from surogate_core.train.events import RoutingStats
+from surogate_core.events import RoutingStats
 from surogate_monitor_adaptive.windows import Detector, deviation, mean
 
 IMBALANCED, COLLAPSED = 3.0, 10.0

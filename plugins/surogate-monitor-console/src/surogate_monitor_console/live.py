@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     CheckpointSaved,
     Control,

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from surogate_core.bundles import Monitor
-from surogate_core.train.events import RunInfo
+from surogate_core.events import RunInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

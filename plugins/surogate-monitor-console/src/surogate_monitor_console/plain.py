@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     CheckpointSaved,
     Control,

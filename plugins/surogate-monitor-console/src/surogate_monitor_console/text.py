@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surogate_core.train.events import (
+from surogate_core.events import (
     Advice,
     CheckpointSaved,
     EvalEnd,

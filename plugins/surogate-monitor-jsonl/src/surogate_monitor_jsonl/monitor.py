@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from surogate_core.safe_files import regular
-from surogate_core.train.events import (
+from surogate_core.events import (
     Control,
     Event,
     Progress,
@@ -25,6 +24,7 @@ from surogate_core.train.events import (
     StepEnd,
     strict_json,
 )
+from surogate_core.files.private import regular
 from surogate_monitor_jsonl.reader import read_lines
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)

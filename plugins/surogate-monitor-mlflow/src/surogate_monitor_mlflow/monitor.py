@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from annotated_types import Gt
 
 from surogate_core.errors import MachineError
-from surogate_core.train.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
+from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
 from surogate_core.train.scalars import scalars_of
 
 PARAM_CHARACTERS = 6000

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.train.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart
+from surogate_core.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart
 from surogate_core.train.scalars import scalars_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surogate_core.errors import MachineError
-from surogate_core.train.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
+from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
 from surogate_core.train.scalars import scalars_of
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surogate_core.errors import MachineError
-from surogate_core.train.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
+from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
 from surogate_core.train.scalars import scalars_of
 
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from surogate_core.errors import UserError
+from surogate_core.events import Control, Event, Notice, RunInfo, RunStart
+from surogate_core.files.atomic import write_file
+from surogate_core.files.private import private
 from surogate_core.report.records import RunRecord, read_run
 from surogate_core.report.serve import Follower, PageServer
-from surogate_core.safe_files import private
-from surogate_core.train.atomic import write_file
-from surogate_core.train.events import Control, Event, Notice, RunInfo, RunStart
 
 URL_FILE = "web.url"
 

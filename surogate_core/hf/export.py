@@ -1,0 +1,245 @@
+"""The result of a run as directories that transformers, PEFT and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from surogate_core import __version__
+from surogate_core.data.tokenizer import turn_end_id
+from surogate_core.errors import UserError
+from surogate_core.files import atomic
+from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
+from surogate_core.hf.card import OVERRIDES, Card, card_facts, overrides_note, write_card
+from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
+from surogate_core.masking import masked
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.hf.weights import ModelDir
+
+_PREFIX = "base_model.model."
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer: transformers' own way to save it."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the tokenizer's files into a directory."""
+
+
+def generation_of(
+    base: ModelDir | None, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The base's ``generation_config.json``, or the token ids of `config`, with the end of a turn among its ends.
+
+    A base model's own does not know the token that ends a turn in the chats it was trained on: it would talk on.
+    """
+    found = base.generation_config() if base else None
+    if found is None:
+        ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        found = {key: value for key, value in ids.items() if value is not None}
+    end = turn_end_id(tokenizer)
+    ends = found.get("eos_token_id")
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if end is not None and end not in ends:
+        ends = [*ends, end]
+        found["eos_token_id"] = ends if len(ends) > 1 else end
+    return found
+
+
+def export_full(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    card: Card,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: float = 5e9,
+) -> Path:
+    """Write a Hugging Face model directory; a former export there is replaced when the new one is whole.
+
+    `tensors`: (Hugging Face name, tensor on any device), each written and let go before the next is
+    asked for. `config`: the mapping of ``config.json``; `model_type` and `architectures` must be in
+    it, `torch_dtype` is set to the tensors' most common dtype. `generation_config` defaults to the
+    token ids of `config`. Raises `MachineError` (disk full) or `UserError` (not writable, or the
+    directory holds something that is not an export).
+    """
+    assert config.get("model_type")
+    assert config.get("architectures")
+    with _export_directory(directory, kind="full", card=card) as new:
+        dtypes = _write_shards(new, tensors, max_shard_bytes)
+        values = {key: value for key, value in config.items() if key != "dtype"}
+        values["torch_dtype"] = max(dtypes, key=lambda name: dtypes[name])
+        _write_json(new / "config.json", values)
+        if generation_config is None:
+            ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            generation_config = {key: value for key, value in ids.items() if value is not None}
+        _write_json(new / "generation_config.json", generation_config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(new))
+        write_card(new, card, library="transformers", notes=[])
+    return directory
+
+
+def export_adapter(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    target_modules: Sequence[str],
+    base_model: str | None,
+    card: Card,
+    tokenizer: Tokenizer | None = None,
+    task_type: str = "CAUSAL_LM",
+    stacked_on: Path | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a PEFT adapter directory; a former export there is replaced when the new one is whole.
+
+    `tensors`: (``<module>.lora_A.weight``, [rank, in]) and (``<module>.lora_B.weight``, [out, rank]),
+    modules by their Hugging Face names; alpha / rank is not folded in. `base_model`: hub id or
+    directory that PEFT is to load the adapter on. `stacked_on`: an adapter directory that the base had
+    folded in, which is copied along. `generation_config` is for `surogate merge`. Errors as in `export_full`.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        side = 0 if name.endswith(".lora_A.weight") else 1
+        assert side == 0 or name.endswith(".lora_B.weight"), name
+        assert tensor.shape[side] == rank, f"{name}: {list(tensor.shape)} is not of rank {rank}"
+        named[_PREFIX + name] = tensor
+    config = {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "revision": card.base_commit,
+        "r": rank,
+        # An integer where it is one: vLLM and older PEFT expect it.
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(target_modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    with _export_directory(directory, kind="adapter", card=card) as new:
+        write_tensors(new / "adapter_model.safetensors", named)
+        _write_json(new / "adapter_config.json", config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(new))
+        if generation_config is not None:
+            _write_json(new / "generation_config.json", generation_config)
+        if stacked_on is not None:
+            _copy_stack(stacked_on, new / STACKED_ON)
+        notes = ["This is a LoRA adapter in PEFT's format; load it on its base model."]
+        if stacked_on is not None:
+            notes.append(f"The base must have the adapter in `{STACKED_ON}/` merged first: `surogate merge` does both.")
+        if card.base_overrides:
+            _write_json(new / OVERRIDES, card.base_overrides)
+            notes.append(overrides_note(card.base_overrides))
+        write_card(new, card, library="peft", notes=notes)
+    return directory
+
+
+def _copy_stack(source: Path, target: Path) -> None:
+    """Copy an adapter and those below it, without what is not needed to fold them."""
+    target.mkdir()
+    for name in (CONFIG, WEIGHTS):
+        shutil.copyfile(source / name, target / name)
+    for name in (OVERRIDES, MARKER):
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    if (source / STACKED_ON).is_dir():
+        _copy_stack(source / STACKED_ON, target / STACKED_ON)
+
+
+def exported_facts(directory: Path) -> dict[str, Any]:
+    """``settings``, ``figures`` and ``configuration`` of the card of an export; empty for another directory."""
+    try:
+        values = json.loads((directory / MARKER).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    names = ("settings", "figures", "configuration")
+    return {name: values[name] for name in names if isinstance(values, dict) and isinstance(values.get(name), dict)}
+
+
+def check_place(directory: Path) -> None:
+    """Raise `UserError` when `directory` holds something that is not an export, which is never overwritten."""
+    if (
+        directory.exists()
+        and not (directory / MARKER).exists()
+        and (not directory.is_dir() or any(directory.iterdir()))
+    ):
+        raise UserError(
+            f"{directory}: already there and not an export of Surogate, so it is not overwritten. "
+            "Fix: choose another place, or move it away."
+        )
+
+
+@contextmanager
+def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Path]:
+    """A directory that becomes `directory`; never in place of something that is not an export."""
+    check_place(directory)
+    fix = "free space, or choose a place on another disk"
+    with atomic.replaced_directory(directory, what=f"{kind} export", fix=fix) as new:
+        facts = card_facts(card)
+        facts["figures"] = {k: v for k, v in card.figures.items() if not isinstance(v, float) or math.isfinite(v)}
+        _write_json(new / MARKER, {"surogate": __version__, "kind": kind, "title": masked(card.title), **facts})
+        yield new
+
+
+def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float) -> dict[str, int]:
+    """Write the tensors as one file or as shards with an index; returns dtype name → elements."""
+    shards: list[TensorWriter] = []
+    dtypes: dict[str, int] = {}
+    try:
+        for name, tensor in tensors:
+            full = shards and (
+                not shards[-1].fits(name, tensor)
+                or (shards[-1].entries and shards[-1].data_bytes + nbytes(tensor) > max_shard_bytes)
+            )
+            if full:
+                shards[-1].finish()
+            if full or not shards:
+                shards.append(TensorWriter(directory / f"shard-{len(shards) + 1:05d}"))
+            shards[-1].add(name, tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtypes[dtype] = dtypes.get(dtype, 0) + tensor.numel()
+        assert shards, "a model has tensors"
+        shards[-1].finish()
+    finally:
+        for shard in shards:
+            shard.close()
+    if len(shards) == 1:
+        shards[0].path.rename(directory / "model.safetensors")
+        return dtypes
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard.path.rename(directory / final)
+        assert not where.keys() & shard.entries.keys(), "a tensor comes twice"
+        where.update(dict.fromkeys(shard.entries, final))
+    total = sum(shard.data_bytes for shard in shards)
+    _write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))},
+    )
+    return dtypes
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    atomic.write_file(path, (json.dumps(value, indent=2) + "\n").encode())

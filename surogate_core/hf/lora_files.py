@@ -1,0 +1,367 @@
+"""LoRA adapters that exist already: reading PEFT directories and checkpoints, folding them into base weights.
+
+Everything is checked from headers before any tensor is read. An adapter that was trained on a base
+with other adapters folded in (stacked LoRA) carries those in ``stacked_on/``; a stack is a list of
+adapters, the lowest first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import UserError
+from surogate_core.files.hub import split_revision
+from surogate_core.files.tensorfile import FLOATS, TensorFile, file_digest
+from surogate_core.hf.card import OVERRIDES
+from surogate_core.hf.contents import differences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+STACKED_ON = "stacked_on"
+"""Directory inside an adapter's: the adapter that its base had folded in."""
+MARKER = "surogate_export.json"
+"""Marks a directory as an export, which a later export may replace, and records its base."""
+PREFIX = "base_model.model."
+"""What PEFT puts before every module's name."""
+
+_SIDES = (".lora_A.weight", ".lora_B.weight")
+_SHOWN = 12
+
+_NEUTRAL = frozenset(
+    """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules
+    exclude_modules lora_alpha lora_dropout use_rslora layers_to_transform layers_pattern megatron_core
+    qalora_group_size eva_config ensure_weight_tying
+    """.split()  # noqa: SIM905
+)
+"""Keys that are honoured, or change nothing of a finished adapter; any other that is set is refused."""
+
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Ways to initialise that leave the base weights as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """A LoRA adapter: y += scale · x Aᵀ Bᵀ on some modules."""
+
+    source: str
+    """Where it is from, for messages."""
+    rank: int
+    alpha: float
+    scale: float
+    """alpha / rank, or alpha / √rank with rsLoRA."""
+    tensors: Mapping[str, Tensor]
+    """A [rank, in] and B [out, rank] of each module, any float dtype, by PEFT's names after `prefix`."""
+    prefix: str = ""
+    base_fingerprint: str | None = None
+    """Of the base that it was trained on, where that is known."""
+    base_model: str | None = None
+    """Hub id or directory of that base."""
+    base_commit: str | None = None
+    """Commit of a hub id."""
+    base_files: Mapping[str, str] = field(default_factory=dict)
+    """Weight file of that base → digest of its data; empty where it is not known."""
+    base_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the base's ``config.json`` that it was trained with other values of."""
+
+    @classmethod
+    def open(cls, path: Path, *, key: str = "adapter_path") -> LoraAdapter:
+        """A PEFT directory; `key` is what named it. Raises one `UserError` with everything that is wrong."""
+        values = _read_config(path / CONFIG)
+        problems = _unsupported(values)
+        rank, alpha = values.get("r"), values.get("lora_alpha")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            problems.append(f"{CONFIG}: r is {rank!r}, not a positive integer")
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+            problems.append(f"{CONFIG}: lora_alpha is {alpha!r}, not a number")
+        if problems:
+            raise _bad(path, key, problems)
+        assert isinstance(rank, int)
+        assert isinstance(alpha, int | float)
+        if not (path / WEIGHTS).exists():
+            pickles = sorted(p.name for pattern in ("*.bin", "*.pt") for p in path.glob(pattern))
+            why = f"; {pickles[0]} is a pickle, which is never read" if pickles else ""
+            fix = "load it with PEFT and save_pretrained it again" if pickles else "copy the adapter again, whole"
+            raise UserError(f"{key} {path}: {WEIGHTS} is missing{why}. Fix: {fix}.")
+        file = TensorFile(path / WEIGHTS)
+        if problems := _wrong_tensors(file, PREFIX, rank):
+            raise _bad(path, key, problems)
+        scale = alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank
+        base, revision = values.get("base_model_name_or_path"), values.get("revision")
+        return cls(
+            source=str(path),
+            rank=rank,
+            alpha=float(alpha),
+            scale=scale,
+            tensors=file,
+            prefix=PREFIX,
+            base_model=base if isinstance(base, str) else None,
+            base_commit=revision if isinstance(revision, str) else None,
+            base_files=_recorded_base(path / MARKER),
+            base_overrides=_read_config(path / OVERRIDES) if (path / OVERRIDES).exists() else {},
+        )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that it adapts, by their Hugging Face names, sorted."""
+        return tuple(
+            sorted(n.removeprefix(self.prefix).removesuffix(_SIDES[0]) for n in self.tensors if n.endswith(_SIDES[0]))
+        )
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha that gives the same scale without rsLoRA."""
+        return self.scale * self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether it is on the base tensor of this name."""
+        return name.endswith(".weight") and self.prefix + name.removesuffix(".weight") + _SIDES[0] in self.tensors
+
+    def get(self, name: str) -> Tensor:
+        """A tensor by its name without the prefix."""
+        return self.tensors[self.prefix + name]
+
+    def delta(self, module: str) -> Tensor:
+        """What it adds to a module's weight: [out, in] fp32, on the CPU."""
+        import torch
+
+        a, b = (self.get(module + side).detach().to("cpu", torch.float32) for side in _SIDES)
+        return (b @ a).mul_(self.scale)
+
+    def check_against(self, shapes: Mapping[str, Sequence[int]], *, key: str = "adapter_path") -> None:
+        """Hold the headers against a base (tensor name → shape); one `UserError` lists all that does not fit."""
+        problems = []
+        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+        for module in self.modules:
+            outputs, inputs = self._shape(module + _SIDES[1])[0], self._shape(module + _SIDES[0])[1]
+            weight = shapes.get(f"{module}.weight")
+            if weight is None:
+                near = difflib.get_close_matches(module, linears, n=1, cutoff=0.8)
+                hint = f"; the nearest is {near[0]}" if near else ""
+                if module == "lm_head":
+                    hint = ": its head is tied to the embedding"
+                problems.append(f"{module}: the base has no such linear layer{hint}")
+            elif list(weight) != [outputs, inputs]:
+                problems.append(f"{module}: made for {[outputs, inputs]}, the base has {list(weight)}")
+        if problems:
+            raise _bad(Path(self.source), key, problems, "it is not an adapter of this base", "name its own base")
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        name = self.prefix + name
+        return self.tensors.infos[name].shape if isinstance(self.tensors, TensorFile) else self.tensors[name].shape
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the scale, the rank and every byte of the tensors' file."""
+        assert isinstance(self.tensors, TensorFile)
+        text = json.dumps([self.rank, self.scale, file_digest(self.tensors.path)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def open_stack(path: Path, *, key: str = "adapter_path") -> list[LoraAdapter]:
+    """The adapter of a PEFT directory after those that its base had folded in."""
+    if not path.is_dir():
+        raise UserError(f"{key} {path}: there is no such directory. Fix: correct {key}.")
+    if not (path / CONFIG).exists() and (path / "adapter" / CONFIG).exists():
+        path = path / "adapter"
+    below = path / STACKED_ON
+    return [*(open_stack(below, key=key) if below.is_dir() else []), LoraAdapter.open(path, key=key)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialAdapter:
+    """What a run begins with: ``adapter_path``."""
+
+    mode: str
+    """``merge`` or ``trainable``."""
+    stack: tuple[LoraAdapter, ...]
+    fingerprint: str
+
+    @classmethod
+    def open(cls, path: str, mode: str) -> InitialAdapter:
+        """Read the headers; raises `UserError`."""
+        stack = tuple(open_stack(Path(path).expanduser()))
+        return cls(mode=mode, stack=stack, fingerprint=stack_fingerprint(stack))
+
+    @property
+    def start(self) -> LoraAdapter | None:
+        """The adapter that is trained on."""
+        return self.stack[-1] if self.mode == "trainable" else None
+
+    @property
+    def folded(self) -> tuple[LoraAdapter, ...]:
+        """Those that the base has folded in."""
+        return self.stack[:-1] if self.mode == "trainable" else self.stack
+
+    def check_continues(self, names: set[str], *, rank: int, alpha: float) -> None:
+        """Hold the adapter that is trained on against the run's; one `UserError` lists all differences."""
+        if self.start is None:
+            return
+        theirs, own = self.start, {name.removesuffix(_SIDES[0]) for name in names if name.endswith(_SIDES[0])}
+        problems = []
+        if theirs.rank != rank:
+            problems.append(f"lora_rank is {rank}, the adapter's is {theirs.rank}")
+        if not math.isclose(theirs.plain_alpha, alpha, rel_tol=1e-9):
+            rs = "" if theirs.plain_alpha == theirs.alpha else f" ({theirs.alpha:g} with rsLoRA)"
+            problems.append(f"lora_alpha is {alpha:g}, the adapter's is {theirs.plain_alpha:g}{rs}")
+        last = {module.rsplit(".", 1)[-1] for module in own}, {m.rsplit(".", 1)[-1] for m in theirs.modules}
+        if last[0] != last[1]:
+            problems.append(
+                f"lora_target_modules is {', '.join(sorted(last[0]))}, the adapter's is {', '.join(sorted(last[1]))}"
+            )
+        elif missing := sorted(own ^ set(theirs.modules)):
+            problems.append(f"only one of the two is on {', '.join(missing[:_SHOWN])}")
+        if problems:
+            fix = "set the adapter's values, or adapter_init_mode: merge"
+            raise _bad(Path(theirs.source), "adapter_path", problems, "cannot be trained on by this run", fix)
+
+
+def stack_fingerprint(stack: Iterable[LoraAdapter]) -> str:
+    """SHA-256 (hex) of a stack."""
+    return hashlib.sha256(" ".join(adapter.fingerprint() for adapter in stack).encode()).hexdigest()
+
+
+def check_merging(stack: Iterable[LoraAdapter], shapes: Mapping[str, Sequence[int]], *, tied: bool, key: str) -> None:
+    """Refuse a stack that does not fit a base (tensor name → shape)."""
+    if tied:
+        # A file may hold the head though it is tied; what is loaded is the embedding.
+        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    for adapter in stack:
+        adapter.check_against(shapes, key=key)
+
+
+def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
+    """A base tensor with every delta of the stack added in fp32 and rounded once, to the tensor's own dtype.
+
+    PEFT's merge_and_unload of one adapter gives the same bits. `weight` itself is returned when no
+    adapter is on it. Raises `UserError` when the sum is not finite or the weight is quantised.
+    """
+    import torch
+
+    module = name.removesuffix(".weight")
+    hits = [adapter for adapter in stack if adapter.adapts(name)]
+    if not hits:
+        return weight
+    if weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise UserError(f"{name}: is {weight.dtype}; an adapter is folded into unquantised weights only.")
+    total = weight.to("cpu")
+    for adapter in hits:
+        total = adapter.delta(module).add_(total)
+    total = total.to(weight.dtype)
+    # The extremes, as isfinite would make copies of the tensor; a NaN is both.
+    if not all(extreme.isfinite() for extreme in torch.aminmax(total)):
+        sources = ", ".join(adapter.source for adapter in hits)
+        raise UserError(f"{name}: is not finite with {sources} folded in. Fix: use an adapter of a sound run.")
+    return total
+
+
+def folded(tensors: Iterable[tuple[str, Tensor]], stack: Sequence[LoraAdapter]) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors with the stack folded in, one at a time."""
+    return ((name, fold(name, tensor, stack)) for name, tensor in tensors)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    fix = "Fix: name a directory that PEFT or Surogate wrote."
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: missing; an adapter is a directory with {CONFIG} and {WEIGHTS}. {fix}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. {fix}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}. Fix: copy the adapter again.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object. {fix}")
+    return values
+
+
+def _recorded_base(path: Path) -> dict[str, str]:
+    """The digests of the base's weight files in an export; none for an adapter of other programs."""
+    try:
+        values = json.loads(path.read_bytes()).get("base_files")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {str(name): str(digest) for name, digest in values.items()} if isinstance(values, dict) else {}
+
+
+def another_base(adapter: LoraAdapter, base: str, files: Mapping[str, str]) -> str | None:
+    """Why the adapter was trained on another base than `base` with these `files` (name → digest), in a sentence.
+
+    None if the weights are the same, or if nothing shows that they differ.
+    """
+    if adapter.base_files:
+        found = differences(adapter.base_files, files)
+        theirs = f", that is {adapter.base_model}" if adapter.base_model not in (None, base) else ""
+        return f"{adapter.source} was trained on other weights{theirs}: {found}." if found else None
+    named = adapter.base_model
+    if named is None or _names(named) & _names(base):
+        return None
+    return f"{adapter.source} names {named} as its base."
+
+
+def _names(base: str) -> set[str]:
+    """The names that a base may have: its last part, and the repository of a snapshot in the hub's cache."""
+    path = Path(split_revision(base)[0]).expanduser()
+    path = path.resolve() if path.is_dir() else path
+    repositories = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
+    return {name.lower() for name in (path.name, *repositories)}
+
+
+def _unsupported(values: Mapping[str, Any]) -> list[str]:
+    """What the configuration asks for and is not read here, each by its name."""
+    problems = []
+    if values.get("peft_type", "LORA") != "LORA":
+        problems.append(f"peft_type is {values['peft_type']!r}, and only LORA is read")
+    if values.get("bias", "none") != "none":
+        problems.append(f"bias is {values['bias']!r}: trained biases are not supported")
+    if values.get("init_lora_weights") not in _INITS:
+        problems.append(f"init_lora_weights is {values['init_lora_weights']!r}, which changes the base weights too")
+    known = _NEUTRAL | {"bias", "init_lora_weights"}
+    for key, value in values.items():
+        if key not in known and value:
+            shown = json.dumps(value)
+            problems.append(f"{key} is {shown if len(shown) < 60 else shown[:57] + '…'}: not supported")
+    return [f"{CONFIG}: {problem}" for problem in problems]
+
+
+def _wrong_tensors(file: TensorFile, prefix: str, rank: int) -> list[str]:
+    """What is wrong with the names, shapes and dtypes of an adapter's tensors."""
+    problems = []
+    for name, info in file.infos.items():
+        side = next((s for s in _SIDES if name.endswith(s)), None)
+        if name.endswith(".base_layer.weight"):
+            why = "a copy of a base layer, which is not read; save with save_embedding_layers=False"
+            problems.append(f"{name}: {why}")
+            continue
+        if side is None or not name.startswith(prefix):
+            problems.append(f"{name}: not the name of a LoRA tensor ({prefix}MODULE{_SIDES[0]})")
+            continue
+        other = name.removesuffix(side) + _SIDES[1 - _SIDES.index(side)]
+        if other not in file.infos:
+            problems.append(f"{name}: its other half {other} is missing")
+        if info.dtype not in FLOATS:
+            problems.append(f"{name}: is {info.dtype}, not a float")
+        if len(info.shape) != 2 or info.shape[_SIDES.index(side)] != rank:
+            problems.append(f"{name}: has shape {list(info.shape)}, which is not of rank {rank}")
+    return problems or ([] if file.infos else [f"{WEIGHTS}: holds no tensor"])
+
+
+def _bad(
+    path: Path, key: str, problems: list[str], what: str = "cannot be used", fix: str = "use another adapter"
+) -> UserError:
+    if len(problems) == 1:
+        return UserError(f"{key} {path}: {what}: {problems[0]}. Fix: {fix}.")
+    lines = [f"  - {line}" for line in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"  … and {len(problems) - _SHOWN} more")
+    listed = "\n".join(lines)
+    return UserError(f"{key} {path}: {what}:\n{listed}\nFix: {fix}.")

@@ -1,0 +1,534 @@
+"""From a validated config to a model, a tokenizer and an engine; shared by training and the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import (
+    ModelFamily,
+    Offloader,
+    OptimizerSettings,
+    Recipe,
+    RecipeSettings,
+    WeightFormat,
+    WeightSettings,
+)
+from surogate_core.config import offload
+from surogate_core.config.checks import QLORA, weight_formats
+from surogate_core.config.model_keys import unknown_model_keys
+from surogate_core.config.schema import RunConfig
+from surogate_core.dsl import Model
+from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.rope import covering, scaled_config
+from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct, pieces
+from surogate_core.errors import ConfigError, MachineError, Problem, UserError
+from surogate_core.files.hub import commit_of, split_revision
+from surogate_core.hf.card import config_overrides
+from surogate_core.hf.lora_files import InitialAdapter, another_base, check_merging, fold
+from surogate_core.hf.prequantised import Scheme
+from surogate_core.hf.weights import ModelDir, locate
+from surogate_core.kernels.native import assumed
+from surogate_core.kernels.registry import KernelTable
+
+if TYPE_CHECKING:
+    from surogate_core.batch import MicroBatch
+    from surogate_core.plugins.registry import Registry
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """The model that a config means."""
+
+    title: str
+    """For people: the path or id, or family and preset."""
+    family: ModelFamily
+    model: Model
+    weights: ModelDir | None
+    """Where its weights are; None for random weights."""
+    fingerprint: str
+    """What a checkpoint remembers the base by, besides the model's configuration."""
+    adapter: InitialAdapter | None = None
+    """The adapter that the run begins with."""
+    commit: str | None = None
+    """The commit on the hub that config, weights and tokenizer are read at; None without a repository."""
+    base_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the trained base's ``config.json`` that the run changes."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the owner of the run should know."""
+        if self.adapter is None:
+            return ()
+        theirs = self.adapter.stack[-1]
+        if theirs.base_overrides == self.base_overrides:
+            return ()
+        return (
+            f"adapter_path {theirs.source} was trained with its base's configuration changed by "
+            f"{json.dumps(theirs.base_overrides)}, this run changes it by {json.dumps(self.base_overrides)}: "
+            f"set rope_scaling and max_model_len to the adapter's unless that is meant.",
+        )
+
+
+def resolve_device(config: RunConfig) -> torch.device:
+    """The compute device, be it assumed (`kernels.native.assuming`); `MachineError` when a GPU is asked for and there
+    is none."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if assumed() is not None:
+        return torch.device("cuda", 0)
+    if not torch.cuda.is_available() and config.device == "auto":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MachineError("device=cuda: torch sees no CUDA GPU here. Fix: set device=auto, or see `surogate doctor`.")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Dtype of weights and activations."""
+    if config.model_dtype is not None:
+        return DTYPES[config.model_dtype]
+    if config.torch_dtype != "auto":
+        return DTYPES[config.torch_dtype]
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def kernel_table(config: RunConfig, registry: Registry, device: torch.device) -> KernelTable:
+    """The kernels that the run may use."""
+    return KernelTable.build(device, list(registry.all("kernels").values()), deterministic=config.deterministic)
+
+
+def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool = True) -> ResolvedModel:
+    """The family, its model and where the weights come from; nothing large is read.
+
+    Unless `weights_needed`, only the configuration is looked for, and a hub id's weights are not fetched.
+    """
+    chosen = config.model
+    families: Mapping[str, ModelFamily] = registry.all("model")
+    commit = None
+    if chosen.path is not None:
+        weights_needed = weights_needed and not config.from_scratch
+        place = locate(chosen.path, revision=chosen.revision, weights=weights_needed)
+        commit = commit_of(place)
+        weights = ModelDir.open(place) if weights_needed else None
+        values = dict(weights.config) if weights else _read_config(place)
+        title = chosen.path if commit is None else f"{split_revision(chosen.path)[0]}@{commit[:12]}"
+    elif chosen.revision is not None:
+        raise UserError("model.revision: a preset has none; it is of a hub id. Fix: set model=OWNER/NAME, or leave it.")
+    else:
+        if chosen.name not in families or chosen.preset is None:
+            raise UserError(
+                "model: neither a `path` nor a family's preset is given. "
+                "Fix: set model=DIR_OR_HUB_ID, or an option such as model=qwen3."
+            )
+        presets = families[chosen.name].presets
+        if chosen.preset not in presets:
+            raise UserError(f"model.preset: {chosen.name} has no {chosen.preset!r}, only {', '.join(presets)}.")
+        weights, values = None, dict(presets[chosen.preset])
+        title = f"{chosen.name} {chosen.preset}"
+    if chosen.path is not None and not config.from_scratch and chosen.config:
+        raise UserError("model.config: a trained model's shape cannot be changed. Fix: set from_scratch=true.")
+    if unknown := unknown_model_keys(chosen.config, values, [str(values.get("model_type"))]):
+        raise ConfigError(unknown)
+    values.update(chosen.config)
+    if config.rope_scaling is not None or config.max_model_len is not None:
+        values = scaled_config(values, config.rope_scaling, config.max_model_len)
+    elif (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
+        values = covering(values, config.sequence_len)
+    family = _family(chosen.name, values, families, title)
+    model = family.build(values)
+    fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
+    adapter = None
+    if config.adapter_path is not None:
+        if chosen.path is None or config.from_scratch:
+            raise UserError(
+                f"adapter_path: {title} begins from random weights, and an adapter belongs to trained ones. "
+                f"Fix: set model=DIR_OR_HUB_ID, or adapter_path=null."
+            )
+        adapter = InitialAdapter.open(config.adapter_path, config.adapter_init_mode)
+    return ResolvedModel(
+        title=title,
+        family=family,
+        model=model,
+        weights=weights,
+        fingerprint=fingerprint,
+        adapter=adapter,
+        commit=commit,
+        base_overrides=config_overrides(weights.config, values) if weights else {},
+    )
+
+
+def adapter_notes(config: RunConfig, resolved: ResolvedModel, files: Mapping[str, str]) -> list[str]:
+    """Warnings if the adapter that the run starts from was trained on another base.
+
+    `files`: weight file of the base → digest of its data.
+    """
+    if resolved.adapter is None or config.model.path is None:
+        return []
+    other = another_base(resolved.adapter.stack[-1], config.model.path, files)
+    return [f"adapter_path: {other} Set model to that base, unless another one is meant."] if other else []
+
+
+def pinned(config: RunConfig, resolved: ResolvedModel) -> RunConfig:
+    """The config with a hub id's revision replaced by the commit that it means now."""
+    path = config.model.path
+    if resolved.commit is None or path is None or Path(path).expanduser().is_dir():
+        return config
+    return replace(config, model=replace(config.model, path=split_revision(path)[0], revision=resolved.commit))
+
+
+def check_commit(saved: Mapping[str, Any], commit: str | None, *, path: Path) -> None:
+    """Refuse to resume a checkpoint (its state, its `path`) of another commit of the base.
+
+    A branch may move while a run is interrupted, and weights of equal shapes have equal fingerprints.
+    """
+    was = saved.get("base_commit")
+    if was is not None and commit is not None and was != commit:
+        raise UserError(
+            f"{path}: the base was at commit {was} when the checkpoint was saved, and is at {commit} now. "
+            f"Fix: set model.revision={was} to go on, or resume_from_checkpoint=false to start anew."
+        )
+
+
+def _read_config(place: Path) -> dict[str, Any]:
+    file = place / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must hold a JSON object.")
+    return values
+
+
+def _family(name: str, values: Mapping[str, Any], families: Mapping[str, ModelFamily], title: str) -> ModelFamily:
+    if name != "auto":
+        if name not in families:
+            raise UserError(f"model.name: no family {name!r} is installed, only {', '.join(sorted(families))}.")
+        return families[name]
+    kind = values.get("model_type")
+    for family in families.values():
+        if kind in family.hf_model_types:
+            return family
+    known = sorted(t for f in families.values() for t in f.hf_model_types)
+    raise UserError(
+        f"{title}: its config.json has model_type {kind!r}, and the installed families read {', '.join(known)}. "
+        f"Fix: install the plugin of that family; `surogate plugins list` shows what is there."
+    )
+
+
+def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
+    """The adapters to train, or None for all weights; names that are no projection are refused."""
+    if not config.lora:
+        return None
+    known = {slot.module.rsplit(".", 1)[-1] for _, block in model.blocks(0) for slot in block.linear_slots(None)}
+    targets = frozenset(config.lora_target_modules)
+    if unknown := sorted(targets - known - {"all"}):
+        problem = Problem(
+            key="lora_target_modules",
+            message=f"{', '.join(unknown)}: no such projection in this model.",
+            fix=f"choose from all, {', '.join(sorted(known))}.",
+        )
+        raise ConfigError([problem])
+    if not targets:
+        raise ConfigError([Problem(key="lora_target_modules", message="is empty.", fix="set [all], or lora=false.")])
+    return LoRA(
+        adapter=Adapter(
+            rank=config.lora_rank,
+            scale=config.lora_alpha / config.lora_rank,
+            dropout=config.lora_dropout,
+            dtype=DTYPES[config.lora_dtype],
+        ),
+        targets=targets,
+    )
+
+
+def resolve_recompute(config: RunConfig) -> Recompute:
+    """The recompute policy of the config's switches and budget."""
+    switches = ("att", "ffn", "qkv", "swiglu", "rmsnorm")
+    return Recompute(
+        block=config.recompute,
+        regions=frozenset(s for s in switches if getattr(config, f"recompute_{s}")),
+        budget=config.recompute_budget,
+    )
+
+
+def engine_settings(config: RunConfig, *, device: torch.device, borders: int, weighted: bool = False) -> EngineSettings:
+    """The engine's settings for micro-batches with this many document borders, and with loss weights or without."""
+    return EngineSettings(
+        device=device,
+        dtype=resolve_dtype(config, device),
+        adapter_dtype=DTYPES[config.lora_dtype],
+        compiler=config.compiler if config.compiler != "auto" else ("inductor" if device.type == "cuda" else "fx"),
+        cuda_graphs=config.use_cuda_graphs,
+        tokens=config.per_device_train_batch_size * config.sequence_len,
+        borders=borders,
+        max_seqlen=config.sequence_len,
+        head_chunks=config.lmhead_chunks,
+        recompute=resolve_recompute(config),
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.train_seed,
+        weighted=weighted,
+        plain_first=config.skip_quant_first_layers,
+        plain_last=config.skip_quant_last_layers,
+        master_dtype=DTYPES[config.master_dtype or "fp32"],
+        update_on_cpu=config.cpu_training,
+    )
+
+
+def resolve_offloader(config: RunConfig, registry: Registry) -> Offloader:
+    """The offloader, narrowed to the kinds that the keys move: to all of its own where none is set.
+
+    Raises `ConfigError` where a GPU would have to step in memory that it cannot address.
+    """
+    offloader: Offloader = registry.get("offload", config.offload.name)
+    kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
+    stepped = kinds & {"master", "gradients", "optimizer"}
+    if stepped and not offloader.addressable and not config.cpu_training and resolve_device(config).type == "cuda":
+        message = f"{offloader.name} keeps {', '.join(sorted(stepped))} where no GPU can address them."
+        problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offload.DEFAULT}")
+        raise ConfigError([problem])
+    return replace(offloader, kinds=kinds)
+
+
+def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) -> tuple[Recipe, Any]:
+    """The recipe, and its options made ready for the device; `MachineError` where that cannot run it."""
+    recipe: Recipe = registry.get("recipe", config.recipe.name)
+    follows = recipe.dtypes is None
+    settings = RecipeSettings(
+        fp8_amax_history=config.fp8_amax_history,
+        no_fp4_stochastic_rounding=config.no_fp4_stochastic_rounding,
+        fp4_backend=config.fp4_backend,
+        matmul_dtype=config.matmul_dtype if follows else None,
+        gradient_dtype=config.gradient_dtype if follows else None,
+        model_dtype="bf16" if resolve_dtype(config, device) == torch.bfloat16 else "fp32",
+    )
+    prepared = recipe.prepare(config.recipe.options, settings, device)
+    return replace(recipe, plain=recipe.plain and recipe.plain_with(prepared)), prepared
+
+
+def recipe_notes(config: RunConfig, recipe: Recipe, prepared: Any) -> list[str]:
+    """What the run says of its recipe: its own note, and precision keys that it overrules."""
+    notes = [note for note in (recipe.note(prepared),) if note]
+    if recipe.dtypes is None:
+        return notes
+    for key in ("matmul_dtype", "gradient_dtype"):
+        asked, forced = getattr(config, key), recipe.dtypes.get(key)
+        if asked is not None and asked != forced:
+            theirs = f"is {forced} in" if forced else "is not a key of"
+            notes.append(
+                f"{key}={asked} has no effect: it {theirs} recipe {recipe.name}. Leave it null, or set recipe=bf16."
+            )
+    return notes
+
+
+def resolve_weight_format(
+    config: RunConfig, registry: Registry, model: Model
+) -> tuple[WeightFormat | None, WeightSettings]:
+    """What frozen projections are kept in, None where as they are, and the keys that formats read.
+
+    Without a key that says it, projections of a quantised checkpoint stay in its format, where there is one for it.
+    """
+    settings = WeightSettings(
+        qlora_block_size=config.qlora_block_size,
+        qlora_bnb_block_size=config.qlora_bnb_block_size,
+        qlora_bnb_double_quant=config.qlora_bnb_double_quant,
+        qlora_four_over_six=config.qlora_four_over_six,
+    )
+    chosen = weight_formats({key: getattr(config, key) for key in (*QLORA, "qlora_format")})
+    scheme = _scheme(config, model)
+    if not chosen and scheme is not None and scheme.weight_format is not None:
+        chosen = {"the checkpoint": scheme.weight_format}
+    return (registry.get("quant", *chosen.values()) if chosen else None), settings
+
+
+def weights_as_they_are(config: RunConfig, model: Model) -> Callable[[str], bool]:
+    """Whether a weight (by its HF name) of a quantised checkpoint is one that was left as it is."""
+    scheme = _scheme(config, model)
+    return lambda name: scheme is not None and scheme.skips(name.removesuffix(".weight"))
+
+
+def _scheme(config: RunConfig, model: Model) -> Scheme | None:
+    """How the projections of the model's files are quantised."""
+    return None if config.from_scratch or config.model.path is None else Scheme.of(model.config)
+
+
+def weight_format_notes(
+    config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device
+) -> list[str]:
+    """What the run says of the form that frozen projections are kept in."""
+    weight_format, settings = resolve_weight_format(config, registry, resolved.model)
+    dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
+    scheme = resolved.weights.scheme if resolved.weights is not None else None
+    notes: list[str | None] = []
+    if scheme is not None:
+        kept = f"dequantised to {dtype}"
+        if weight_format is not None:
+            kept = (
+                "kept as they are"
+                if _adopts(weight_format, settings, scheme)
+                else f"quantised again to {weight_format.name}"
+            )
+        notes.append(f"The projections of {resolved.title} are quantised ({scheme.name}); they are {kept}.")
+    if weight_format is None:
+        return [note for note in notes if note]
+    notes += [
+        f"QLoRA: frozen projections are kept in {weight_format.name} and unpacked to {dtype} before each use, one "
+        f"layer's at a time.",
+        weight_format.note(device, settings),
+    ]
+    if config.merge_adapter:
+        notes.append(
+            f"merge_adapter: the base of the merged model is what {weight_format.name} made of it, unpacked to {dtype}."
+        )
+    return [note for note in notes if note]
+
+
+def build_engine(
+    config: RunConfig,
+    registry: Registry,
+    resolved: ResolvedModel,
+    *,
+    sample: MicroBatch,
+    progress: Callable[[str, int, int], None],
+) -> Engine:
+    """Load or draw the weights, differentiate and compile; `sample` has the shapes of every micro-batch."""
+    device = resolve_device(config)
+    lora = resolve_lora(config, resolved.model)
+    settings = engine_settings(
+        config, device=device, borders=sample.cu_seqlens.numel(), weighted=sample.weights is not None
+    )
+    recipe, recipe_options = prepare_recipe(config, registry, device)
+    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    offloader = resolve_offloader(config, registry)
+    return Engine(
+        resolved.model,
+        settings=settings,
+        recipe=recipe,
+        recipe_options=recipe_options,
+        objective=registry.get("objective", config.objective),
+        optimizer=registry.get("optimizer", config.optimizer.name),
+        optimizer_settings=OptimizerSettings(
+            adamw_beta1=config.adamw_beta1,
+            adamw_beta2=config.adamw_beta2,
+            adamw_epsilon=config.adamw_epsilon,
+            normuon_momentum=config.normuon_momentum,
+            normuon_beta2=config.normuon_beta2,
+            normuon_cautious_wd=config.normuon_cautious_wd,
+        ),
+        optimizer_options=config.optimizer.options,
+        offloader=offloader,
+        offloader_options=offloader.prepare(config.offload.options, config.offload_dir or config.output_dir),
+        kernels=kernel_table(config, registry, device),
+        lora=lora,
+        source=_source(config, resolved, device, weight_format, weight_settings),
+        weight_format=weight_format,
+        weight_settings=weight_settings,
+        skips=weights_as_they_are(config, resolved.model),
+        progress=progress,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the host had no memory left; the CPU allocator raises a plain `RuntimeError`."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None) -> tuple[str, ...]:
+    """Hold the headers of the weights against the model; the names that it does not use.
+
+    Raises `UserError` that lists every tensor that is missing or of another shape.
+    """
+    if resolved.weights is None:
+        return ()
+    if resolved.weights.scheme is not None and lora is None:
+        problem = Problem(
+            key="lora",
+            message=f"is false, and the weights of {resolved.title} are quantised ({resolved.weights.scheme.name}).",
+            fix="lora: true, or name the model that these weights were quantised from",
+        )
+        raise ConfigError([problem])
+    specs = tuple(distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len)))
+    shapes = {s.hf_name: s.shape for s in specs if s.role != "adapter"}
+    unused = resolved.weights.check(shapes)
+    if resolved.adapter is not None:
+        check_merging(resolved.adapter.stack, shapes, tied=resolved.model.tied, key="adapter_path")
+        if lora is not None:
+            resolved.adapter.check_continues(
+                {s.hf_name for s in specs if s.role == "adapter"},
+                rank=lora.adapter.rank,
+                alpha=config.lora_alpha,
+            )
+    return unused
+
+
+def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
+    """What to say of tensors that the model does not use; None where that is as it should be.
+
+    A bias that the block has no room for would make the model another one than was trained.
+    """
+    strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")]
+    if not strange:
+        return None
+    listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+    return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
+
+
+def _adopts(weight_format: WeightFormat, settings: WeightSettings, scheme: Scheme) -> bool:
+    """Whether the format keeps the tensors of such a checkpoint as they are."""
+    fits = scheme.block in (None, (settings.qlora_block_size, settings.qlora_block_size))
+    return weight_format.adopt is not None and weight_format.name == scheme.weight_format and fits
+
+
+def _source(
+    config: RunConfig,
+    resolved: ResolvedModel,
+    device: torch.device,
+    weight_format: WeightFormat | None,
+    settings: WeightSettings,
+) -> Source:
+    std = float(resolved.model.config.get("initializer_range") or 0.02)
+    random = RandomSource(seed=config.train_seed, std=std, device=device)
+    weights = resolved.weights
+    if weights is None:
+        return random
+    given, dtype = resolved.adapter, resolve_dtype(config, device)
+    stack = given.folded if given else ()
+
+    adopt = None
+    if weight_format is not None and weights.scheme is not None and _adopts(weight_format, settings, weights.scheme):
+        adopt = weight_format.adopt
+
+    def source(spec: TensorSpec) -> Tensor | Kept:
+        if spec.role == "adapter":
+            return given.start.get(spec.hf_name) if given and given.start else random(spec)
+        if spec.trainable:
+            # Masters are wider than the run's dtype.
+            return fold(spec.hf_name, weights.get(spec.hf_name), stack)
+        folds = any(adapter.adapts(spec.hf_name) for adapter in stack)
+        if adopt is not None and spec.role == "weight" and not folds:
+            parts = weights.parts(spec.hf_name)
+            if parts is not None:
+                return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}, settings))
+        # Where it stays is allocated before what it is made from, which would else leave holes in the host's memory.
+        weight = torch.empty(spec.shape, dtype=dtype, device=device)
+        if folds:
+            return weight.copy_(fold(spec.hf_name, weights.get(spec.hf_name), stack))
+        weights.copy_into(spec.hf_name, weight)
+        return weight
+
+    return source

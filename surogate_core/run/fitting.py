@@ -1,0 +1,166 @@
+"""The memory that a configuration will need, and the changes with which it is predicted to fit if it did not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import torch
+
+from surogate_core.config.checks import CHECKS
+from surogate_core.config.schema import RunConfig
+from surogate_core.engine.host_memory import memory_of_machine
+from surogate_core.engine.prediction import Counts, Prediction
+from surogate_core.errors import MachineError, SurogateError
+from surogate_core.files.atomic import human_bytes
+from surogate_core.run.assemble import (
+    ResolvedModel,
+    engine_settings,
+    kernel_table,
+    prepare_recipe,
+    resolve_device,
+    resolve_lora,
+    resolve_model,
+    resolve_offloader,
+    resolve_weight_format,
+    weights_as_they_are,
+)
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+BORDERS_PER_ROW = 64
+"""Document borders assumed in a row; the real number comes from the packed data and changes little."""
+SHARE = 0.9
+"""Largest share of a place's memory that a proposal may be predicted to take; other programs need some too."""
+SHORTEST = 128
+"""Tokens of the shortest rows that are proposed."""
+OF_TOKENS = frozenset({"residuals", "residuals in use", "working set", "tables and inputs", "freed memory"})
+"""Kinds of tensor whose bytes grow with the tokens of a micro-batch."""
+
+
+def counts_of(config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device) -> Counts:
+    """The tensors of a configuration, by tracing it."""
+    recipe, recipe_options = prepare_recipe(config, registry, device)
+    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    return Counts.of(
+        resolved.model,
+        settings=engine_settings(config, device=device, borders=config.per_device_train_batch_size * BORDERS_PER_ROW),
+        recipe=recipe,
+        recipe_options=recipe_options,
+        objective=registry.get("objective", config.objective),
+        offloader=resolve_offloader(config, registry),
+        kernels=kernel_table(config, registry, device),
+        lora=resolve_lora(config, resolved.model),
+        weight_format=weight_format,
+        weight_settings=weight_settings,
+        skips=weights_as_they_are(config, resolved.model),
+    )
+
+
+def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
+    """The prediction for such counts, with the tensors where the configuration puts them."""
+    return counts.placed(
+        offloader=resolve_offloader(config, registry),
+        optimizer=registry.get("optimizer", config.optimizer.name),
+        head_chunks=config.lmhead_chunks,
+        update_on_cpu=config.cpu_training,
+    )
+
+
+class _Search:
+    """Changes of a configuration that ran out of memory in one place."""
+
+    def __init__(self, config: RunConfig, registry: Registry, *, on_gpu: bool):
+        self.config, self.registry = config, registry
+        self.device = resolve_device(config)
+        self.resolved = resolve_model(config, registry, weights_needed=False)
+        # Without a GPU the device's memory is the host's.
+        self.places = ("device",) if on_gpu else ("host",) if self.device.type == "cuda" else ("device", "host")
+        self.room = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else memory_of_machine()
+
+    def predicted(self, config: RunConfig) -> Prediction:
+        return placed(config, self.registry, counts_of(config, self.registry, self.resolved, self.device))
+
+    def total(self, prediction: Prediction) -> int:
+        return sum(prediction.total(place) for place in self.places)
+
+    def fits(self, prediction: Prediction) -> bool:
+        return self.room is not None and self.total(prediction) <= SHARE * self.room
+
+    def advice(self) -> str:
+        """A sentence or two: what is predicted, and the fewest changes with which it fits; empty if that is unknown."""
+        prediction = self.predicted(self.config)
+        if self.room is None:
+            return ""
+        largest = max((h for h in prediction.held if h.place in self.places), key=lambda h: h.nbytes)
+        said = (
+            f"Predicted are {human_bytes(self.total(prediction))} of {human_bytes(self.room)}, "
+            f"most of it {largest.kind} ({human_bytes(largest.nbytes)}). Fix: "
+        )
+        if self.fits(prediction):
+            return said + "free memory that other processes hold."
+        found = self._changes(prediction)
+        if found is None:
+            return said + "a smaller model or a machine with more memory: smaller batches alone do not make it fit."
+        changes = ", ".join(f"{key}={str(value).lower()}" for key, value in found.items())
+        total = human_bytes(self.total(self.predicted(replace(self.config, **found))))
+        return said + f"{changes}, which is predicted to take {total}."
+
+    def _changes(self, prediction: Prediction) -> dict[str, Any] | None:
+        """Keys and values that are predicted to fit, those that change no result first."""
+        changes: dict[str, Any] = {}
+        steps: list[dict[str, Any]] = [] if self.config.recompute else [{"recompute": True}]
+        if self.config.lora and self.config.lora_rank > 16:
+            steps.append({"lora_rank": 16})
+        elif not self.config.lora:
+            steps.append({"lora": True})
+        for step in [{}, *steps]:
+            changes |= step
+            changed = replace(self.config, **changes)
+            if any(check.wrong({f: getattr(changed, f) for f in changed.__slots__}) for check in CHECKS):
+                return None
+            prediction = self.predicted(changed) if step else prediction
+            if self.fits(prediction):
+                return changes
+            smaller = self._smaller(changed, prediction)
+            if smaller:
+                return changes | smaller
+        return None
+
+    def _smaller(self, config: RunConfig, prediction: Prediction) -> dict[str, Any] | None:
+        """The largest micro-batch that fits, in rows or, where one is too long, in tokens of one row."""
+        assert self.room is not None
+        held = [h for h in prediction.held if h.place in self.places]
+        moving = sum(h.nbytes for h in held if h.kind in OF_TOKENS)
+        free = SHARE * self.room - sum(h.nbytes for h in held) + moving
+        rows, length = config.per_device_train_batch_size, config.sequence_len
+        tokens = int(free / moving * rows * length) if moving else 0
+        while tokens >= SHORTEST:
+            changes: dict[str, Any] = {"per_device_train_batch_size": max(1, min(tokens // length, rows))}
+            if tokens < length:
+                changes["sequence_len"] = 1 << (tokens.bit_length() - 1)
+            if self.fits(self.predicted(replace(config, **changes))):
+                return {k: v for k, v in changes.items() if v != getattr(config, k)}
+            tokens //= 2
+        return None
+
+
+def out_of_memory(config: RunConfig, registry: Registry, error: BaseException) -> MachineError:
+    """The error with what makes the run fit, by prediction."""
+    first = (str(error).split("\n")[0].split(". ")[0] or type(error).__name__).rstrip(".")
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
+    try:
+        advice = _Search(config, registry, on_gpu=on_gpu).advice()
+    except (SurogateError, MemoryError, RuntimeError) as failure:
+        # The prediction may fail for lack of the same memory.
+        log.warning("no prediction of memory", error=repr(failure))
+        advice = ""
+    advice = advice or "Fix: a smaller per_device_train_batch_size or sequence_len, recompute=true, or lora=true."
+    return MachineError(
+        f"Out of {'GPU' if on_gpu else 'host'} memory: {first}. {advice} "
+        f"`surogate plan --fit SIZE` proposes other changes."
+    )

@@ -1,0 +1,260 @@
+"""Folding an adapter into its base on disk: what `surogate merge` does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
+from surogate_core.errors import MachineError, SurogateError, UserError
+from surogate_core.files import atomic
+from surogate_core.files.hub import split_revision
+from surogate_core.hf import lora_files
+from surogate_core.hf.card import Card, config_overrides
+from surogate_core.hf.contents import contents_of, digest_cache
+from surogate_core.hf.export import check_place, export_full, exported_facts
+from surogate_core.hf.lora_files import LoraAdapter
+from surogate_core.hf.weights import ModelDir, generation_config_in, locate
+from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer as files, copied as they are."""
+
+    directory: Path
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Copy the files into a directory."""
+        for pattern in TOKENIZER_FILES:
+            for file in sorted(self.directory.glob(pattern)):
+                target = Path(save_directory) / file.relative_to(self.directory)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+
+    @classmethod
+    def first(cls, *directories: Path) -> TokenizerFiles | None:
+        """Those of the first directory that has a tokenizer."""
+        return next((cls(directory) for directory in directories if has_tokenizer(directory)), None)
+
+
+def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[LoraAdapter], Path]:
+    """The stack in an adapter directory, a checkpoint, or a run's output directory, and the directory used."""
+    if not path.is_dir():
+        raise UserError(f"{key} {path}: there is no such directory. Fix: correct {key}.")
+    for directory in (path, path / "adapter"):
+        if (directory / lora_files.CONFIG).exists():
+            return lora_files.open_stack(directory, key=key), directory
+    if (path / "manifest.json").exists():
+        checkpoint: Checkpoint | None = CheckpointDir.load(path)
+    else:
+        newest = _newest_checkpoint(path)
+        checkpoint = CheckpointDir.load(newest) if newest is not None else None
+    if checkpoint is None:
+        raise UserError(
+            f"{key} {path}: neither an adapter ({lora_files.CONFIG}) nor a checkpoint of Surogate is here. "
+            f"Fix: name a run's output directory, one of its checkpoints, or a PEFT adapter."
+        )
+    return _of_checkpoint(checkpoint, key), checkpoint.path
+
+
+def _newest_checkpoint(path: Path) -> Path | None:
+    """The checkpoint of a run directory that was saved last; raises `UserError` where one of them cannot be read.
+
+    It only looks: what a live run is writing there is left alone, and what the run deletes meanwhile is passed over.
+    """
+    manifests = {}
+    for checkpoint in path.glob("checkpoint-*"):
+        if "." in checkpoint.name or not (checkpoint / "manifest.json").exists():
+            continue
+        try:
+            manifests[checkpoint] = read_manifest(checkpoint)
+        except SurogateError as error:
+            if checkpoint.exists():
+                fix = "name the checkpoint that is meant, it alone is read then"
+                raise UserError(f"{error}. Fix: {fix}: {path / 'checkpoint-STEP'}") from error
+    return max(manifests, key=lambda p: (manifests[p].sequence, manifests[p].step), default=None)
+
+
+def _later_checkpoint(trained: Path, steps: Any) -> Path | None:
+    """A checkpoint beside the adapter of a run's directory that was saved after it; None where nothing says so."""
+    try:
+        newest = _newest_checkpoint(trained)
+        later = newest is not None and isinstance(steps, int) and read_manifest(newest).step > steps
+    except SurogateError:
+        return None
+    return newest if later else None
+
+
+def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
+    essential = checkpoint.state.get("essential", {})
+    rank, alpha = essential.get("lora_rank"), essential.get("lora_alpha")
+    if not essential.get("lora") or not rank or not alpha:
+        raise UserError(
+            f"{key} {checkpoint.path}: a checkpoint without LoRA has nothing to merge; its masters are whole weights."
+            f" Fix: let the run finish, which exports them."
+        )
+    below: list[LoraAdapter] = []
+    if (stacked := checkpoint.state.get("adapter")) is not None:
+        below = lora_files.open_stack(Path(stacked["path"]), key=f"{key} {checkpoint.path}, whose adapter_path")
+        if lora_files.stack_fingerprint(below) != stacked["fingerprint"]:
+            raise UserError(
+                f"{key} {checkpoint.path}: it was trained with {stacked['path']}, which has changed since. "
+                f"Fix: bring the former adapter back."
+            )
+        if stacked["mode"] == "trainable":
+            below.pop()
+    own = LoraAdapter(
+        source=str(checkpoint.path),
+        rank=rank,
+        alpha=alpha,
+        scale=alpha / rank,
+        tensors=checkpoint.tensors("trainable"),
+        base_fingerprint=str(essential.get("model", "")).removeprefix("weights ") or None,
+        base_model=checkpoint.state.get("base_model"),
+        base_commit=checkpoint.state.get("base_commit"),
+        base_files=checkpoint.state.get("base_files") or {},
+    )
+    return [*below, own]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What `merge` did."""
+
+    used: Path
+    """The directory that the adapter was read from."""
+    weights: int
+    """Weights that were changed."""
+    warnings: tuple[str, ...]
+
+
+def merge(
+    base: str, trained: Path, output: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Merged:
+    """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
+
+    Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output`
+    stays whole until the new one is. A hub id without a revision is read at the commit that the adapter
+    was trained on, where that is known. `progress` is told the bytes done and in all. Raises
+    `UserError` or `MachineError`, before anything is written if it can.
+    """
+    check_place(output)
+    repo, revision = split_revision(base)
+    local = Path(base).expanduser().is_dir()
+    if not local and (repo.startswith((".", "/", "~")) or repo.count("/") > 1):
+        raise UserError(f"--base-model {base}: there is no such directory. Fix: correct --base-model.")
+    stack, used = open_trained(trained)
+    top = stack[-1]
+    if not local and revision is None and top.base_model == repo:
+        revision = top.base_commit
+    model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
+    for path in (model.path, used):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
+    _check_config(model)
+    shapes = {name: model.shape(name) for name in model.names()}
+    tied = bool(model.config.get("tie_word_embeddings"))
+    lora_files.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
+    total = sum(map(model.read_bytes, model.names()))
+    if total > (free := atomic.free_bytes(output.absolute().parent)):
+        need, has = atomic.human_bytes(total), atomic.human_bytes(free)
+        raise MachineError(f"--output {output}: {need} needed, {has} free. Fix: choose a place on another disk.")
+    config, changed = _trained_config(model, top, used)
+    facts = exported_facts(used)
+    folded_in = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
+    export_full(
+        output,
+        _read(model, stack, total, progress),
+        config=config,
+        tokenizer=TokenizerFiles.first(used, model.path),
+        card=Card(
+            title=output.resolve().name,
+            base_model=repo,
+            base_commit=model.commit,
+            base_overrides=changed,
+            settings={**folded_in, **facts.get("settings", {})},
+            figures=facts.get("figures", {}),
+            configuration=facts.get("configuration", {}),
+        ),
+        # A run leaves one in its adapter that knows the token which ends a turn of its chats.
+        generation_config=generation_config_in(used) or model.generation_config(),
+    )
+    warnings = list(_warnings(base, model, top, used))
+    steps = facts.get("figures", {}).get("steps")
+    later = _later_checkpoint(trained, steps) if used == trained / "adapter" else None
+    if later is not None:
+        warnings.append(
+            f"{used} is of step {steps}, and {later} was saved later. To merge that one, name it: "
+            f"--checkpoint-dir {later}"
+        )
+    if model.scheme is not None:
+        warnings.append(
+            f"the weights of {base} are quantised ({model.scheme.name}); "
+            f"those of the merged model are dequantised to bf16."
+        )
+    elif (quantised := facts.get("settings", {}).get("weight_format")) is not None:
+        warnings.append(
+            f"{used} was trained on weights in {quantised}, and is folded into those of {base} as they are. "
+            f"merge_adapter=true in the run folds it into the weights that it was trained on."
+        )
+    modules = {module for adapter in stack for module in adapter.modules}
+    return Merged(used=used, weights=len(modules), warnings=tuple(warnings))
+
+
+def _warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple[str, ...]:
+    """What may make the merged model another one than was trained."""
+    if top.base_commit is not None and model.commit is not None and top.base_commit != model.commit:
+        name = split_revision(base)[0]
+        return (f"{used} was trained on commit {top.base_commit} of {name}, and is folded into {model.commit}.",)
+    files = contents_of(model.files, digest_cache(None)) if top.base_files else {}
+    if (other := lora_files.another_base(top, base, files)) is not None:
+        return (f"{other} It is folded into {base}, which may give a model that nobody trained.",)
+    was = top.base_fingerprint
+    if was is not None and not model.fingerprint().startswith(was):
+        return (f"{used} was trained on a base of other files or another configuration than {base}.",)
+    return ()
+
+
+def _trained_config(model: ModelDir, top: LoraAdapter, used: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``config.json`` that the adapter was trained with, and what of it is not the base's."""
+    changed = dict(top.base_overrides)
+    if (used / "manifest.json").exists():
+        # A checkpoint keeps the whole configuration, in which another base would differ in anything.
+        essential = CheckpointDir.load(used).state.get("essential", {})
+        keys = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
+        trained = {key: essential[f"model.config.{key}"] for key in keys if f"model.config.{key}" in essential}
+        changed = config_overrides(model.config, trained)
+    config = {**model.config, **changed}
+    if model.scheme is not None:
+        # What is written is dequantised.
+        del config["quantization_config"]
+    return config, changed
+
+
+def _read(
+    model: ModelDir, stack: Sequence[LoraAdapter], total: int, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    done = 0
+    for name in model.names():
+        progress(done, total)
+        yield name, lora_files.fold(name, model.get(name), stack)
+        done += model.read_bytes(name)
+    progress(total, total)
+
+
+def _check_config(model: ModelDir) -> None:
+    values: dict[str, Any] = dict(model.config)
+    if missing := [key for key in ("model_type", "architectures") if not values.get(key)]:
+        raise UserError(f"{model.path / 'config.json'}: {' and '.join(missing)} missing. Fix: use the model's own.")
+    if values.get("quantization_config") and model.scheme is None:
+        raise UserError(
+            f"--base-model {model.path}: its weights are quantised by a method that is not read here. "
+            f"Fix: name the unquantised model."
+        )

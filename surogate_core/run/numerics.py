@@ -1,0 +1,293 @@
+"""What recipes do to a training: the same model from the same start on the same data under each.
+
+And of the operands of every projection of the first run's model after training, how each recipe rounds them.
+Shape suffixes: N tokens, D features, I inputs, O outputs, V vocabulary, P slots, K roles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.batch import MicroBatch
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.pipeline import PreparedData, prepare
+from surogate_core.data.sampler import EvalBatches, StepLoader, collate
+from surogate_core.dsl.slots import LinearSlot
+from surogate_core.engine.engine import Engine
+from surogate_core.errors import UserError
+from surogate_core.events import Progress
+from surogate_core.kernels import ops
+from surogate_core.run.assemble import build_engine, prepare_recipe, resolve_device, resolve_model
+from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+from surogate_core.train.loop import total_steps
+from surogate_core.train.lr import learning_rate, warmup_length
+from surogate_core.train.precision import PrecisionWatch
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+
+ROLES = ("activation", "weight", "gradient")
+LAST = 20
+"""Steps at the end whose mean loss stands for the run where nothing is held out."""
+
+Rounding = Callable[[Tensor, str], tuple[Tensor, Tensor]]
+"""(matrix, role) → (values that it rounds to, where they are cut off)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One run's figures."""
+
+    name: str
+    """As asked for: the recipe, and what else is changed."""
+    recipe: str
+    note: str | None
+    """What the recipe says of itself, such as that it emulates."""
+    losses: list[float]
+    """Of each step."""
+    held: list[tuple[int, float]]
+    """(step, held-out loss), the first before any step; empty where nothing is held out."""
+    saturated: Mapping[str, float] | None
+    """Role → share of the tensors of all steps that their delayed scale cut off; None without delayed scales."""
+    underflowed: Mapping[str, float] | None
+    """Role → share of the tensors that lay below the format's normal numbers."""
+
+    @property
+    def loss(self) -> float:
+        """The last held-out loss, or the mean training loss of the last steps."""
+        last = self.losses[-LAST:]
+        return self.held[-1][1] if self.held else sum(last) / len(last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounded:
+    """How a recipe rounds the operands of one role in one layer."""
+
+    layer: int
+    role: str
+    recipe: str
+    error: float
+    """Root of the summed squared errors over that of the summed squares."""
+    to_zero: float
+    """Share of the values that become zero and were not."""
+    saturated: float
+    """Share of the values that are cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """All that was found."""
+
+    model: str
+    parameters: int
+    device: str
+    torch: str
+    steps: int
+    tokens_per_step: int
+    seed: int
+    trainings: list[Training]
+    """The first is what the others are compared with."""
+    rounding: list[Rounded]
+
+
+def measure(
+    runs: Sequence[tuple[str, RunConfig]], registry: Registry, *, progress: Callable[[Progress], None]
+) -> Numerics:
+    """Train each (name, config), the first as the reference. They differ in what is to be compared, and in no data.
+
+    Raises `UserError` where the first run would not hold its weights as they are, or one diverges.
+    """
+    first = runs[0][1]
+    if first.lora and registry.get("recipe", first.recipe.name).pack is not None:
+        raise UserError(
+            f"{runs[0][0]}: keeps frozen weights rounded, so they cannot be rounded anew. "
+            f"Fix: name bf16 first, or set lora=false."
+        )
+    resolved = resolve_model(first, registry)
+    tokenizer, _ = tokenizer_of_run(
+        first, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None
+    )
+    data = prepare(first, tokenizer, registry.all("dataset"), progress=progress)
+    device = resolve_device(first)
+    roundings: dict[str, Rounding] = {}
+    for _, config in runs:
+        recipe, options = prepare_recipe(config, registry, device)
+        if recipe.rounded is not None and recipe.name not in roundings:
+            roundings[recipe.name] = _rounding(recipe.rounded, options)
+    trainings: list[Training] = []
+    found: list[Rounded] = []
+    parameters = 0
+    for name, config in runs:
+        engine, training = _train(name, config, registry, data, progress)
+        trainings.append(training)
+        if len(trainings) == 1:
+            parameters = engine.parameters.counts()[0]
+            found = rounding_of(engine, collate(data.train, list(range(first.per_device_train_batch_size))), roundings)
+        del engine
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Numerics(
+        model=resolved.title,
+        parameters=parameters,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        torch=torch.__version__,
+        steps=len(trainings[0].losses),
+        tokens_per_step=first.per_device_train_batch_size * first.gradient_accumulation_steps * first.sequence_len,
+        seed=first.train_seed,
+        trainings=trainings,
+        rounding=found,
+    )
+
+
+def _rounding(function: Callable[[Tensor, str, Any], tuple[Tensor, Tensor]], options: Any) -> Rounding:
+    return lambda x, role: function(x, role, options)
+
+
+def _train(
+    name: str,
+    config: RunConfig,
+    registry: Registry,
+    data: PreparedData,
+    progress: Callable[[Progress], None],
+) -> tuple[Engine, Training]:
+    rows = config.per_device_train_batch_size
+    loader = StepLoader(
+        data.train,
+        rows_per_micro_batch=rows,
+        micro_batches=config.gradient_accumulation_steps,
+        seed=config.train_seed,
+    )
+    engine = build_engine(
+        config,
+        registry,
+        resolve_model(config, registry),
+        sample=collate(data.train, [0] * rows),
+        progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
+    )
+    evaluation = None if data.eval is None else EvalBatches(data.eval, rows_per_micro_batch=rows)
+    watch = PrecisionWatch.of(engine)
+    steps = total_steps(config, loader, done=0)
+    held: list[tuple[int, float]] = []
+    losses: list[float] = []
+
+    def evaluate(step: int) -> None:
+        if evaluation is not None:
+            held.append((step, engine.evaluate(evaluation)[0]))
+
+    evaluate(0)
+    warmup = warmup_length(total_steps=steps, warmup_steps=config.warmup_steps, warmup_ratio=config.warmup_ratio)
+    for step in range(steps):
+        lr = learning_rate(
+            step,
+            total_steps=steps,
+            peak=config.learning_rate,
+            kind=config.lr_scheduler_type,
+            warmup_steps=warmup,
+            cooldown_steps=config.cooldown_steps,
+            final_fraction=config.final_lr_fraction,
+        )
+        result = engine.train_step(loader.next_step(), step=step, lr=lr)
+        loss, norm = result.read()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise UserError(
+                f"{name}: step {step + 1}: the loss is {loss:.6g} and the gradient norm {norm:.6g}. "
+                f"Fix: lower learning_rate (now {config.learning_rate:g}), or look at the data."
+            )
+        losses.append(loss)
+        if watch is not None:
+            watch.observe(result.used_range(watch.columns))
+        if step + 1 == steps or (config.eval_steps > 0 and (step + 1) % config.eval_steps == 0):
+            evaluate(step + 1)
+        progress(Progress(task=f"{name}: training", done=step + 1, total=steps, unit="steps"))
+    recipe, options = prepare_recipe(config, registry, engine.settings.device)
+    scales = watch.take(steps) if watch is not None else None
+    return engine, Training(
+        name=name,
+        recipe=recipe.name,
+        note=recipe.note(options),
+        losses=losses,
+        held=held,
+        saturated=scales.saturated if scales else None,
+        underflowed=scales.underflowed if scales else None,
+    )
+
+
+# --------------------------------------------------------------------------------- rounding
+
+
+class _Sums:
+    """Over the tensors of a layer, role and recipe."""
+
+    def __init__(self) -> None:
+        self._totals = torch.zeros(5, dtype=torch.float64)
+
+    def add(self, x: Tensor, rounded: Tensor, beyond: Tensor) -> None:
+        wide = x.double()
+        sums = (
+            (rounded.double() - wide).square().sum(),
+            wide.square().sum(),
+            ((rounded == 0) & (x != 0)).sum(),
+            beyond.sum(),
+            torch.tensor(x.numel()),
+        )
+        self._totals += torch.stack([s.double().cpu() for s in sums])
+
+    def figures(self) -> tuple[float, float, float]:
+        """(relative error, share that becomes zero, share that is cut off); an error of 0 where all is 0."""
+        error, size, zeros, beyond, count = self._totals.tolist()
+        return math.sqrt(error / size) if size else 0.0, zeros / count, beyond / count
+
+
+def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Rounding]) -> list[Rounded]:
+    """How each recipe rounds what the engine's projections multiply, by layer and role, on one micro-batch.
+
+    The blocks are run eagerly and multiply plainly, so operands are those of a model without rounding.
+    """
+    sums: dict[tuple[int, str, str], _Sums] = defaultdict(_Sums)
+    layer = 0
+
+    @torch.no_grad()
+    def add(at: int, role: str, x: Tensor) -> None:
+        for name, rounding in roundings.items():
+            sums[at, role, name].add(x, *rounding(x, role))
+
+    def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
+        at, y_NO = layer, x_NI @ weight_OI.t()
+        add(at, "activation", x_NI.detach())
+        add(at, "weight", weight_OI.detach())
+        y_NO.register_hook(lambda dy_NO: add(at, "gradient", dy_NO))
+        return y_NO
+
+    engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
+    tables = {
+        **engine.model.tables(engine.inputs.positions, engine.settings.dtype),
+        "cu_seqlens": engine.inputs.cu_seqlens,
+    }
+    (embedding,) = engine.parameters.inputs(engine.embed)
+    with torch.enable_grad():
+        x_ND = torch.nn.functional.embedding(engine.inputs.input_ids, embedding).detach().requires_grad_()
+        for piece in engine.layers.values():
+            assert piece.block is not None
+            tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}
+            bound = piece.block.bind(tensors, piece.slots, gemm=record, gemm_options=None, seed=None)
+            x_ND = bound.forward(x_ND, tables)
+            layer += 1
+        norm_D, weight_VD = engine.parameters.inputs(engine.head)
+        eps = float(engine.model.head.eps.value(engine.model.config))
+        logits_NV = ops.rms_norm(x_ND, norm_D, eps) @ weight_VD.t()
+        loss = ops.cross_entropy(logits_NV, engine.inputs.labels).sum() / max(1, batch.label_tokens)
+        loss.backward()
+    return [
+        Rounded(layer=at, role=role, recipe=name, error=error, to_zero=zeros, saturated=cut)
+        for at in range(layer)
+        for role in ROLES
+        for name in roundings
+        for error, zeros, cut in [sums[at, role, name].figures()]
+    ]

@@ -1,0 +1,123 @@
+"""The commands in the headers of examples/ run as they stand, on tiny models and data with the names they use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import example_commands
+import pytest
+import torch
+
+from surogate_core.cli.main import main
+
+SHORT = (
+    "max_steps=2",
+    "save_steps=0",
+    "eval_steps=0",
+    "sequence_len=128",
+    "per_device_train_batch_size=1",
+    "gradient_accumulation_steps=1",
+    "device=cpu",
+    "monitor=[jsonl]",
+)
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+FAMILIES = {"Qwen3-0.6B": "Qwen3", "Qwen2.5-0.5B-Instruct": "Qwen2", "Llama-3.2-1B-Instruct": "Llama"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user who types the commands has around them."""
+    import transformers
+
+    from surogate_core.files.paths import resolve_package_path
+
+    here = tmp_path_factory.mktemp("examples")
+    (here / "examples").symlink_to(example_commands.ROOT / "examples")
+    embedded = Path(resolve_package_path("pkg://surogate_dataset_chat/embedded"))
+    for name, family in FAMILIES.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**SMALL)
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(here / name)
+        shutil.copytree(embedded / "tokenizer", here / name, dirs_exist_ok=True)
+    lines = (embedded / "train.jsonl").read_text(encoding="utf-8").splitlines()[:80]
+    (here / "my.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = [json.loads(line)["messages"] for line in lines]
+    turns = [{m["role"]: m["content"] for m in messages} for messages in rows]
+    alpaca = [{"instruction": t["user"], "input": "", "output": t["assistant"]} for t in turns]
+    (here / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in alpaca), encoding="utf-8")
+    (here / "corpus").mkdir()
+    texts = [{"text": f"{t['user']} {t['assistant']}"} for t in turns]
+    (here / "corpus/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+    return here
+
+
+@pytest.fixture
+def typed(place: Path, monkeypatch: pytest.MonkeyPatch, data_cache: Path) -> Callable[..., None]:
+    """Types a command of a header, with more overrides behind it."""
+
+    def call(words: list[str], *more: str) -> None:
+        monkeypatch.chdir(place)
+        code = main([*words, *more, f"data_cache_dir={data_cache}"])
+        assert code == 0
+
+    return call
+
+
+def command(name: str, index: int = 0) -> list[str]:
+    return example_commands.commands(example_commands.ROOT / "examples" / f"{name}.yaml")[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("qwen3_sft_lora", "qwen3-lora/adapter/adapter_model.safetensors"),
+        ("qwen2_sft_lora", "qwen2-lora/adapter/adapter_model.safetensors"),
+        ("llama3_sft_lora", "llama3-lora/adapter/adapter_model.safetensors"),
+        ("instruction_data", "instruction-lora/adapter/adapter_model.safetensors"),
+        ("full_finetune", "full-finetune/model/model.safetensors"),
+        ("pretrain", "pretrain/model/model.safetensors"),
+    ],
+)
+def test_a_command_runs(name: str, result: str, place: Path, typed: Callable[..., None]) -> None:
+    typed(command(name), *SHORT)
+    assert (place / "output" / result).is_file()
+
+
+def test_stacked_lora_runs_on_the_adapter_of_the_first_example(place: Path, typed: Callable[..., None]) -> None:
+    if not (place / "output/qwen3-lora/adapter").is_dir():
+        typed(command("qwen3_sft_lora"), *SHORT)
+    typed(command("stacked_lora"), *SHORT)
+    assert (place / "output/stacked-lora/adapter/adapter_model.safetensors").is_file()
+    assert (place / "output/stacked-lora/model/model.safetensors").is_file()
+
+
+def test_pretraining_on_texts_of_ones_own(place: Path, typed: Callable[..., None]) -> None:
+    small = [f"model.config.{key}={value}" for key, value in {**SMALL, "head_dim": 16}.items()]
+    typed(command("pretrain", 1), *SHORT, *small, "output_dir=output/own-texts")
+    assert (place / "output/own-texts/model/model.safetensors").is_file()
+
+
+def test_the_data_of_an_example_is_shown(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    words = command("qwen3_sft_lora", 1)
+    assert words[0] == "tokenize"
+    typed(words, "sequence_len=128")
+    out = capsys.readouterr().out
+    assert "⟦" in out
+    assert "80" in out
+
+
+def test_the_memory_of_an_example_is_predicted(typed: Callable[..., None]) -> None:
+    words = command("full_finetune", 1)
+    assert words[0] == "plan"
+    typed(words)

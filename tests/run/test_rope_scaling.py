@@ -1,0 +1,114 @@
+"""`rope_scaling` and `max_model_len`: what is trained is what transformers reads from the export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from surogate_core.config.resolve import load_run_config
+from surogate_core.dsl.rope import Rope
+from surogate_core.errors import UserError
+from surogate_core.plugins.registry import Registry
+from surogate_core.run.assemble import resolve_model
+
+Changes = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def values(hf_dir: Path, installed: Registry) -> Changes:
+    """The config.json that a run on `hf_dir` trains."""
+
+    def read(*overrides: str) -> dict[str, Any]:
+        config = load_run_config([f"model={hf_dir}", *overrides], registry=installed)
+        return dict(resolve_model(config, installed).model.config)
+
+    return read
+
+
+def test_nothing_changes_by_default(values: Changes, hf_dir: Path) -> None:
+    assert values() == json.loads((hf_dir / "config.json").read_text())
+
+
+def test_the_keys_reach_the_model(values: Changes) -> None:
+    by_name = values("rope_scaling=yarn", "max_model_len=1024", "sequence_len=512")
+    assert by_name["max_position_embeddings"] == 1024
+    rope = Rope(by_name, 16)
+    assert (rope.kind, rope.parameters["factor"], rope.parameters["original_max_position_embeddings"]) == (
+        "yarn",
+        4,
+        256,
+    )
+    as_mapping = values("rope_scaling={type: linear, factor: 2.0}", "sequence_len=64")
+    assert (Rope(as_mapping, 16).kind, as_mapping["max_position_embeddings"]) == ("linear", 256)
+    assert values("max_model_len=128", "sequence_len=64")["max_position_embeddings"] == 128
+    with pytest.raises(UserError, match=r"rope_scaling: linear.*max_model_len above the model's 256"):
+        values("rope_scaling=linear", "sequence_len=64")
+    with pytest.raises(UserError, match="RoPE scaling `longrope` is not available"):
+        values("rope_scaling={type: longrope, factor: 2.0}", "sequence_len=64")
+
+
+def test_an_exported_model_has_the_scaling(
+    tmp_path: Path, hf_dir: Path, base_on: Callable[[Path], list[str]], run_here: Callable[..., int]
+) -> None:
+    scaling = ("rope_scaling=yarn", "max_model_len=1024")
+    run_here(tmp_path / "out", *base_on(hf_dir), "lora=false", "max_steps=1", *scaling)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert loaded.config.rope_parameters["rope_type"] == "yarn"
+    assert loaded.config.max_position_embeddings == 1024
+    rope = Rope(json.loads((tmp_path / "out" / "model" / "config.json").read_text()), 16)
+    rotary = loaded.model.rotary_emb
+    assert torch.equal(rotary.inv_freq, rope.frequencies())
+    assert rotary.attention_scaling == rope.amplitude != 1.0
+
+
+# ------------------------------------------------------------------- documents and positions
+
+
+@pytest.fixture
+def long_rows(tmp_path: Path) -> str:
+    """Data with a document of about 400 tokens."""
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": "the cat " * n}) + "\n" for n in (5, 10, 200)))
+    return f"datasets=[{{path: '{path}', type: text}}]"
+
+
+def test_a_document_beyond_the_positions_ends_the_run_before_it_starts(
+    tmp_path: Path,
+    hf_dir: Path,
+    long_rows: str,
+    base_on: Callable[[Path], list[str]],
+    run_here: Callable[..., int],
+) -> None:
+    keys = [*base_on(hf_dir), long_rows, "validation_datasets=[]", "validation_split_ratio=0", "max_steps=1"]
+    with pytest.raises(UserError, match=r"has \d+ tokens, but the model's positions end at 256"):
+        run_here(tmp_path / "refused", *keys, "sequence_len=1024")
+    assert not (tmp_path / "refused" / "adapter").exists()
+    # Short documents may share a long row; so may what is cut, and what the user stretches the model for.
+    for name, more in (
+        ("dropped", "max_length=256"),
+        ("split", "truncation_strategy=split"),
+        ("stretched", "rope_scaling=yarn"),
+    ):
+        own = {"split": ["max_length=200"], "stretched": ["max_model_len=1024"]}.get(name, [])
+        assert run_here(tmp_path / name, *keys, "sequence_len=1024", more, *own) == 0
+    card = (tmp_path / "split" / "adapter" / "README.md").read_text()
+    assert "tokens of the longest document | 200" in card
+
+
+def test_a_model_from_scratch_has_the_positions_that_it_was_trained_on(
+    tmp_path: Path, hf_dir: Path, long_rows: str, base: list[str], run_here: Callable[..., int]
+) -> None:
+    keys = [*base, long_rows, "validation_datasets=[]", "validation_split_ratio=0", "max_steps=1", "lora=false"]
+    positions = "model.config.max_position_embeddings=256"
+    for name, more in (("preset", []), ("directory", [f"model={hf_dir}", "from_scratch=true"])):
+        assert run_here(tmp_path / name, *keys, "sequence_len=5000", *more) == 0
+        written = json.loads((tmp_path / name / "model" / "config.json").read_text())
+        assert written["max_position_embeddings"] == 5000
+    with pytest.raises(UserError, match="positions end at 256"):
+        run_here(tmp_path / "asked", *keys, "sequence_len=5000", positions)
