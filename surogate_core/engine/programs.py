@@ -71,7 +71,12 @@ class ProgramBuilder:
     progress: Callable[[str, int, int], None] = lambda task, done, total: None
     """Told (task, 0, 1) when a program is begun and (task, 1, 1) when it is ready."""
     _layers: dict[Any, Program] = field(default_factory=dict)
+    """Signature of a layer → its program."""
     _evaluations: dict[Any, _Call] = field(default_factory=dict)
+    """Signature of a layer → its forward for evaluation."""
+    _layers_by_key: dict[str, Program] = field(default_factory=dict)
+    """Key of a piece → its program: hashing a whole signature in every micro-step takes longer than finding it."""
+    _evaluations_by_key: dict[str, _Call] = field(default_factory=dict)
     _heads: dict[Any, _Call] = field(default_factory=dict)
 
     @contextmanager
@@ -142,6 +147,12 @@ class ProgramBuilder:
 
         The gradient of the rows is what their slots observed. A gradient may be a `dsl.products.Product`.
         """
+        found = self._layers_by_key.get(piece.key)
+        if found is None:
+            found = self._layers_by_key[piece.key] = self._layer(piece)
+        return found
+
+    def _layer(self, piece: Piece) -> Program:
         key = self.signature(piece)
         if key not in self._layers:
             with self._making(f"differentiating {type(piece.block).__name__}"), _naming_unused(piece):
@@ -167,6 +178,12 @@ class ProgramBuilder:
 
     def evaluation_layer(self, piece: Piece) -> _Call:
         """Forward alone of a layer, without dropout."""
+        found = self._evaluations_by_key.get(piece.key)
+        if found is None:
+            found = self._evaluations_by_key[piece.key] = self._evaluation_layer(piece)
+        return found
+
+    def _evaluation_layer(self, piece: Piece) -> _Call:
         key = self.signature(piece)
         if key not in self._evaluations:
             with self._making(f"tracing {type(piece.block).__name__} for evaluation"):
