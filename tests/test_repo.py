@@ -72,7 +72,7 @@ def test_layout():
         "examples",
         "benchmarks",
     ]
-    parts = ["plugins", "config", "dsl", "kernels", "engine", "data", "train", "cli"]
+    parts = ["bundles", "plugins", "config", "dsl", "kernels", "engine", "data", "train", "cli"]
     files = [
         "pyproject.toml",
         "README.md",
@@ -83,7 +83,7 @@ def test_layout():
         ".ci/run",
         "conf/config.yaml",
     ]
-    modules = ["hookspecs.py", "bundles.py", "builtin.py", "errors.py"]
+    modules = ["hookspecs.py", "builtin.py", "errors.py"]
     missing = [d for d in directories if not (ROOT / d).is_dir()]
     missing += [f for f in files if not (ROOT / f).is_file()]
     missing += [p for p in parts if not (CORE / p / "__init__.py").is_file()]

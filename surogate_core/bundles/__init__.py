@@ -1,0 +1,80 @@
+"""The frozen dataclasses that hooks return: what a plugin offers, as data.
+
+Every bundle has a `name`, unique within its kind: the name that a config selects it by
+(``recipe=bf16`` selects the `Recipe` whose name is ``bf16``). A bundle with `options` names a
+dataclass, one docstring a field; the config node of the group is validated against it, and an
+instance is passed to the bundle's callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from surogate_core.bundles.data import DatasetFormat, FormatChoice
+from surogate_core.bundles.kernels import Kernel, KernelPack
+from surogate_core.bundles.launchers import Launcher
+from surogate_core.bundles.models import ModelFamily
+from surogate_core.bundles.monitors import Monitor, MonitorSpec
+from surogate_core.bundles.objectives import Objective
+from surogate_core.bundles.offloaders import GradientStore, Offloader, Store, TensorKind
+from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSettings, OptimizerSpec, ParamGroup
+from surogate_core.bundles.options import NoOptions
+from surogate_core.bundles.recipes import RangedState, Recipe, RecipeSettings, RecipeState
+from surogate_core.bundles.weight_formats import WeightFormat, WeightSettings
+
+__all__ = [
+    "FLAT_ALIGNMENT",
+    "KINDS",
+    "Bundle",
+    "DatasetFormat",
+    "FormatChoice",
+    "GradientStore",
+    "Kernel",
+    "KernelPack",
+    "Launcher",
+    "ModelFamily",
+    "Monitor",
+    "MonitorSpec",
+    "NoOptions",
+    "Objective",
+    "Offloader",
+    "Optimizer",
+    "OptimizerSettings",
+    "OptimizerSpec",
+    "ParamGroup",
+    "RangedState",
+    "Recipe",
+    "RecipeSettings",
+    "RecipeState",
+    "Store",
+    "TensorKind",
+    "WeightFormat",
+    "WeightSettings",
+]
+
+Bundle = (
+    ModelFamily
+    | Objective
+    | DatasetFormat
+    | Recipe
+    | WeightFormat
+    | OptimizerSpec
+    | Offloader
+    | KernelPack
+    | Launcher
+    | MonitorSpec
+)
+
+KINDS: Mapping[str, tuple[str, type]] = {
+    "model": ("surogate_model_family", ModelFamily),
+    "objective": ("surogate_objective", Objective),
+    "dataset": ("surogate_dataset", DatasetFormat),
+    "recipe": ("surogate_recipe", Recipe),
+    "quant": ("surogate_weight_format", WeightFormat),
+    "optimizer": ("surogate_optimizer", OptimizerSpec),
+    "offload": ("surogate_offloader", Offloader),
+    "kernels": ("surogate_kernel_pack", KernelPack),
+    "launcher": ("surogate_launcher", Launcher),
+    "monitor": ("surogate_monitor", MonitorSpec),
+}
+"""Kind (= the config group, where there is one) → its hook and its bundle's type."""

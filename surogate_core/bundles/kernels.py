@@ -1,0 +1,45 @@
+"""Kernel packs: implementations of registered ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One implementation of a registered op."""
+
+    op: str
+    """The op's name in `surogate_core.kernels`, e.g. ``rms_norm``."""
+    name: str
+    """Unique within the op, shown by `surogate doctor`."""
+    function: Callable[..., Any]
+    """Same signature and meaning as the op's reference; differentiable under tracing."""
+    supports: Callable[[torch.device, torch.dtype], bool]
+    """(device, dtype of the first argument) → whether it can run there."""
+    takes: Callable[..., bool] = lambda *args, **kwargs: True
+    """Whether it takes these arguments, asked with the op's own while a block is traced: shapes, never values."""
+    priority: int = 0
+    """The highest supporting priority wins; the reference has -100."""
+    deterministic: bool = True
+    """Equal inputs give equal bits. A kernel that cannot promise it is used with `deterministic=false` only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPack:
+    """A set of kernels for some hardware."""
+
+    name: str
+    """Shown by `surogate doctor`."""
+    kernels: Callable[[], Iterable[Kernel]]
+    """Called once, on first use; may compile."""
+    unavailable: Callable[[torch.device], str | None] = lambda device: None
+    """Why the device cannot use the pack, or None."""
+    rewrites: Callable[[], Iterable[Callable[[torch.fx.Graph], None]]] = tuple
+    """Changes to a block's joint graph of forward and backward, made in place before it is cut in two: a kernel that
+    does the work of several ops takes their place so. Called once; ops of other packs may stand in the graph."""

@@ -1,0 +1,24 @@
+"""Model families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surogate_core.dsl import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A model architecture: the DSL model built from a Hugging Face ``config.json``."""
+
+    name: str
+    """The value of `model.name`."""
+    hf_model_types: tuple[str, ...]
+    """Values of ``model_type`` in ``config.json`` that this family reads."""
+    build: Callable[[Mapping[str, Any]], Model]
+    """Makes the model from the mapping of a ``config.json``; raises `UserError` naming a bad key."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Preset name → a ``config.json`` mapping, for training from random weights."""

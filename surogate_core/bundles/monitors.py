@@ -1,0 +1,42 @@
+"""Monitors: what receives a run's events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from surogate_core.bundles.options import NoOptions
+
+if TYPE_CHECKING:
+    from surogate_core.events import Control, Event, RunInfo
+
+
+class Monitor(Protocol):
+    """What a `MonitorSpec` builds."""
+
+    def on_event(self, event: Event) -> Control | None:
+        """See one event; may answer with a control. Never blocks on the device."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the monitor, as JSON values."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+
+    def close(self) -> None:
+        """Flush and release; called once, also after a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSpec:
+    """A monitor."""
+
+    name: str
+    """A name in `monitor=[…]`."""
+    build: Callable[[Any, RunInfo], Monitor]
+    """(options, the run's facts) → the monitor."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
+    prints: bool = False
+    """Whether it may write to standard output, as a console does; otherwise the conformance kit refuses that."""

@@ -1,0 +1,90 @@
+"""Offloaders: where tensors live between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from surogate_core.bundles.options import NoOptions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+TensorKind = Literal["weights", "residuals", "gradients", "master", "optimizer"]
+"""The kinds of tensor that a store can hold."""
+
+
+class Store(Protocol):
+    """Where tensors of one kind live between their uses at block borders.
+
+    Keys are the schedule's (``layer 3``). Prefetch starts a copy on a side stream; fetch
+    returns tensors that the current stream may read at once; release ends their use.
+    """
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Take the tensors over."""
+
+    def prefetch(self, key: str) -> None:
+        """Start bringing the key's tensors to the compute device."""
+
+    def fetch(self, key: str) -> Sequence[Tensor]:
+        """The key's tensors on the compute device."""
+
+    def release(self, key: str) -> None:
+        """The compute-device copies may be reused; residuals are forgotten."""
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held now, by place."""
+
+
+@runtime_checkable
+class GradientStore(Store, Protocol):
+    """The fp32 sums of trained tensors' gradients, a piece's at a time on the compute device.
+
+    What a piece adds to the fetched tensors between `fetch` and `release` is kept. A tied tensor is under two keys.
+    """
+
+    def begin(self, *, first: bool) -> None:
+        """A micro-step begins; in the first of an optimizer step all sums count as zeros, whatever was left in them."""
+
+    def finish(self) -> None:
+        """A micro-step ends: what the current stream runs from here on finds the sums where they live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloader:
+    """A place for some kinds of tensor."""
+
+    name: str
+    """The value of `offload`."""
+    kinds: frozenset[TensorKind]
+    """The kinds of tensor that it places."""
+    place: Literal["device", "host", "disk", "sharded"]
+    """For the plan's table."""
+    store: Callable[[TensorKind, torch.device, Any], Store]
+    """(kind, compute device, options) → the store of weights, residuals or gradients (a `GradientStore`), which go and
+    come as blocks run."""
+    allocate: Callable[[TensorKind, int, torch.dtype, torch.device, Any], tuple[Tensor, Tensor]] | None = None
+    """(kind, elements, dtype, compute device, options) → the same zeroed [elements] twice, as a tensor of the compute
+    device and as one of the CPU. Of master, gradients and optimizer, which kernels of the optimizer step read and write
+    where they live, and of trained weights."""
+    addressable: bool = True
+    """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. Where
+    they cannot, both tensors of `allocate` are the CPU's, and it takes the optimizer step."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
+    prepare: Callable[[Any, str], Any] = lambda options, directory: options
+    """(options, directory for scratch files) → what `store` and `allocate` receive as options."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` where kinds are placed that there is no `allocate` for."""
+        flat = self.kinds - {"weights", "residuals"}
+        if flat and self.place != "device" and self.allocate is None:
+            raise ValueError(f"offloader {self.name!r} places {', '.join(sorted(flat))} without an `allocate`")
+
+    def moves(self, kind: TensorKind) -> bool:
+        """Whether tensors of the kind live elsewhere than on the device."""
+        return self.place != "device" and kind in self.kinds

@@ -1,0 +1,88 @@
+"""Optimizers, and the parameter groups that they update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from surogate_core.bundles.options import NoOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+FLAT_ALIGNMENT = 256
+"""Elements that a parameter's offset in a flat group is a multiple of (1 KiB of fp32): a block of 8-bit state
+never holds two parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """Trainable parameters that share hyper-parameters, as flat tensors.
+
+    `master` (fp32, or bf16 with `master_dtype=bf16`) and `grad` (fp32) are 1-D of equal length; `shapes`
+    maps each parameter's name to its (offset in elements, shape) in them, in order. Offsets and the length
+    are multiples of `FLAT_ALIGNMENT`; between parameters are zeros, which an update must leave zeros.
+    """
+
+    name: str
+    """Unique among the groups of the run; state is named after it."""
+    master: Tensor
+    """[P] fp32 or bf16: the weights that are trained."""
+    grad: Tensor
+    """[P] fp32: their gradients, summed over the step and not clipped yet."""
+    shapes: Mapping[str, tuple[int, tuple[int, ...]]]
+    """Parameter's name → (offset in elements, shape)."""
+    weight_decay: float
+    """Decay of every parameter of the group."""
+    hidden: frozenset[str] = frozenset()
+    """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter."""
+    seed: Tensor | None = None
+    """Of bf16 masters: 0-d int32, another in every optimizer step; `kernels.rounding.write_master` rounds with it."""
+    number: int = 0
+    """Its place among the run's groups; separates their random numbers."""
+
+
+class Optimizer(Protocol):
+    """What an `OptimizerSpec` builds: state as named tensors, one capturable step."""
+
+    def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
+        """Update every group's master in place, with no host synchronisation.
+
+        `lr`: 0-d fp32. `clip`: 0-d fp32, the factor that gradients are multiplied by.
+        `skip`: 0-d fp32, 1 when the gradients are not finite: nothing may change then.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """The live state tensors by name; loading copies into them in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """An optimizer."""
+
+    name: str
+    """The value of `optimizer`."""
+    build: Callable[[Sequence[ParamGroup], OptimizerSettings, Any], Optimizer]
+    """(groups, the run's optimizer keys, options) → the optimizer with zeroed state."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
+    state_bytes_per_parameter: float = 8.0
+    """For `surogate plan`'s prediction."""
+    master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
+    """The `master_dtype`s that it can train; bf16 it writes by `surogate_core.kernels.rounding.write_master`."""
+    adapters: bool = True
+    """Whether it makes sense on adapters; one that does not is refused with `lora`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """The flat optimizer keys of the configuration that every optimizer may read."""
+
+    adamw_beta1: float = 0.9
+    adamw_beta2: float = 0.999
+    adamw_epsilon: float = 1e-8
+    normuon_momentum: float = 0.95
+    normuon_beta2: float = 0.95
+    normuon_cautious_wd: bool = True
