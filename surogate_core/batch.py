@@ -5,8 +5,8 @@ Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,3 +49,11 @@ class MicroBatch:
     def loss_weight(self) -> float:
         """Sum of the weights of the positions that carry loss."""
         return float(self.label_tokens) if self.weights is None else self.weights.double().sum().item()
+
+    def pinned(self) -> MicroBatch:
+        """The micro-batch in page-locked memory, from which copies to a GPU run beside the host."""
+        import torch
+
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        pinned: dict[str, Any] = {k: v.pin_memory() for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **pinned)

@@ -119,7 +119,7 @@ class Inputs:
             assert batch.weights is not None
             pairs.append((self.weights, batch.weights))
         for target, value in pairs:
-            if target.device.type == "cuda":
+            if target.device.type == "cuda" and not value.is_pinned():
                 value = value.pin_memory()
             target.copy_(value, non_blocking=True)
         self.loss_scale.fill_(loss_scale)

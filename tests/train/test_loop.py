@@ -1,0 +1,102 @@
+"""What the loop does around its steps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, cast
+
+import pytest
+import torch
+
+from surogate_core.batch import MicroBatch
+from surogate_core.data.sampler import StepLoader
+from surogate_core.train.flops import Work
+from surogate_core.train.loop import Loop, _Prefetcher, _settled_objects
+from tests.support.tiny_engine import make_batch
+
+CPU = torch.device("cpu")
+WORK = Work(products_per_token=1.0, attention_per_pair=0.0)
+
+
+class Batches:
+    """A loader that hands out the same micro-batch again and again."""
+
+    epoch = 0.0
+
+    def __init__(self) -> None:
+        self.batch = make_batch([[1, 2, 3]])
+
+    def next_step(self) -> list[MicroBatch]:
+        return [self.batch]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+class Watched(Loop):
+    """A loop whose steps only look around."""
+
+    def __init__(self, fails: bool) -> None:
+        self.loader, self._work, self._telemetry = cast(StepLoader, Batches()), WORK, None
+        self.engine = cast(Any, type("Engine", (), {"settings": type("Settings", (), {"device": CPU})}))
+        self.fails, self.frozen = fails, 0
+
+    def _run(self, batches: _Prefetcher) -> Any:
+        self.frozen = gc.get_freeze_count()
+        assert batches.take().batches
+        if self.fails:
+            raise RuntimeError("a step failed")
+        return "finished"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_passes_over_what_existed_before_the_loop(fails: bool) -> None:
+    loop = Watched(fails)
+    if fails:
+        with pytest.raises(RuntimeError, match="a step failed"):
+            loop.run()
+    else:
+        assert loop.run() == "finished"
+    assert loop.frozen > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_freed_before_it_would_be_kept() -> None:
+    class Freed:
+        gone = False
+
+        def __del__(self) -> None:
+            Freed.gone = True
+
+    circle: list[Any] = [Freed()]
+    circle.append(circle)
+    del circle
+    with _settled_objects():
+        assert Freed.gone
+
+
+def made(device: torch.device) -> tuple[MicroBatch, MicroBatch]:
+    """(what the loader hands out, what the loop takes)."""
+    loader = Batches()
+    batches = _Prefetcher(cast(StepLoader, loader), WORK, device)
+    try:
+        (batch,) = batches.take().batches
+    finally:
+        batches.close()
+    return loader.batch, batch
+
+
+def test_a_cpu_takes_what_the_loader_made() -> None:
+    given, taken = made(CPU)
+    assert taken is given
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_micro_batches_in_pinned_memory() -> None:
+    given, taken = made(torch.device("cuda"))
+    for name in ("input_ids", "labels", "positions", "cu_seqlens"):
+        value, source = getattr(taken, name), getattr(given, name)
+        assert value.is_pinned()
+        assert not source.is_pinned()
+        assert torch.equal(value, source)
+    assert (taken.tokens, taken.label_tokens, taken.weights) == (given.tokens, given.label_tokens, None)
