@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks/NOTEBOOK.md",
     *DOCS,
     *sorted(ROOT.glob("plugins/*/*.md")),
 ]
