@@ -40,3 +40,5 @@ class MonitorSpec:
     """Dataclass of its own options; every field has a default."""
     prints: bool = False
     """Whether it may write to standard output, as a console does; otherwise the conformance kit refuses that."""
+    keeps_record: bool = False
+    """Whether it writes ``metrics.jsonl`` by `surogate_core.files.metrics`, from which the run's report is made."""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from surogate_core.errors import UserError
+from surogate_core.files.metrics import METRICS, as_number, parsed, read_lines
 from surogate_core.masking import masked_values, masked_yaml
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-METRICS = "metrics.jsonl"
-
-NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-"""How numbers that JSON lacks are written."""
 
 STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes", "seconds", "speed_of_light")
 EVAL_FIELDS = ("loss", "gap")
@@ -57,7 +51,7 @@ class Table:
             self._steps = np.concatenate([self._steps, np.empty_like(self._steps)])
             self._values = np.concatenate([self._values, np.empty_like(self._values)], axis=1)
         self._steps[self._count] = step
-        self._values[:, self._count] = [_number(record.get(name)) for name in self._fields]
+        self._values[:, self._count] = [as_number(record.get(name)) for name in self._fields]
         self._count += 1
 
     def drop_after(self, step: int) -> None:
@@ -163,8 +157,7 @@ class RunRecord:
     def read_files(self) -> None:
         """Read ``config.yaml`` and ``run.json``, as far as they are there; secrets in them are masked."""
         self.config_text = masked_yaml(_text(self.directory / "config.yaml"))
-        facts = parsed(_text(self.directory / "run.json"))
-        self.facts = masked_values(facts) if isinstance(facts, dict) else {}
+        self.facts = masked_values(parsed(_text(self.directory / "run.json")) or {})
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -177,51 +170,17 @@ def read_run(directory: Path) -> RunRecord:
         )
     run = RunRecord(directory=directory, name=directory.resolve().name)
     run.read_files()
-    for record in _lines(metrics):
+    for record in read_lines(metrics):
         run.add(record)
     return run
 
 
 def metrics_path(directory: Path) -> Path:
-    """Where the run's monitor jsonl writes; raises `UserError` for no directory."""
+    """The run's record, which may not be there yet; raises `UserError` for no directory."""
     if not directory.is_dir():
         raise UserError(f"surogate report {directory}: there is no such directory. Fix: name a run's output_dir.")
-    return directory / _metrics_file(_text(directory / "config.yaml"))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            record = parsed(line)
-            if isinstance(record, dict):
-                yield record
-
-
-def parsed(text: str | bytes) -> Any:
-    """The JSON value, or None for a torn line, which a killed run may leave."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str):
-        return NOT_FINITE.get(value, float("nan"))
-    return float("nan") if value is None else float(value)
+    return directory / METRICS
 
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _metrics_file(config_text: str) -> str:
-    """The name that the monitor jsonl was given."""
-    try:
-        config = yaml.safe_load(config_text)
-    except yaml.YAMLError:
-        config = None
-    for monitor in (config.get("monitor") or []) if isinstance(config, dict) else []:
-        if isinstance(monitor, dict) and monitor.get("name") == "jsonl" and isinstance(monitor.get("file"), str):
-            return str(monitor["file"])
-    return METRICS

@@ -24,9 +24,10 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import structlog
 
+from surogate_core.files.metrics import parsed
 from surogate_core.report import contents
 from surogate_core.report.curves import COLOURS, PHASE_COLOURS, POINTS, kept_places, smoothed
-from surogate_core.report.records import RunRecord, metrics_path, parsed
+from surogate_core.report.records import RunRecord, metrics_path
 
 log = structlog.get_logger(__name__)
 
@@ -119,8 +120,7 @@ class Follower:
         self._position += len(whole)
         started = False
         for line in whole.splitlines():
-            record = parsed(line)
-            if isinstance(record, dict):
+            if (record := parsed(line)) is not None:
                 started |= record.get("event") in ("run_start", "run_end")
                 self.record.add(record)
         if started:

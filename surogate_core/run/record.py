@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
+from surogate_core.files.metrics import METRICS
 from surogate_core.hf.lora_files import MARKER
-from surogate_core.report.records import metrics_path
 
 FACTS = "run.json"
 CONFIG = "config.yaml"
@@ -55,7 +55,7 @@ class Record:
         # The file that marks a record is moved last, so the next start finishes an interrupted move.
         moved = [path for name in _EXPORTS if ((path := self._output / name) / MARKER).is_file()]
         moved += [self._output / name for name in _REPORTS]
-        moved += [metrics_path(self._output), self._output / CONFIG, self._output / FACTS]
+        moved += [self._output / METRICS, self._output / CONFIG, self._output / FACTS]
         try:
             former.mkdir()
             for path in moved:

@@ -96,6 +96,7 @@ class _Run:
         self.engine: Engine | None = None
         self.bus = EventBus({})
         self.contents: Contents | None = None
+        self.keeps_record = False
 
     def main(self) -> int:
         """The run, inside its locks and its signal handlers."""
@@ -376,6 +377,7 @@ class _Run:
         built: dict[str, Monitor] = {}
         for chosen in config.monitor:
             spec = self.registry.get("monitor", chosen.name)
+            self.keeps_record |= spec.keeps_record
             try:
                 built[chosen.name] = spec.build(chosen.options, info)
             except Exception as error:
@@ -541,16 +543,12 @@ class _Run:
             yield item
         self._progress(f"exporting {what}", total, total)
 
-    def _reports(self) -> bool:
-        """Whether there will be the metrics that a report is made of."""
-        return any(chosen.name == "jsonl" for chosen in self.config.monitor)
-
     def _write_report(self) -> None:
         """Leave report.html and report.md, however the run ended; a failure at it changes nothing.
 
         A start that failed leaves the report of the run before as it is.
         """
-        if not self._reports() or (self.record.exists and not self.accepted):
+        if not self.keeps_record or (self.record.exists and not self.accepted):
             return
         try:
             written = write_report([self.output])

@@ -52,11 +52,11 @@ def test_lists_of_monitors(load: Any) -> None:
 
 
 def test_options_of_a_chosen_bundle(load: Any) -> None:
-    config = load(file="monitor: [console, {name: jsonl, file: a.jsonl}]\n")
-    assert config.monitor[1].options.file == "a.jsonl"
-    config = load("monitor.jsonl.file=b.jsonl", file="monitor:\n  jsonl: {file: a.jsonl}\n")
-    assert [m.name for m in config.monitor] == ["jsonl"]
-    assert config.monitor[0].options.file == "b.jsonl"
+    config = load(file="monitor: [console, {name: tensorboard, directory: a}]\n")
+    assert config.monitor[1].options.directory == "a"
+    config = load("monitor.tensorboard.directory=b", file="monitor:\n  tensorboard: {directory: a}\n")
+    assert [m.name for m in config.monitor] == ["tensorboard"]
+    assert config.monitor[0].options.directory == "b"
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "./here", "/abs/dir", "{tmp}"])
@@ -131,7 +131,7 @@ def test_interpolations_and_escapes(load: Any) -> None:
     [
         (),
         ("model=qwen3-0.6b", "recipe=bf16", "lora=true", "lora_target_modules=[q_proj]"),
-        ("model=a/b", DATA, "monitor=[jsonl]", "monitor.jsonl.file='x ${run_name} y'", "run_name=r"),
+        ("model=a/b", DATA, "monitor=[tensorboard]", "monitor.tensorboard.directory='x ${run_name} y'", "run_name=r"),
         ("run_name='\\\\\\${no} {}[]=,: # \"'", "monitor=[]", "model.config={num_hidden_layers: 1}"),
         ("task=pt", "max_steps=3", "resume_from_checkpoint=false", "adamw_epsilon=1e-8"),
         ("resume_from_checkpoint=some/dir", "plugins.block=[nothing-real]"),

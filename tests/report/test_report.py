@@ -259,13 +259,6 @@ def test_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_the_name_that_the_metrics_were_given(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "metrics.jsonl").rename(run / "m.jsonl")
-    (run / "config.yaml").write_text("monitor:\n- name: console\n- {name: jsonl, file: m.jsonl}\n")
-    assert len(read_run(run).steps) == 30
-
-
 def test_a_report_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     before = write_report([run])[0].read_bytes()

@@ -121,7 +121,7 @@ def test_report_to_adds_monitors(tmp_path: Path, installed: Registry) -> None:
     assert names(installed, "report_to=[jsonl]", "monitor=[jsonl]") == ["jsonl"]
     assert names(installed, "report_to=null") == ["console", "jsonl", "adaptive"]
     file = tmp_path / "run.yaml"
-    file.write_text("report_to: [tensorboard]\nmonitor:\n- name: jsonl\n  file: m.jsonl\n")
+    file.write_text("report_to: [tensorboard]\nmonitor:\n- name: jsonl\n  progress: true\n")
     assert names(installed, file=file) == ["jsonl", "tensorboard"]
     assert names(installed, "monitor.tensorboard.directory=tb", file=file) == ["jsonl", "tensorboard"]
 

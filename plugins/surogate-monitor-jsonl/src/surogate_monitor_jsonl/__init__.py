@@ -18,4 +18,4 @@ def surogate_monitor() -> bundles.MonitorSpec:
     """The monitor."""
     from surogate_monitor_jsonl.monitor import JsonlMonitor, JsonlOptions
 
-    return bundles.MonitorSpec(name="jsonl", build=JsonlMonitor, options=JsonlOptions)
+    return bundles.MonitorSpec(name="jsonl", build=JsonlMonitor, options=JsonlOptions, keeps_record=True)
