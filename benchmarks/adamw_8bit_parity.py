@@ -19,7 +19,7 @@ import surogate_kernels_cuda
 import torch
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels.blockwise import BlockwiseAdamW
+from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.kernels.registry import KernelTable, using
 
 MOMENTS = ("first", "second")

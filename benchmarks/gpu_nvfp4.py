@@ -32,8 +32,8 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
 from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.formats.nvfp4 import Operand, nvfp4_rounded
 from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.nvfp4 import Operand, nvfp4_rounded
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 

@@ -153,6 +153,7 @@ FLOORS = (
     {"files", "conf_paths", "batch", "bundles", "hookspecs"},
     {"logs", "caches"},
     {"kernels"},
+    {"formats"},
     {"dsl"},
     {"engine"},
     {"builtin"},

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from surogate_core.formats.fp8 import scaled_linears
 from surogate_core.kernels import ops
 from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.scaled import scaled_linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Panel:
     slots: tuple[LinearSlot, ...]
     shape: PanelShape
     margin: int = 0
-    """Of FP8 scales, where the panel is of adapters alone; see `kernels.scaled`."""
+    """Of FP8 scales, where the panel is of adapters alone; see `formats.fp8`."""
 
     @classmethod
     def of(cls, slots: Sequence[LinearSlot], *, margin: int | None = None) -> Panel | None:

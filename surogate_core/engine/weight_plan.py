@@ -21,7 +21,8 @@ from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.dsl.trace import Compiler, Signature
 from surogate_core.engine.parameters import Packed, Piece
 from surogate_core.engine.weight_formats import plan_format
-from surogate_core.kernels import registry, scaled
+from surogate_core.formats import fp8 as scaled
+from surogate_core.kernels import registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

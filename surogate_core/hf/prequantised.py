@@ -142,7 +142,7 @@ def _fp8(block_size: Any, skip: tuple[str, ...]) -> Scheme | None:
 
 def _nvfp4(skip: tuple[str, ...]) -> Scheme:
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
-        from surogate_core.kernels import fp4
+        from surogate_core.formats import fp4
 
         values = fp4.values(fp4.unpaired(parts["codes"][first:last]))
         return values * parts["scales"][first:last].float().repeat_interleave(16, 1) * parts["decode"].float()
@@ -165,7 +165,7 @@ def _mxfp4(skip: tuple[str, ...]) -> Scheme:
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         import torch
 
-        from surogate_core.kernels import fp4
+        from surogate_core.formats import fp4
 
         values = fp4.values(fp4.unpaired(parts["codes"][first:last].flatten(1)))
         exponents = parts["scales"][first:last]

@@ -30,14 +30,14 @@ references: dict[str, Kernel] = {}
 """Op name → its reference, as the kernel of last resort."""
 
 
-OP_MODULES = ("ops", "scaled", "nvfp4", "updates", "blockwise")
-"""Modules of this package that define ops; importing them makes `references` complete."""
+OP_MODULES = ("kernels.ops", "kernels.updates", "formats.fp8", "formats.nvfp4", "formats.adamw_8bit")
+"""Modules of the core that define ops; importing them makes `references` complete."""
 
 
 def unknown_op(name: str) -> str:
     """Why an op of this name does not exist, with the nearest name; empty if it does."""
     for module in OP_MODULES:
-        import_module(f"surogate_core.kernels.{module}")
+        import_module(f"surogate_core.{module}")
     if name in references:
         return ""
     near = get_close_matches(name, references, n=1)

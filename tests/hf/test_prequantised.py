@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surogate_core.errors import ConfigError, UserError
+from surogate_core.formats import fp4
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir
-from surogate_core.kernels import fp4
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.merge import merge
 

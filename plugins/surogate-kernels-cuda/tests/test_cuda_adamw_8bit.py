@@ -16,8 +16,8 @@ from surogate_kernels_cuda import adamw_8bit
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels import blockwise
-from surogate_core.kernels.blockwise import BLOCK, BlockwiseAdamW
+from surogate_core.formats import adamw_8bit as rule
+from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW
 from surogate_core.kernels.registry import KernelTable, using
 
 SHAPES = ((37, 128), (40,), (4095,), (5000,), (96, 80))
@@ -55,7 +55,7 @@ def step(optimizer: BlockwiseAdamW, lr: float = 1e-2, clip: float = 0.7, skip: f
 def fused(optimizer: BlockwiseAdamW, monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
     """A step by the kernel."""
     with monkeypatch.context() as patched:
-        patched.setattr(blockwise, "adamw_8bit_update", adamw_8bit.adamw_8bit_update)
+        patched.setattr(rule, "adamw_8bit_update", adamw_8bit.adamw_8bit_update)
         step(optimizer, **figures)
 
 
@@ -97,7 +97,7 @@ def gradients(kind: str, like: Tensor, number: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["random", "huge", "tiny", "smaller", "zero", "mixed"])
 def test_bits_of_steps(kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(blockwise.CHUNK, device.type, 2048)
+    monkeypatch.setitem(rule.CHUNK, device.type, 2048)
     group, twin = make_group(device, dtype), make_group(torch.device("cpu"), dtype)
     settings = OptimizerSettings(adamw_beta1=0.85, adamw_beta2=0.97)
     optimizer, reference = BlockwiseAdamW([group], settings), BlockwiseAdamW([twin], settings)
@@ -114,7 +114,7 @@ def test_bits_of_steps(kind: str, dtype: torch.dtype, device: torch.device, monk
 
 def test_codes_at_every_border(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without momentum m is the gradient and v its square: values, borders and ends of ranges, and their neighbours."""
-    codes = [blockwise.DynamicCode(signed=signed, device=torch.device("cpu")) for signed in (True, False)]
+    codes = [rule.DynamicCode(signed=signed, device=torch.device("cpu")) for signed in (True, False)]
     patterns = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
     x = torch.cat([patterns[patterns.abs() <= 1], *(c.values for c in codes), *(c.borders[:-1] for c in codes)])
     x = torch.cat([x, codes[1].borders[:-1].sqrt()])

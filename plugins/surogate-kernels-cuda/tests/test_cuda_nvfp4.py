@@ -14,7 +14,7 @@ import torch
 from surogate_kernels_cuda import nvfp4
 from torch import Tensor
 
-from surogate_core.kernels.nvfp4 import Operand, nvfp4_quantised, nvfp4_rounded
+from surogate_core.formats.nvfp4 import Operand, nvfp4_quantised, nvfp4_rounded
 from surogate_core.kernels.registry import KernelTable
 
 FLAGS = (False, True)

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from surogate_core.dsl import trace
 from surogate_core.dsl.trace import Signature
-from surogate_core.kernels import ops, registry, scaled
+from surogate_core.formats import fp8 as scaled
+from surogate_core.kernels import ops, registry
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import KernelTable, references
 

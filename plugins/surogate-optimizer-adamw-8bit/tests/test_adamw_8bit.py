@@ -16,8 +16,9 @@ from surogate_optimizer_adamw_8bit.adamw_8bit import build
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels import blockwise, rounding
-from surogate_core.kernels.blockwise import BLOCK, BlockwiseAdamW, DynamicCode, dynamic_map
+from surogate_core.formats import adamw_8bit as rule
+from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW, DynamicCode, dynamic_map
+from surogate_core.kernels import rounding
 
 CPU = torch.device("cpu")
 SHAPES = {"decayed": ((64, 100), (40,), (4096,), (4095,), (96, 80)), "undecayed": ((33,), (5000,))}
@@ -322,7 +323,7 @@ def test_near_fp32_adamw() -> None:
         for name, (_, shape) in group.shapes.items():
             moved = (exact[name] - start[name]).norm()
             error = (found[name] - exact[name]).norm() / moved
-            small = math.prod(shape) < blockwise.SMALLEST
+            small = math.prod(shape) < rule.SMALLEST
             # Decay after the step instead of before it: lr · wd of a step's length.
             assert error < (2e-3 if small else 5e-2), name
             assert small or error > 1e-4, f"{name} is not in 8 bits"
@@ -382,18 +383,18 @@ def after_three_steps(groups: list[ParamGroup]) -> dict[str, Tensor]:
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size in (BLOCK, 1 << 16):
-        monkeypatch.setitem(blockwise.CHUNK, "cpu", size)
+        monkeypatch.setitem(rule.CHUNK, "cpu", size)
         found.append(after_three_steps(make_groups()))
     assert_equal(*found)
 
 
 def test_chunks_draw_the_same_bits_for_bf16_masters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their length follows the number of threads, and what elements draw follows their place alone."""
-    for module in (blockwise, rounding):
+    for module in (rule, rounding):
         monkeypatch.setattr(module, "PERIOD", 8 * BLOCK)
     found = []
     for size in (3 * BLOCK, 1 << 16):
-        monkeypatch.setitem(blockwise.CHUNK, "cpu", size)
+        monkeypatch.setitem(rule.CHUNK, "cpu", size)
         groups = [replace(group, master=group.master.bfloat16(), seed=torch.tensor(7)) for group in make_groups()]
         found.append(after_three_steps(groups))
     assert_equal(*found)

@@ -12,7 +12,7 @@ from surogate_optimizer_normuon.normuon import NorMuon, polar
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup
-from surogate_core.kernels.blockwise import BlockwiseAdamW
+from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 
 MEMBERS = {"embedding": (50, 40), "a": (40, 24), "b": (24, 40), "c": (40, 24), "d": (40, 24)}
 HIDDEN = frozenset("abcd")

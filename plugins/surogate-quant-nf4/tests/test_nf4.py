@@ -9,7 +9,7 @@ from surogate_quant_nf4.nf4 import CHUNK, VALUES, Layout, nbytes, pack, takes, u
 from torch import Tensor
 
 from surogate_core.bundles import WeightSettings
-from surogate_core.kernels.blockwise import dynamic_map
+from surogate_core.formats.adamw_8bit import dynamic_map
 
 PLAIN = WeightSettings(qlora_bnb_double_quant=False)
 NESTED = WeightSettings()

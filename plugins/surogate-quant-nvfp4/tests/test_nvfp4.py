@@ -9,7 +9,7 @@ from surogate_quant_nvfp4.nvfp4 import CHUNK, nbytes, pack, parts, takes, unpack
 from torch import Tensor
 
 from surogate_core.bundles import WeightSettings
-from surogate_core.kernels import fp4
+from surogate_core.formats import fp4
 
 SIX = WeightSettings(qlora_four_over_six=False)
 FOUR = WeightSettings()

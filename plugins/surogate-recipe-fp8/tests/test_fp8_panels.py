@@ -21,7 +21,8 @@ from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import pieces
 from surogate_core.engine.weight_plan import plain_layers, plan_panels
-from surogate_core.kernels import ops, scaled
+from surogate_core.formats import fp8 as scaled
+from surogate_core.kernels import ops
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import KernelTable, references

@@ -14,7 +14,7 @@ from surogate_recipe_fp8.scaling import DelayedScaling
 from torch import Tensor
 
 from surogate_core.dsl.slots import LinearSlot
-from surogate_core.kernels.scaled import E4M3, E4M3_MAX, E5M2, E5M2_MAX, FP32_MAX, quantise, scale_of
+from surogate_core.formats.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, FP32_MAX, quantise, scale_of
 
 MILLION = 1_000_000
 HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]

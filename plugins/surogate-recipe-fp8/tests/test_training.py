@@ -22,10 +22,10 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.errors import MachineError
+from surogate_core.formats.fp8 import E4M3, E5M2, quantise
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.kernels.scaled import E4M3, E5M2, quantise
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()

@@ -7,7 +7,7 @@ import torch
 from surogate_recipe_nvfp4 import surogate_recipe
 
 from surogate_core.bundles import RecipeSettings
-from surogate_core.kernels.nvfp4 import quantise
+from surogate_core.formats.nvfp4 import quantise
 
 RECIPE = surogate_recipe()
 

@@ -19,8 +19,8 @@ from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import MachineError, UserError
+from surogate_core.formats.nvfp4 import BLOCK, hadamard, quantise
 from surogate_core.kernels import ops
-from surogate_core.kernels.nvfp4 import BLOCK, hadamard, quantise
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.blockwise import DynamicCode, Range, Rates
+from surogate_core.formats.adamw_8bit import DynamicCode, Range, Rates
 from surogate_core.kernels.native import Module
 from surogate_core.kernels.rounding import PERIOD, SALTS
 
@@ -48,7 +48,7 @@ def _resident(device: torch.device) -> int:
 def adamw_8bit_update(
     grad_BK: Tensor, chunk: Range, rates: Rates, codes: tuple[DynamicCode, DynamicCode], *, beta1: float, beta2: float
 ) -> None:
-    """`surogate_core.kernels.blockwise.adamw_8bit_update`."""
+    """`surogate_core.formats.adamw_8bit.adamw_8bit_update`."""
     group, eight = chunk.group, len(chunk.first) == 2
     narrow = group.seed is not None
     needed = -(-len(grad_BK) // (THREADS // WARP))

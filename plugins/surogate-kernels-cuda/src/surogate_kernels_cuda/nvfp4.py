@@ -1,6 +1,6 @@
 """Rounding to NVFP4 in two launches: the tensor's largest value, then codes and scales or what they stand for.
 
-Suffixes as in `surogate_core.kernels.nvfp4`: R rows, K the inner dimension, P and Q the next multiples of 16.
+Suffixes as in `surogate_core.formats.nvfp4`: R rows, K the inner dimension, P and Q the next multiples of 16.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
+from surogate_core.formats.nvfp4 import BLOCK, E4M3, Operand
 from surogate_core.kernels.native import Module
-from surogate_core.kernels.nvfp4 import BLOCK, E4M3, Operand
 
 THREADS = 256
 """As in the source."""
@@ -126,9 +126,9 @@ def _with_operand(function: Callable[..., Any]) -> Callable[[Tensor, Tensor | No
 
 
 nvfp4_quantised = _with_operand(_quantised)
-"""`surogate_core.kernels.nvfp4.nvfp4_quantised`."""
+"""`surogate_core.formats.nvfp4.nvfp4_quantised`."""
 nvfp4_rounded = _with_operand(_rounded)
-"""`surogate_core.kernels.nvfp4.nvfp4_rounded`."""
+"""`surogate_core.formats.nvfp4.nvfp4_rounded`."""
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels import scaled as formats
+from surogate_core.formats import fp8 as formats
 from surogate_core.kernels.native import Module, capability, missing_cupy
 from surogate_kernels_triton import scaled
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels import scaled
+from surogate_core.formats import fp8
 from surogate_core.kernels.native import Module
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import workspace
@@ -74,7 +74,7 @@ def begin(x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int,
         *_padded(rows, rows[0]),
         np.int32(role),
         *_ends(widths),
-        scaled.LIMIT[scaled.KIND[role]],
+        fp8.LIMIT[fp8.KIND[role]],
         2.0**-margin,
         figures,
     )
@@ -86,11 +86,11 @@ def quantised(
 ) -> tuple[Tensor, Tensor]:
     """(codes in tiles, figures [S, 4]) of a bf16 matrix whose ranges of columns have a scale each."""
     n, width = x.shape[0], sum(widths)
-    figures = begin(x, rows, widths, margin, scaled.GRADIENT if gradient else scaled.ACTIVATION)
+    figures = begin(x, rows, widths, margin, fp8.GRADIENT if gradient else fp8.ACTIVATION)
     codes_C = torch.empty(n * width, dtype=torch.uint8, device=x.device)
     QUANTISE.launch(
         "quantise_e5m2" if gradient else "quantise_e4m3",
-        (width // scaled.TILE, n // scaled.TILE),
+        (width // fp8.TILE, n // fp8.TILE),
         256,
         x,
         x.stride(0),
@@ -137,7 +137,7 @@ def encode_gradient(
         _, du_NR, db, counters = adapters.gradients(dy, u_NR, b_OR, inputs, outputs, rank, scale, joined=False)
         return *quantised(dy, rows, outputs, margin, gradient=True), du_NR, db, counters
     n, width, columns, step = dy.shape[0], sum(outputs), 256, 32
-    figures = begin(dy, rows, outputs, margin, scaled.GRADIENT)
+    figures = begin(dy, rows, outputs, margin, fp8.GRADIENT)
     chunks = width // columns
     share = -(-n // (max(1, BLOCKS // chunks) * step)) * step
     parts = -(-n // share)
@@ -230,7 +230,7 @@ def _forward(
     a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
     u_NR = x_NI.new_empty(n, rank * len(outputs))
     if p == 0 and rank == RANK and len(outputs) <= ENCODED:
-        figures = begin(x_NI, [row], [inputs], margin, scaled.ACTIVATION)
+        figures = begin(x_NI, [row], [inputs], margin, fp8.ACTIVATION)
         codes_C = torch.empty(n * inputs, dtype=torch.uint8, device=x_NI.device)
         encode(f"encode_{len(outputs)}", (x_NI, x_NI.stride(0)), a_RI, figures, codes_C, u_NR)
     else:
@@ -334,7 +334,7 @@ class _ScaledLinears(Function):
         ctx.shape, ctx.margin, ctx.p = shape, margin, p
         if slots == 1:
             return (y,)
-        parts = y.view(n, -1, scaled.TILE).split([o // scaled.TILE for o in outputs], dim=1)
+        parts = y.view(n, -1, fp8.TILE).split([o // fp8.TILE for o in outputs], dim=1)
         return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
 
     @staticmethod
@@ -348,8 +348,8 @@ class _ScaledLinears(Function):
         dy = dys[0]
         if slots > 1:
             # Joined as `adapters` joins them, room included: the kernels that make the parts leave it to both.
-            room = dy.new_empty(n, -(-shape.ranks // scaled.TILE), scaled.TILE)
-            dy = torch.cat((*(dy.reshape(n, -1, scaled.TILE) for dy in dys), room), dim=1).view(n, -1)
+            room = dy.new_empty(n, -(-shape.ranks // fp8.TILE), fp8.TILE)
+            dy = torch.cat((*(dy.reshape(n, -1, fp8.TILE) for dy in dys), room), dim=1).view(n, -1)
         dx, da, db, figures = _backward(
             dy,
             x_NI,
@@ -430,7 +430,7 @@ def scaled_linears(
     rows: Sequence[Tensor],
     *parameters: Tensor,
 ) -> Sequence[Tensor]:
-    """`scaled.scaled_linears`; gradients of the adapters are fp32. FP8 sums stay within the tensor cores."""
+    """`fp8.scaled_linears`; gradients of the adapters are fp32. FP8 sums stay within the tensor cores."""
     p = 0.0 if seed is None else shape.dropout
     if seed is None:
         seed = torch.empty((), dtype=torch.int32, device=x.device)  # not read

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.kernels import scaled as formats
+from surogate_core.formats import fp8 as formats
 from surogate_core.kernels.native import Module
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import adapters, gated, scaled

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from surogate_core import bundles, hookimpl
 
 if TYPE_CHECKING:
-    from surogate_core.kernels.blockwise import BlockwiseAdamW
+    from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 
 SUROGATE_API = ">=1,<2"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels.blockwise import BlockwiseAdamW
+from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 
 
 def build(groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any) -> BlockwiseAdamW:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSettings, ParamGroup
-from surogate_core.kernels.blockwise import CHUNK, BlockwiseAdamW
+from surogate_core.formats.adamw_8bit import CHUNK, BlockwiseAdamW
 from surogate_core.kernels.norms import long_norm
 from surogate_core.kernels.updates import Matrices, matrix_momentum, matrix_update
 from surogate_optimizer_normuon import NorMuonOptions

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightSettings
-from surogate_core.kernels.blockwise import dynamic_map
+from surogate_core.formats.adamw_8bit import dynamic_map
 from surogate_core.kernels.native import Module, missing_cupy
 
 VALUES = (

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightSettings
-from surogate_core.kernels import fp4
+from surogate_core.formats import fp4
 from surogate_core.kernels.native import Module, missing_cupy
 
 E4M3 = torch.float8_e4m3fn

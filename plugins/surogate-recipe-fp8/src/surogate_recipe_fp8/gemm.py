@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError
-from surogate_core.kernels.scaled import (
+from surogate_core.formats.fp8 import (
     ACTIVATION,
     E4M3,
     E4M3_MAX,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.scaled import scale_of
+from surogate_core.formats.fp8 import scale_of
 from surogate_recipe_fp8.scaling import LIMITS, ROLES
 
 if TYPE_CHECKING:

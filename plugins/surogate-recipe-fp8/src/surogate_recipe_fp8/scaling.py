@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.scaled import E4M3_MAX, E5M2_MAX, scale_of
+from surogate_core.formats.fp8 import E4M3_MAX, E5M2_MAX, scale_of
 
 ROLES = ("activation", "weight", "gradient")
 """Columns of a slot's row, in order."""

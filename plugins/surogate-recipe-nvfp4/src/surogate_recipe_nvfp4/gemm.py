@@ -17,9 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError, UserError
-from surogate_core.kernels import fp4
-from surogate_core.kernels.native import capability
-from surogate_core.kernels.nvfp4 import (
+from surogate_core.formats import fp4
+from surogate_core.formats.nvfp4 import (
     BLOCK,
     E4M3,
     Operand,
@@ -28,6 +27,7 @@ from surogate_core.kernels.nvfp4 import (
     nvfp4_rounded,
     quantise,
 )
+from surogate_core.kernels.native import capability
 from surogate_recipe_nvfp4 import native
 
 if TYPE_CHECKING:

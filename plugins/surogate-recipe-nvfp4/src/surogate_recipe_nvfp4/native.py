@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
-from surogate_core.kernels.nvfp4 import BLOCK, E4M3
+from surogate_core.formats.nvfp4 import BLOCK, E4M3
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 MULTIPLE = 32

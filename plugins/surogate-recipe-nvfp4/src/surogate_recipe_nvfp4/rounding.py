@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from surogate_core.kernels import fp4
-from surogate_core.kernels.nvfp4 import BLOCK, quantise
+from surogate_core.formats import fp4
+from surogate_core.formats.nvfp4 import BLOCK, quantise
 
 if TYPE_CHECKING:
     from surogate_recipe_nvfp4.gemm import Prepared

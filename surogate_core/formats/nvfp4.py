@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.kernels import fp4
+from surogate_core.formats import fp4
 from surogate_core.kernels.ops import random_bits
 from surogate_core.kernels.registry import op
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.fp4 import encode, pairs, unpaired, values
-from surogate_core.kernels.nvfp4 import (
+from surogate_core.formats.fp4 import encode, pairs, unpaired, values
+from surogate_core.formats.nvfp4 import (
     MINUS,
     Quantised,
     hadamard,

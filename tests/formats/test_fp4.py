@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from surogate_core.kernels.fp4 import encode, pairs, unpaired, values
+from surogate_core.formats.fp4 import encode, pairs, unpaired, values
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
