@@ -26,7 +26,7 @@ from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 from surogate_core.report.records import RunRecord, read_run
 from surogate_core.report.serve import PageServer
-from surogate_core.run.run import run
+from surogate_core.run.job import launch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 
@@ -65,7 +65,7 @@ def train(directory: Path) -> None:
         if (place / "report.md").exists():
             continue
         common = ("save_steps=0", "device=cpu", "monitor=[jsonl,adaptive]", "gradient_accumulation_steps=1")
-        run(load_run_config([*common, *keys, f"output_dir={place}"], registry=registry), registry)
+        launch(load_run_config([*common, *keys, f"output_dir={place}"], registry=registry), registry)
 
 
 def keep_chart(path: Path, figures: Sequence[tuple[str, Sequence[tuple[str, RunRecord, str]]]]) -> None:

@@ -110,7 +110,7 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   zeros and share their memory.
 - `objective`: one fp32 loss per token, and its gradient, 0 where the label is -100; a token's loss does not depend on
   the other tokens; training, whole and in chunks.
-- `launcher`: main is called, its exit code comes back, and an error in it is never exit code 0.
+- `launcher`: every rank of the job runs once, its exit code comes back, and an error in it is never exit code 0.
 
 The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does
 not apply on this machine is reported as skipped, with the reason: a kernel pack for NVIDIA GPUs needs a machine that

@@ -21,7 +21,7 @@ from typing import Any
 from surogate_core.config.resolve import load_run_config
 from surogate_core.engine.engine import Inputs
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.run.run import run
+from surogate_core.run.job import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "plugins" / "surogate-monitor-adaptive" / "tests" / "data"
@@ -83,7 +83,7 @@ def record(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, nan_at(NAN_STEP if name == "nan_spike" else None):
         latest = {text.partition("=")[0]: text for text in (*COMMON, *overrides)}
         config = load_run_config([*latest.values(), f"output_dir={directory}"], registry=registry)
-        run(config, registry)
+        launch(config, registry)
         lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "step_end"]
     (start,) = [line for line in lines if line["event"] == "run_start"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from surogate_core import bundles, hookimpl
@@ -10,9 +9,11 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from surogate_core.plugins.registry import Registry
 
-def _run_here(main: Callable[[], int], options: Any) -> int:
-    return main()
+
+def _run_here(job: bundles.Job, options: Any, registry: Registry) -> int:
+    return job.run(registry=registry)
 
 
 @hookimpl

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
 from surogate_core.bundles.kernels import Kernel, KernelPack
-from surogate_core.bundles.launchers import Launcher
+from surogate_core.bundles.launchers import Job, Launcher
 from surogate_core.bundles.models import ModelFamily
 from surogate_core.bundles.monitors import Monitor, MonitorSpec
 from surogate_core.bundles.objectives import Objective
@@ -29,6 +29,7 @@ __all__ = [
     "DatasetFormat",
     "FormatChoice",
     "GradientStore",
+    "Job",
     "Kernel",
     "KernelPack",
     "Launcher",

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from surogate_core.bundles.options import NoOptions
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+
+
+class Job(Protocol):
+    """A run as a launcher gets it: data that can be pickled and sent to other processes."""
+
+    @property
+    def task(self) -> str:
+        """Name of the run's task."""
+
+    def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None) -> int:
+        """Run the part of process `rank` of `world` in this process; the exit code. Errors are raised.
+
+        `registry`: what `launch` got, in the process of the launcher; any other process leaves it out.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +32,8 @@ class Launcher:
 
     name: str
     """The value of `launcher`."""
-    launch: Callable[[Callable[[], int], Any], int]
-    """(the run's main, options) → exit code."""
+    launch: Callable[[Job, Any, Registry], int]
+    """(job, options, the plugins that this process has loaded) → exit code. Calls `job.run` here, with the plugins, or
+    in processes that get a copy of the job; every rank must run before it returns."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""

@@ -76,18 +76,11 @@ def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[
 def start(config: RunConfig, registry: Registry) -> int:
     """Open the run's log and train."""
     from surogate_core import logs
+    from surogate_core.run.job import launch, open_run_log
 
     logs.configure()
-    log_file = Path(config.log_file) if config.log_file else Path(config.output_dir) / "surogate.log"
-    try:
-        logs.open_log(log_file, follow=config.log_file is not None)
-    except OSError as error:
-        key = "log_file" if config.log_file else "output_dir"
-        message = f"{log_file} cannot be written: {error.strerror}."
-        raise ConfigError([Problem(key=key, message=message, fix=f"{key}=DIRECTORY_YOU_MAY_WRITE")]) from None
-    from surogate_core.run.run import run
-
-    return run(config, registry)
+    open_run_log(config)
+    return launch(config, registry)
 
 
 def _show(arguments: Arguments, task: str | None) -> int:

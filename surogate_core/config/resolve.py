@@ -283,6 +283,19 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
 
 
+def config_from(values: Mapping[str, Any], registry: Registry) -> RunConfig:
+    """The configuration that `to_dict` wrote as `values`; raises `ConfigError` where the plugins do not know it."""
+    from surogate_core.config.names import LIST_GROUPS
+
+    composed = {key: {one["name"]: one for one in v} if key in LIST_GROUPS else v for key, v in values.items()}
+    return check_values(composed, registry, lambda key: "")
+
+
+def policy_from(values: Mapping[str, Any]) -> PluginPolicy:
+    """The plugin policy in the values that `to_dict` gave."""
+    return PluginPolicy(**values["plugins"])
+
+
 def to_yaml(config: RunConfig) -> str:
     """The flat YAML that gives the same configuration again."""
     from surogate_core.config.yamlfile import write_yaml

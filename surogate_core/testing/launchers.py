@@ -1,47 +1,62 @@
-"""Checks of launchers: main is called, and its exit code comes back."""
+"""Checks of launchers: every rank of the job runs once, and the exit code comes back."""
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from surogate_core.bundles import Launcher
 from surogate_core.errors import MachineError
+from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.testing.check import NotApplicable, ensure
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A job that trains nothing: it leaves a file for its rank, and ends as it is asked to."""
+
+    directory: str
+    code: int = 0
+    fails: bool = False
+    task: str = "sft"
+
+    def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None) -> int:
+        """Leave the file ``RANK of WORLD``; the code, or `RuntimeError`."""
+        (Path(self.directory) / f"{rank} of {world}").touch(exist_ok=False)
+        if self.fails:
+            raise RuntimeError("raised by the conformance kit")
+        return self.code
+
+
 def returns_the_exit_code(launcher: Launcher) -> None:
-    """With the options' defaults main runs, here or in other processes, and 0 and 3 come back as they are."""
+    """With the options' defaults every rank of the job runs, here or in other processes, and 0 and 3 come back."""
+    plugins = load_plugins(import_policy())
     for code in (0, 3):
         with tempfile.TemporaryDirectory() as directory:
-            called = Path(directory) / "called"
-
-            def main(called: Path = called, code: int = code) -> int:
-                called.touch()
-                return code
-
             try:
-                found = launcher.launch(main, launcher.options())
+                found = launcher.launch(Probe(directory=directory, code=code), launcher.options(), plugins)
             except MachineError as error:
                 raise NotApplicable(str(error)) from None
-            ensure(called.exists(), "main was not called")
-            ensure(found == code, f"main ended with {code}, and launch returned {found!r}")
+            ran = sorted(path.name for path in Path(directory).iterdir())
+            ensure(bool(ran), "the job was not run")
+            world = int(ran[0].rpartition(" ")[2])
+            ensure(ran == sorted(f"{rank} of {world}" for rank in range(world)), f"not every rank ran once: {ran}")
+            ensure(found == code, f"the job ended with {code}, and launch returned {found!r}")
 
 
 def lets_errors_through(launcher: Launcher) -> None:
-    """What main raises ends the launch: an error, or an exit code that is not 0; never 0."""
-
-    def main() -> int:
-        raise RuntimeError("raised by the conformance kit")
-
-    try:
-        found = launcher.launch(main, launcher.options())
-    except MachineError as error:
-        raise NotApplicable(str(error)) from None
-    except RuntimeError as error:
-        ensure("conformance kit" in str(error), f"another error came out: {error}")
-        return
-    ensure(found != 0, "main raised, and launch returned 0")
+    """What a job raises ends the launch: an error, or an exit code that is not 0; never 0."""
+    plugins = load_plugins(import_policy())
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            found = launcher.launch(Probe(directory=directory, fails=True), launcher.options(), plugins)
+        except MachineError as error:
+            raise NotApplicable(str(error)) from None
+        except RuntimeError as error:
+            ensure("conformance kit" in str(error), f"another error came out: {error}")
+            return
+        ensure(found != 0, "the job raised, and launch returned 0")
 
 
 CHECKS = (returns_the_exit_code, lets_errors_through)

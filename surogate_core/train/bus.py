@@ -40,6 +40,8 @@ class EventBus:
     def __init__(self, monitors: Mapping[str, Monitor]):
         """`monitors`: name → monitor, in the order in which they see events."""
         self._monitors = dict(monitors)
+        self.failures: list[str] = []
+        """Which monitors failed and were disabled, one sentence each."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,6 +99,7 @@ class EventBus:
         log.warning("a monitor failed and is disabled", monitor=name, doing=doing, error=repr(error), exc_info=error)
         _close(name, monitor)
         message = f"monitor {name} failed at {doing} and is disabled for the rest of the run: {error!r}"
+        self.failures.append(message)
         return self.emit(Notice(level="warning", message=message, data={"monitor": name}))
 
 

@@ -151,15 +151,16 @@ class CheckpointDir:
         self._rotate(final)
         return final
 
-    def latest_good(self) -> Checkpoint | None:
+    def latest_good(self, *, settle: bool = True) -> Checkpoint | None:
         """The checkpoint saved last that is whole, every digest verified; None where there is no checkpoint.
 
-        Settles what killed runs left in the directory first. `skipped` then says which directories were not
-        chosen and why. Raises `UserError`, or `MachineError` for a failing disk, with the reason for each
-        if there are checkpoints here and none can be used.
+        Settles what killed runs left in the directory first, unless `settle` is false. `skipped` then says which
+        directories were not chosen and why. Raises `UserError`, or `MachineError` for a failing disk, with the reason
+        for each if there are checkpoints here and none can be used.
         """
         self.skipped = []
-        self.recover()
+        if settle:
+            self.recover()
         readable: list[tuple[Path, Manifest]] = []
         refused: list[tuple[Path, SurogateError]] = []
         for path in self._named(_NAME):

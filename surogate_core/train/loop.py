@@ -195,7 +195,7 @@ class Loop:
         loader: StepLoader,
         evaluation: EvalBatches | None,
         bus: EventBus,
-        checkpoints: CheckpointDir,
+        checkpoints: CheckpointDir | None,
         *,
         identity: Mapping[str, Any],
         signals: StopSignals,
@@ -204,6 +204,7 @@ class Loop:
     ):
         """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit.
 
+        `checkpoints`: where the run saves; None where another process saves for it.
         `gemm_flops_per_second`: the device's rate that `StepEnd.speed_of_light` compares with.
         """
         self.config, self.engine, self.loader, self.evaluation = config, engine, loader, evaluation
@@ -466,6 +467,9 @@ class Loop:
     def _save(self, loader_state: Mapping[str, Any], *, last: bool, signalled: bool) -> None:
         asked, self._save_asked = self._save_asked, False
         if self._saved_step == self.state.step:
+            return
+        if self.checkpoints is None:
+            self._saved_step = self.state.step
             return
         started = time.perf_counter()
         reason: Literal["schedule", "signal", "control", "end"] = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands in for the training run; the list gets each config."""
-    module = types.ModuleType("surogate_core.run.run")
+    """Replaces the training run; the list gets each config."""
     configs: list[Any] = []
 
     def fake(config: Any, registry: Any) -> int:
@@ -32,8 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         return 3 if config.learning_rate == 666.0 else 0
 
-    module.run = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "surogate_core.run.run", module)
+    monkeypatch.setattr("surogate_core.run.job.launch", fake)
     return configs
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,26 @@ def surogate(*args: str, code: int = 0, path: Path | None = None, **environ: str
     return done
 
 
+RESULT: list[Callable[[Any], int]] = []
+"""What a run does, set by `let_run` for one test."""
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands in for the training run; the list gets each config, `let_run` says what a run does."""
-    module = types.ModuleType("surogate_core.run.run")
+    """Replaces the training run; the list gets each config, `let_run` says what a run does."""
     configs: list[Any] = []
+    RESULT[:] = [lambda config: 0]
 
     def fake(config: Any, registry: Any) -> int:
         configs.append(config)
-        return int(module.result(config))
+        return RESULT[0](config)
 
-    module.run = fake  # type: ignore[attr-defined]
-    module.result = lambda config: 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "surogate_core.run.run", module)
+    monkeypatch.setattr("surogate_core.run.job.launch", fake)
     return configs
 
 
 def let_run(result: Callable[[Any], int]) -> None:
-    sys.modules["surogate_core.run.run"].result = result  # type: ignore[attr-defined]
+    RESULT[:] = [result]
 
 
 # ----------------------------------------------------------------------------------- imports

@@ -364,24 +364,28 @@ def test_objectives_that_break_a_rule_are_caught(loss: Any, check: Any, message:
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
-        (lambda main, options: 0, "main was not called"),
-        (lambda main, options: main() and 0, "main ended with 3, and launch returned 0"),
-        (lambda main, options: None if main() == 0 else 3, "main ended with 0, and launch returned None"),
+        (lambda job, options, registry: 0, "the job was not run"),
+        (lambda job, options, registry: job.run() and 0, "the job ended with 3, and launch returned 0"),
+        (
+            lambda job, options, registry: None if job.run() == 0 else 3,
+            "ended with 0, and launch returned None",
+        ),
+        (lambda job, options, registry: job.run(rank=1, world=2), "not every rank ran once: ['1 of 2']"),
     ],
 )
 def test_launchers_that_break_a_rule_are_caught(launch: Any, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError, match=re.escape(message)):
         launchers.returns_the_exit_code(bundles.Launcher(name="x", launch=launch))
 
 
 def test_a_launcher_that_swallows_errors_is_caught() -> None:
-    def launch(main: Any, options: Any) -> int:
+    def launch(job: Any, options: Any, registry: Any) -> int:
         try:
-            return int(main())
+            return int(job.run(registry=registry))
         except RuntimeError:
             return 0
 
-    with pytest.raises(AssertionError, match="main raised, and launch returned 0"):
+    with pytest.raises(AssertionError, match="the job raised, and launch returned 0"):
         launchers.lets_errors_through(bundles.Launcher(name="x", launch=launch))
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ RAISING = f"""
 def surogate_launcher():
     return bundles.Launcher(name="odd", launch=launch)
 
-def launch(main, options):
+def launch(job, options, registry):
     BODY
 """
 
@@ -176,10 +177,11 @@ def test_what_passes_through_a_plugin_is_not_its_own(install_plugin: Any) -> Non
     from surogate_core.bundles import NoOptions
     from surogate_core.dsl.dims import Dim
 
-    install_plugin("odd", RAISING.replace("BODY", "return main()"))
-    launcher = load().get("launcher", "odd")
+    install_plugin("odd", RAISING.replace("BODY", "return job.run()"))
+    registry = load()
+    launcher = registry.get("launcher", "odd")
     for main_, expected in ((lambda: Dim("width").size({}), "odd"), (lambda: load().get("recipe", "no such"), None)):
         with pytest.raises(Exception) as caught:
-            launcher.launch(main_, NoOptions())
+            launcher.launch(SimpleNamespace(run=main_), NoOptions(), registry)
         found = culprit(caught.value)
         assert (found.name if found else None) == expected

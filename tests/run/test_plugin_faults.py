@@ -112,3 +112,24 @@ def test_a_monitor_that_answers_with_text_is_left_out(
     notices = [line["message"] for line in records(tmp_path / "run", "notice")]
     assert [m for m in notices if "monitor odd failed at event step_end and is disabled" in m and "not a Control" in m]
     assert records(tmp_path / "run", "run_end")[0]["reason"] == "finished"
+
+
+def test_a_record_that_cannot_be_written_is_told_at_the_end(
+    base: list[str], run_here: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    from surogate_core.files import metrics
+
+    line = metrics.json_line
+
+    def full(event: Any, *, at: float) -> str:
+        if event.name == "eval_end" and event.step:
+            raise OSError(28, "No space left on device")
+        return line(event, at=at)
+
+    monkeypatch.setattr(metrics, "json_line", full)
+    words = [word for word in base if not word.startswith(("monitor=", "max_steps="))]
+    assert run_here(tmp_path / "run", *words, "monitor=[console,jsonl]", "max_steps=2", "eval_steps=1") == 0
+    said = capsys.readouterr().out
+    end = " ".join(said[said.index("Finished after 2 steps") :].split())
+    assert "monitor jsonl failed at event eval_end" in end
+    assert "No space left on device" in end

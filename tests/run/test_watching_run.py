@@ -86,7 +86,7 @@ def test_a_device_without_room_to_be_measured_trains_all_the_same(
     def full(*_: object) -> float:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("surogate_core.run.run.gemm_flops_per_second", full)
+    monkeypatch.setattr("surogate_core.run.prepare.gemm_flops_per_second", full)
     assert run_here(tmp_path / "run", *base, "max_steps=1") == 0
     assert records(tmp_path / "run", "run_start")[0]["gemm_flops_per_second"] is None
     assert records(tmp_path / "run", "step_end")[0]["speed_of_light"] is None
@@ -106,7 +106,7 @@ def test_the_report_is_named_when_it_is_there(
     def full(directories: object) -> None:
         raise MachineError("the disk is full")
 
-    monkeypatch.setattr("surogate_core.run.run.write_report", full)
+    monkeypatch.setattr("surogate_core.run.outputs.write_report", full)
     assert run_here(tmp_path / "full", *base, "max_steps=1") == 0
     assert isinstance(seen[-1], RunEnd)
 

@@ -82,13 +82,13 @@ def base_on(data_cache: Path) -> Callable[[Path], list[str]]:
 def run_here(installed: Registry) -> RunHere:
     """Composes, checks and runs as the console script does; later overrides win. Errors are raised."""
     from surogate_core.config.resolve import load_run_config
-    from surogate_core.run.run import run
+    from surogate_core.run.job import launch
 
     def start(output: Path, *overrides: str, registry: Registry | None = None, config_file: Path | None = None) -> int:
         latest = {text.partition("=")[0]: text for text in overrides}
         found = registry or installed
         arguments = [*latest.values(), f"output_dir={output}"]
-        return run(load_run_config(arguments, config_file=config_file, registry=found), found)
+        return launch(load_run_config(arguments, config_file=config_file, registry=found), found)
 
     return start
 

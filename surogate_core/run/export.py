@@ -1,0 +1,159 @@
+"""The result of a run in its output directory: the adapter, the model, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surogate_core.config.resolve import to_dict
+from surogate_core.config.schema import RunConfig
+from surogate_core.engine.engine import Engine
+from surogate_core.hf.card import Card, changed_keys
+from surogate_core.hf.export import export_adapter, export_full, generation_of
+from surogate_core.hf.lora_files import LoraAdapter, folded
+from surogate_core.run.assemble import ResolvedModel
+from surogate_core.train.loop import LoopState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_KEYS = ("learning_rate", "lr_scheduler_type", "sequence_len", "lora")
+"""Keys whose values the model card always has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A finished training."""
+
+    config: RunConfig
+    resolved: ResolvedModel
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    state: LoopState
+    longest: int
+    """Tokens of the longest document."""
+    base_files: dict[str, str]
+    """Weight file of the base → digest of its data."""
+    weight_format: str | None
+    """The weight format of the frozen base."""
+
+
+def places(config: RunConfig) -> list[Path]:
+    """Where the result goes, the one that is shown first."""
+    output = Path(config.output_dir)
+    adapter, model = output / "adapter", output / "model"
+    if not config.lora:
+        return [model]
+    return [model, adapter] if config.merge_adapter else [adapter]
+
+
+def export(trained: Trained, progress: Callable[[str, int, int], None]) -> Path:
+    """Write the result; the place that is shown. `progress`: what is done, in words; tensors written; all of them."""
+    config = trained.config
+    card, own = _card(trained), _own_adapter(trained)
+    if own is not None:
+        _export_adapter(trained, own, card, progress)
+    if own is None or config.merge_adapter:
+        _export_model(trained, [*_below(trained), own] if own is not None else [], card, progress)
+    return places(config)[0]
+
+
+def _card(trained: Trained) -> Card:
+    config, resolved, state = trained.config, trained.resolved, trained.state
+    settings = to_dict(config)
+    chosen = {"recipe": config.recipe.name, "optimizer": config.optimizer.name}
+    if trained.weight_format is not None:
+        chosen["weight_format"] = trained.weight_format
+    keys = [*SHOWN_KEYS, *(["lora_rank"] if config.lora else [])]
+    return Card(
+        title=config.run_name or Path(config.output_dir).resolve().name,
+        base_model=config.model.path if resolved.weights else None,
+        base_commit=resolved.commit,
+        base_files=trained.base_files,
+        base_overrides=resolved.base_overrides,
+        configuration=changed_keys(config),
+        settings={**chosen, **{k: settings[k] for k in keys}},
+        figures={
+            "steps": state.step,
+            "tokens": state.total_tokens,
+            "tokens of the longest document": trained.longest,
+            "trained parameters": trained.engine.parameters.counts()[1],
+            "held-out loss before": state.first_eval_loss,
+            "held-out loss after": state.last_eval_loss if state.evaluated_step else None,
+        },
+    )
+
+
+def _own_adapter(trained: Trained) -> LoraAdapter | None:
+    """The adapter that was trained; None where all weights were."""
+    config = trained.config
+    if not config.lora:
+        return None
+    return LoraAdapter(
+        source="the run",
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        scale=config.lora_alpha / config.lora_rank,
+        tensors=dict(trained.engine.parameters.adapter_tensors()),
+    )
+
+
+def _below(trained: Trained) -> tuple[LoraAdapter, ...]:
+    """The adapters that the trained one stands on, folded into the base while it was trained."""
+    return tuple(trained.resolved.adapter.folded) if trained.resolved.adapter else ()
+
+
+def _export_adapter(trained: Trained, own: LoraAdapter, card: Card, progress: Callable[[str, int, int], None]) -> None:
+    config, resolved, below = trained.config, trained.resolved, _below(trained)
+    tensors = own.tensors
+    export_adapter(
+        places(config)[-1],
+        _shown("the adapter", tensors.items(), len(tensors), progress),
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors}),
+        base_model=config.model.path,
+        card=card,
+        tokenizer=trained.tokenizer,
+        stacked_on=Path(below[-1].source) if below else None,
+        generation_config=generation_of(resolved.weights, resolved.model.config, trained.tokenizer),
+    )
+
+
+def _export_model(
+    trained: Trained, stack: list[LoraAdapter], card: Card, progress: Callable[[str, int, int], None]
+) -> None:
+    config, resolved, tokenizer = trained.config, trained.resolved, trained.tokenizer
+    parameters = trained.engine.parameters
+    values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
+    values.pop("quantization_config", None)  # what is written is not quantised
+    if resolved.weights is None:
+        # A preset's token ids are those of the published model's tokenizer, not of this one.
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        values.update({name: getattr(tokenizer, name) for name in names})
+    # Folding starts from the files, whose dtypes are kept, and rounds once. With a quantised base it starts from the
+    # weights that the adapter was trained on.
+    files = resolved.weights if config.lora and trained.weight_format is None else None
+    tensors = ((n, files.get(n)) for n in files.names()) if files else parameters.base_tensors()
+    export_full(
+        places(config)[0],
+        _shown("the model", folded(tensors, stack), len(parameters.specs), progress),
+        config=values,
+        tokenizer=tokenizer,
+        card=card,
+        generation_config=generation_of(resolved.weights, values, tokenizer),
+    )
+
+
+def _shown(
+    what: str, tensors: Iterable[tuple[str, Tensor]], total: int, progress: Callable[[str, int, int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, while progress is shown; `total` is about their number."""
+    for number, item in enumerate(tensors):
+        progress(f"exporting {what}", min(number, total - 1), total)
+        yield item
+    progress(f"exporting {what}", total, total)

@@ -1,0 +1,60 @@
+"""What a run is, for its checkpoints: what one must agree with to be resumed, and what it was made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surogate_core.config.schema import RunConfig
+from surogate_core.run.assemble import ResolvedModel, resolve_weight_format
+from surogate_core.run.changes import recorded
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+
+
+def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> dict[str, Any]:
+    """The part of a checkpoint's state that says which run it belongs to, as JSON values.
+
+    ``essential`` must be equal for a run to resume; `check_compatible` says what differs in the rest.
+    """
+    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    essential = {
+        "model": resolved.fingerprint,
+        **{f"model.config.{key}": value for key, value in resolved.model.config.items()},
+        "objective": config.objective,
+        "optimizer": config.optimizer.name,
+        "recipe": config.recipe.name,
+        "lora": config.lora,
+    }
+    if config.master_dtype == "bf16":
+        essential["master_dtype"] = config.master_dtype
+    if registry.get("recipe", config.recipe.name).state is not None:
+        essential["fp8_amax_history"] = config.fp8_amax_history
+    if weight_format is not None:
+        essential["weight_format"] = weight_format.name
+        essential |= {key: getattr(weight_settings, key) for key in weight_format.keys}
+    if config.lora:
+        essential["lora_rank"] = config.lora_rank
+        essential["lora_alpha"] = config.lora_alpha
+        essential["lora_target_modules"] = sorted(config.lora_target_modules)
+    made_with: dict[str, Any] = {"base_model": config.model.path, "base_commit": resolved.commit}
+    if (given := resolved.adapter) is not None:
+        essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"
+        path = str(Path(given.stack[-1].source).resolve())
+        made_with["adapter"] = {"path": path, "mode": given.mode, "fingerprint": given.fingerprint}
+    # The plugins whose bundles shape the weights; monitors may come and go, and so may where tensors live.
+    used = registry.plugins_used(
+        [
+            ("model", resolved.family.name),
+            ("recipe", config.recipe.name),
+            ("optimizer", config.optimizer.name),
+            ("objective", config.objective),
+            *([("quant", weight_format.name)] if weight_format is not None else []),
+        ]
+    )
+    versions = {p["name"]: p["version"] for p in used}
+    made_with |= {"torch": torch.__version__, "config": recorded(config)}
+    return {"essential": essential, "plugins": versions, **made_with}

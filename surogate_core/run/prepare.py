@@ -1,0 +1,208 @@
+"""The phases before a run's first step: the base model, the checkpoint to resume, the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import torch
+
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.pipeline import PreparedData, prepare
+from surogate_core.data.preview import suspicious_examples
+from surogate_core.data.sampler import EvalBatches, StepLoader
+from surogate_core.dsl.rope import check_covers
+from surogate_core.events import Progress
+from surogate_core.hf.contents import Contents, check_contents, digest_cache
+from surogate_core.run.assemble import (
+    ResolvedModel,
+    check_commit,
+    check_weights,
+    pinned,
+    prepare_recipe,
+    recipe_notes,
+    resolve_device,
+    resolve_dtype,
+    resolve_lora,
+    resolve_model,
+    unused_note,
+    weight_format_notes,
+)
+from surogate_core.run.changes import changes_note
+from surogate_core.run.token_budget import adjusted_epochs, token_budget
+from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
+from surogate_core.train.flops import gemm_flops_per_second
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.plugins.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+Show = Callable[[Progress], None]
+"""Where progress goes; raises to end the preparation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model that a run starts from."""
+
+    config: RunConfig
+    """With the commit of the hub that the model's name leads to now."""
+    resolved: ResolvedModel
+    device: torch.device
+    contents: Contents | None
+    """Reads the digests of the weight files in the background; None for random weights. The run closes it."""
+    notes: tuple[str, ...]
+
+    def files(self, show: Show) -> dict[str, str]:
+        """Weight file of the base → digest of its data, waiting for them; empty for random weights."""
+        if self.contents is None:
+            return {}
+        show(Progress(task="verifying the base", done=0, total=1))
+        digests = self.contents.digests()
+        show(Progress(task="verifying the base", done=1, total=1))
+        return digests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What a run trains on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    steps: StepLoader
+    evaluation: EvalBatches | None
+    longest: int
+    """Tokens of the longest document."""
+    notes: tuple[str, ...]
+
+
+def fetch_base(config: RunConfig, registry: Registry, show: Show) -> Base:
+    """Find the model and its device, and check what can be checked before anything long is done."""
+    show(Progress(task="fetching the model", done=0, total=1))
+    resolved = resolve_model(config, registry)
+    show(Progress(task="fetching the model", done=1, total=1))
+    config = pinned(config, resolved)
+    unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
+    if unused:
+        log.info("tensors of the model directory that the model does not use", names=unused)
+    device = resolve_device(config)
+    recipe, recipe_options = prepare_recipe(config, registry, device)
+    notes = recipe_notes(config, recipe, recipe_options)
+    notes += weight_format_notes(config, registry, resolved, device)
+    notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
+    contents = None
+    if resolved.weights is not None:
+        # In the background: a run that resumes nothing needs the digests only for its first checkpoint.
+        contents = Contents(resolved.weights.files, digest_cache(config.data_cache_dir))
+    return Base(config=config, resolved=resolved, device=device, contents=contents, notes=tuple(notes))
+
+
+def checkpoint_to_resume(
+    checkpoints: CheckpointDir, base: Base, identity: Mapping[str, Any], show: Show, *, settle: bool
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that `resume_from_checkpoint` asks for, and what its owner should know.
+
+    `settle`: whether this process may finish or remove what killed runs left half-written in the directory.
+    Raises `UserError` where there are checkpoints and none can be used, or where it does not fit the run.
+    """
+    config = base.config
+    asked = config.resume_from_checkpoint
+    if asked is False:
+        return None, []
+    notes: list[str] = []
+    show(Progress(task="verifying the checkpoint", done=0, total=1))
+    if asked is True:
+        checkpoint = checkpoints.latest_good(settle=settle)
+        notes += checkpoints.skipped
+    else:
+        beside = checkpoints.root / asked
+        checkpoint = CheckpointDir.load(beside if beside.is_dir() and not Path(asked).is_dir() else Path(asked))
+    show(Progress(task="verifying the checkpoint", done=1, total=1))
+    if checkpoint is None:
+        return None, notes
+    check_commit(checkpoint.state, identity["base_commit"], path=checkpoint.path)
+    notes += check_compatible(checkpoint.state, identity, path=checkpoint.path)
+    note = check_contents(checkpoint.state, base.files(show), frozen=config.lora, path=checkpoint.path)
+    changed = changes_note(checkpoint.state, config, path=checkpoint.path)
+    notes += [n for n in (note, changed) if n]
+    had = checkpoint.state.get("torch")
+    if had != torch.__version__:
+        notes.append(
+            f"torch was version {had} when the checkpoint was saved and is {torch.__version__} now: "
+            f"the run goes on, but not bit for bit as it would have."
+        )
+    return checkpoint, notes
+
+
+def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | None, show: Show) -> Material:
+    """Tokenise and pack the data, or map what is cached; the steps go on where the checkpoint left them."""
+    config, model = base.config, base.resolved.model
+    tokenizer, of_tokenizer = tokenizer_of_run(
+        config, vocab_size=model.vocab_size, pretrained=base.resolved.weights is not None
+    )
+    data = prepare(config, tokenizer, registry.all("dataset"), progress=show)
+    longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
+    check_covers(model.config, longest)
+    steps = StepLoader(
+        data.train,
+        rows_per_micro_batch=config.per_device_train_batch_size,
+        micro_batches=config.gradient_accumulation_steps,
+        seed=config.train_seed,
+    )
+    if checkpoint is not None:
+        steps.load_state(checkpoint.state.get("loader", {}))
+    evaluation = None
+    if data.eval is not None:
+        evaluation = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
+    notes = [*of_tokenizer, data.report.summary(), *data.report.warnings, *suspicious_examples(data, tokenizer)]
+    return Material(
+        tokenizer=tokenizer, data=data, steps=steps, evaluation=evaluation, longest=longest, notes=tuple(notes)
+    )
+
+
+def measured_rate(base: Base, show: Show) -> float | None:
+    """FLOP/s of a large product on the device, for the speed of light; None where the device has no room for it.
+
+    Measured before the model is there, and not counted in the run's peak memory.
+    """
+    device = base.device
+    show(Progress(task="measuring the device's rate", done=0, total=1))
+    rate = None
+    try:
+        rate = gemm_flops_per_second(device, resolve_dtype(base.config, device))
+    except torch.OutOfMemoryError as error:
+        log.info("no speed of light: the device has no room to measure its rate", error=repr(error))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    show(Progress(task="measuring the device's rate", done=1, total=1))
+    return rate
+
+
+def with_adjusted_epochs(config: RunConfig, *, parameters: int, tokens: int) -> tuple[RunConfig, str]:
+    """The configuration with the epochs that the model's token budget makes of `tokens` an epoch, and a note of it."""
+    epochs = adjusted_epochs(parameters, tokens)
+    note = (
+        f"epoch_adjustment: num_epochs is {epochs:.4g} instead of {config.num_epochs:.4g}, for "
+        f"{token_budget(parameters):,} tokens at {tokens:,} an epoch."
+    )
+    return dataclasses.replace(config, num_epochs=epochs), note
+
+
+def resumed_note(checkpoint: Checkpoint, total: int) -> str:
+    """How a run of `total` steps goes on from the checkpoint."""
+    if checkpoint.step < total:
+        return f"Resumed from {checkpoint.path} at step {checkpoint.step} of {total}."
+    return (
+        f"Nothing is left to train: {checkpoint.path} is at step {checkpoint.step} and the run has {total}; "
+        f"its result is exported again. To train on, raise max_steps or num_epochs; "
+        f"to start anew, set resume_from_checkpoint=false."
+    )

@@ -1,0 +1,107 @@
+"""A run as data: it is rebuilt from plain values, here and in other processes, and gives the same bits."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.config.resolve import load_run_config, to_dict
+from surogate_core.errors import PluginError, UserError
+from surogate_core.plugins.registry import Registry
+from surogate_core.run.job import Job
+from surogate_core.run.run import train
+
+History = Callable[[Path], list[tuple[Any, ...]]]
+
+ELSEWHERE = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    job = pickle.load(file)
+import torch
+torch.set_num_threads(1)
+sys.exit(job.run())
+"""
+
+
+def job_of(registry: Registry, *overrides: str) -> Job:
+    return Job.of(load_run_config(list(overrides), registry=registry), registry)
+
+
+def test_a_pickled_job_gives_the_same_bits_in_another_process(
+    tmp_path: Path, base: list[str], installed: Registry, history: History, digests: Any
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    base = [word for word in base if not word.startswith("max_steps")]
+    base += ["max_steps=2", "lora=true", "lora_rank=4"]
+    assert job_of(installed, *base, f"output_dir={here}").run(registry=installed) == 0
+    (tmp_path / "job").write_bytes(pickle.dumps(job_of(installed, *base, f"output_dir={there}")))
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "job")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert history(there) == history(here)
+    assert digests(there / "adapter") == digests(here / "adapter")
+    assert digests(there / "checkpoint-2") == digests(here / "checkpoint-2")
+    # The log of a process of its own is where a run's log is.
+    assert (there / "surogate.log").is_file()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=qwen3", "recipe=fp8-hybrid", "monitor=[console,tensorboard]", "monitor.tensorboard.directory='a ${b'"),
+        ("task=pt", "model.config={num_hidden_layers: 1}", "offload=host", "resume_from_checkpoint=false"),
+        ("rope_scaling={rope_type: linear, factor: 2.0}", "plugins.block=[nothing-real]", "monitor=[]"),
+    ],
+)
+def test_a_job_is_json_and_rebuilds_the_configuration(words: tuple[str, ...]) -> None:
+    from surogate_core.config.resolve import config_from, peek_policy
+    from surogate_core.plugins import import_policy, load_plugins
+
+    registry = load_plugins(import_policy(peek_policy(words)))
+    config = load_run_config([word.replace("${", "\\${") for word in words], registry=registry)
+    job = Job.of(config, registry)
+    again = json.loads(json.dumps(job.config))
+    assert config_from(again, registry) == config
+    assert to_dict(config_from(again, registry)) == job.config
+    assert job.task == config.task
+
+
+def test_other_plugins_than_the_launchers_are_refused(tmp_path: Path, base: list[str], installed: Registry) -> None:
+    job = job_of(installed, *base, f"output_dir={tmp_path / 'out'}")
+    other = Job(config=job.config, plugins=(*job.plugins[:-1], ("monitor-odd", "1.0")))
+    with pytest.raises(PluginError, match=r"other plugins than the one that launched it: monitor-odd 1\.0, "):
+        other.run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_are_refused(tmp_path: Path, base: list[str], installed: Registry) -> None:
+    job = job_of(installed, *base, f"output_dir={tmp_path / 'out'}")
+    with pytest.raises(UserError, match="2 processes: a run is one process"):
+        job.run(rank=1, world=2, registry=installed)
+    with pytest.raises(ValueError, match="rank 1 of 1"):
+        job.run(rank=1, registry=installed)
+
+
+def test_another_rank_locks_and_writes_and_shows_nothing(
+    tmp_path: Path, base: list[str], installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object, **__: object) -> None:
+        raise AssertionError("of rank 0 alone")
+
+    monkeypatch.setattr("surogate_core.run.outputs.locked", unwanted)
+    monkeypatch.setattr("surogate_core.run.outputs.Record", unwanted)
+    monkeypatch.setattr("surogate_core.run.run.Outputs", unwanted)
+    monkeypatch.setattr("surogate_core.run.run.export", unwanted)
+    monkeypatch.setattr("surogate_core.train.checkpoint.CheckpointDir.save", unwanted)
+    monkeypatch.setattr("surogate_core.train.checkpoint.CheckpointDir.recover", unwanted)
+    base = [word for word in base if not word.startswith("max_steps")]
+    config = load_run_config([*base, "max_steps=2", f"output_dir={tmp_path / 'out'}"], registry=installed)
+    assert train(config, installed, rank=1) == 0
+    assert not (tmp_path / "out").exists()
