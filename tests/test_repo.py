@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -23,6 +25,7 @@ SOURCES = sorted(
     for f in top.rglob("*.py")
     if "tests" not in f.relative_to(ROOT).parts
 )
+TESTS = sorted(f for top in ("tests", "plugins/*/tests") for f in ROOT.glob(f"{top}/**/*.py"))
 KINDS_WITH_EQUAL_FILES = ("model", "optimizer")
 """Plugins of these kinds have modules of the same names; recipes, monitors and data sets differ in what they need."""
 
@@ -35,6 +38,7 @@ def package_of(plugin: Path) -> Path:
     return plugin / "src" / plugin.name.replace("-", "_")
 
 
+@cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
@@ -55,6 +59,12 @@ def dotted(node: ast.expr) -> str:
         parts.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def refuse(offenders: Iterable[str]) -> None:
+    """Fail with all of them, one a line, which an `assert` would abridge."""
+    if found := list(offenders):
+        pytest.fail("\n".join(found), pytrace=False)
 
 
 # -------------------------------------------------------------------------------- layout
@@ -91,17 +101,22 @@ def test_layout():
     assert not missing
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda p: p.name)
-def test_plugin_is_a_distribution_of_its_own(plugin):
-    project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    package = package_of(plugin)
-    kind_and_name = plugin.name.removeprefix("surogate-")
-    assert project["name"] == plugin.name
-    assert project["entry-points"]["surogate"] == {kind_and_name: package.name}
-    assert any(r.startswith("surogate>=") for r in project["dependencies"])
-    assert (package / "__init__.py").is_file()
-    assert len((plugin / "README.md").read_text(encoding="utf-8").split()) > 20, "the README says nothing"
-    assert list((plugin / "tests").glob("test_*.py")), "no tests"
+def test_plugins_are_distributions_of_their_own():
+    wrong = []
+    for plugin in PLUGINS:
+        project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        package = package_of(plugin)
+        points = {plugin.name.removeprefix("surogate-"): package.name}
+        checks = {
+            "the name is the directory's": project["name"] == plugin.name,
+            f"the entry points are {points}": project["entry-points"]["surogate"] == points,
+            "it depends on surogate>=": any(r.startswith("surogate>=") for r in project["dependencies"]),
+            f"the package is {relative(package)}": (package / "__init__.py").is_file(),
+            "the README says something": len((plugin / "README.md").read_text(encoding="utf-8").split()) > 20,
+            "it has tests": bool(list((plugin / "tests").glob("test_*.py"))),
+        }
+        wrong += [f"{plugin.name}: not so: {what}" for what, holds in checks.items() if not holds]
+    refuse(wrong)
 
 
 def test_readme_has_one_row_for_each_plugin():
@@ -109,28 +124,22 @@ def test_readme_has_one_row_for_each_plugin():
     assert sorted(rows) == sorted(plugin.name for plugin in PLUGINS)
 
 
-def test_readme_says_nothing_twice():
-    """Merges that keep both sides' lines leave such pairs: beginnings are compared, as ends are edited."""
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    beginnings = [line[:40] for line in lines if len(line) > 60 and not line.startswith("|")]
-    assert not {b for b in beginnings if beginnings.count(b) > 1}
-
-
-@pytest.mark.parametrize("kind", KINDS_WITH_EQUAL_FILES)
-def test_plugins_of_one_kind_have_the_same_files(kind):
-    shapes = defaultdict(list)
+def test_plugins_of_one_kind_have_the_same_files():
+    shapes = defaultdict(lambda: defaultdict(list))
     for plugin in PLUGINS:
-        if plugin.name.startswith(f"surogate-{kind}-"):
-            package, own = package_of(plugin), plugin.name.removeprefix(f"surogate-{kind}-").replace("-", "_")
-            names = {f.name.replace(own, "NAME") for f in package.glob("*.py")}
-            shapes[frozenset(names)].append(plugin.name)
-    assert len(shapes) <= 1, dict(shapes)
+        for kind in KINDS_WITH_EQUAL_FILES:
+            if plugin.name.startswith(f"surogate-{kind}-"):
+                package, own = package_of(plugin), plugin.name.removeprefix(f"surogate-{kind}-").replace("-", "_")
+                names = {f.name.replace(own, "NAME") for f in package.glob("*.py")}
+                shapes[kind][frozenset(names)].append(plugin.name)
+    assert set(shapes) == set(KINDS_WITH_EQUAL_FILES)
+    assert not {kind: found for kind, found in shapes.items() if len(found) > 1}
 
 
-@pytest.mark.parametrize("conf", sorted({ROOT / "conf", *ROOT.glob("plugins/*/src/*/conf")}), ids=relative)
-def test_config_directories_are_packages(conf):
-    for directory in (conf, *(d for d in conf.rglob("*") if d.is_dir() and d.name != "__pycache__")):
-        assert (directory / "__init__.py").is_file(), relative(directory)
+def test_config_directories_are_packages():
+    found = {ROOT / "conf", *ROOT.glob("plugins/*/src/*/conf")}
+    found |= {d for conf in found for d in conf.rglob("*") if d.is_dir() and d.name != "__pycache__"}
+    refuse(relative(d) for d in sorted(found) if not (d / "__init__.py").is_file())
 
 
 def test_files_stay_readable():
@@ -138,13 +147,73 @@ def test_files_stay_readable():
     assert not long
 
 
+def is_triton_program(function: ast.FunctionDef) -> bool:
+    return any(dotted(d.func if isinstance(d, ast.Call) else d) == "triton.jit" for d in function.decorator_list)
+
+
+def mirrors_a_schema(function: ast.FunctionDef) -> bool:
+    """Whether it is a custom op's implementation or its fake: torch reads the op's schema off the flat parameters."""
+    names = {dotted(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
+    return any(name.endswith(("library.custom_op", ".register_fake")) for name in names)
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    """`self` and `cls` aside."""
+    found = function.args
+    named = [a.arg for a in (*found.posonlyargs, *found.args, *found.kwonlyargs)]
+    return len(named) - (named[:1] in (["self"], ["cls"]))
+
+
+def length(function: ast.FunctionDef) -> int:
+    """Lines without the decorators; a launch ``program[grid](…)`` is one, whatever the number of its arguments."""
+    launches = [n for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript)]
+    inside = {line for call in launches for line in range(call.lineno + 1, call.end_lineno + 1)}
+    return function.end_lineno - function.lineno + 1 - len(inside)
+
+
+def too_large(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_triton_program(node):
+            if node.end_lineno - node.lineno >= 60 and (lines := length(node)) > 60:
+                yield f"{node.lineno}: {node.name} has {lines} lines"
+            if (count := parameters(node)) > 12 and not mirrors_a_schema(node):
+                yield f"{node.lineno}: {node.name} has {count} parameters"
+
+
+@pytest.mark.xfail(strict=False, reason="the last functions are being cut")
+def test_functions_stay_readable():
+    """At most 60 lines and 12 parameters; only Triton programs, and the schemas of custom ops, have more."""
+    refuse(f"{relative(file)}:{wrong}" for file in (*SOURCES, *TESTS) for wrong in too_large(parsed(file)))
+
+
+def test_what_counts_as_a_large_function():
+    many = ", ".join(f"p{i}" for i in range(13))
+    long = "    pass\n" * 60
+    for text, found in {
+        f"def f({many}): pass": ["1: f has 13 parameters"],
+        f"class C:\n  def f(self, {many[4:]}): pass": [],
+        f"def f(self, *, {many}): pass": ["1: f has 13 parameters"],
+        f"@triton.jit(do_not_specialize=[])\ndef f({many}):\n{long}": [],
+        f"@torch.library.custom_op('a::b', mutates_args=())\ndef f({many}):\n{long}": ["2: f has 61 lines"],
+        f"@op.register_fake\ndef _({many}): pass": [],
+        f"def f():\n{long}": ["1: f has 61 lines"],
+        f"def f():\n{long[9:]}": [],
+        "def f():\n  g[1,](\n" + "    x,\n" * 70 + "  )": [],
+    }.items():
+        assert list(too_large(ast.parse(text))) == found
+
+
 # ------------------------------------------------------------------------------- arrows
 
 
-@pytest.mark.parametrize("file", [f for f in SOURCES if CORE in f.parents], ids=relative)
-def test_core_imports_no_plugin(file):
+def test_core_imports_no_plugin():
     plugins = tuple(package_of(p).name for p in PLUGINS)
-    assert not [name for name in imports(parsed(file)) if name.startswith(plugins)]
+    refuse(
+        f"{relative(file)} imports {name}"
+        for file in core_files().values()
+        for name in imports(parsed(file))
+        if name.startswith(plugins)
+    )
 
 
 FLOORS = (
@@ -211,7 +280,7 @@ def test_arrows_run_down():
             other = name.partition(".")[2].partition(".")[0]
             if part and other and part != other and floors[part] <= floors[other]:
                 wrong.append(f"{module} imports {name}")
-    assert not wrong
+    refuse(wrong)
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -222,46 +291,65 @@ def test_no_files_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda p: p.name)
-def test_plugin_uses_nothing_private_and_no_other_plugin(plugin):
+def private_uses(plugin: Path) -> Iterator[str]:
+    """What a plugin's package takes from other plugins, and private names that it takes from the core."""
     own, others = package_of(plugin).name, {package_of(p).name for p in PLUGINS}
     for file in sorted(package_of(plugin).rglob("*.py")):
         tree = parsed(file)
-        core = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("surogate_core"):
-                core |= {alias.asname or alias.name for alias in node.names}
+        core = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("surogate_core")
+            for alias in node.names
+        }
         for name in imports(tree):
             top, *rest = name.split(".")
-            assert top == own or top not in others, f"{relative(file)} imports {name}"
-            if top == "surogate_core":
-                private = [part for part in rest if part.startswith("_") and not part.startswith("__")]
-                assert not private, f"{relative(file)} imports {name}"
+            private = any(is_private(part) for part in rest)
+            if (top != own and top in others) or (top == "surogate_core" and private):
+                yield f"{relative(file)} imports {name}"
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                assert dotted(node.value).partition(".")[0] not in core, f"{relative(file)}:{node.lineno}: {node.attr}"
+            private = isinstance(node, ast.Attribute) and is_private(node.attr)
+            if private and dotted(node.value).partition(".")[0] in core:
+                yield f"{relative(file)}:{node.lineno}: {node.attr}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_plugins_use_nothing_private_and_no_other_plugin():
+    refuse(wrong for plugin in PLUGINS for wrong in private_uses(plugin))
 
 
 # ------------------------------------------------------------------- what is never written
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=relative)
-def test_no_silent_import_errors_and_no_code_from_data(file):
+def forbidden(file: Path) -> Iterator[str]:
+    """Places where import errors are passed over, or where code comes from data."""
     for node in ast.walk(parsed(file)):
         place = f"{relative(file)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ExceptHandler) and node.type is not None:
             caught = {dotted(t) for t in (node.type.elts if isinstance(node.type, ast.Tuple) else [node.type])}
             idle = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
-            assert not (idle and caught & {"ImportError", "ModuleNotFoundError"}), f"{place}: an ignored import error"
+            if idle and caught & {"ImportError", "ModuleNotFoundError"}:
+                yield f"{place}: an ignored import error"
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = {name.partition(".")[0] for name in imports(ast.Module(body=[node], type_ignores=[]))}
-            assert not modules & {"pickle", "cloudpickle", "dill", "marshal"}, f"{place}: a pickle"
+            if modules & {"pickle", "cloudpickle", "dill", "marshal"}:
+                yield f"{place}: a pickle"
         if isinstance(node, ast.Call):
-            assert dotted(node.func) != "torch.load", f"{place}: torch.load reads pickles"
+            if dotted(node.func) == "torch.load":
+                yield f"{place}: torch.load reads pickles"
             for keyword in node.keywords:
                 value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-                assert not (keyword.arg == "weights_only" and value is False), f"{place}: weights_only=False"
-                assert not (keyword.arg == "trust_remote_code" and value is not False), f"{place}: trust_remote_code"
+                if keyword.arg == "weights_only" and value is False:
+                    yield f"{place}: weights_only=False"
+                if keyword.arg == "trust_remote_code" and value is not False:
+                    yield f"{place}: trust_remote_code"
+
+
+def test_no_silent_import_errors_and_no_code_from_data():
+    refuse(wrong for file in SOURCES for wrong in forbidden(file))
 
 
 # ---------------------------------------------------------------------------- cheap imports
@@ -307,7 +395,9 @@ def test_every_package_of_the_core_is_importable():
 @pytest.mark.parametrize(
     "script", ["make_catalogue.py", "make_config_docs.py", "make_hook_tables.py", "make_plugins_page.py"]
 )
-def test_generated_files_are_current(script):
-    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+def test_generated_files_are_current(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "--check"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+    assert end.value.code in (None, 0)
