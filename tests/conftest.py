@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,10 +25,18 @@ from run_fixtures import (  # noqa: F401
 
 InstallPlugin = Callable[..., Path]
 
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def _logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
 
 @pytest.fixture(autouse=True)
-def _own_log_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SUROGATE_LOG_DIR", str(tmp_path_factory.mktemp("log")))
+def _own_log_directory(_logs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A log directory for each test, which the first record makes: most tests write none."""
+    monkeypatch.setenv("SUROGATE_LOG_DIR", str(_logs / str(next(_numbers))))
     yield
     if "surogate_core.logs" in sys.modules:
         sys.modules["surogate_core.logs"].close_log()

@@ -6,29 +6,41 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from surogate_core.errors import MachineError
 from surogate_core.kernels import native
 
-NATIVE = Path(__file__).resolve().parents[2] / "native"
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "native"
+SOURCES = [*ROOT.glob("native/kernels/*.cu"), *ROOT.glob("plugins/*/**/kernels/*.cu")]
 QUICK = ("sm_80", "sm_90a", "sm_100a")
-"""Architectures that every run of the tests compiles for; `make test-slow` takes all."""
+"""Architectures that a source which asks for its architecture is compiled for in every run of the tests."""
+PLAIN = ("sm_90a",)
+"""Architectures of a source that is the same program for each of them. `make test-slow` takes all others."""
+
+
+def compilations() -> Iterator[ParameterSet]:
+    """Every source for every architecture."""
+    for file in sorted(SOURCES, key=lambda file: file.name):
+        directory, name = file.parents[1], file.stem
+        quick = QUICK if "__CUDA_ARCH__" in native.source_of(directory, name) else PLAIN
+        for architecture in native.ARCHITECTURES:
+            marks = () if architecture in quick else (pytest.mark.slow,)
+            yield pytest.param(directory, name, architecture, id=f"{name}-{architecture}", marks=marks)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize(
-    "architecture",
-    [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in native.ARCHITECTURES],
-)
-@pytest.mark.parametrize("name", native.names(NATIVE))
-def test_a_source_compiles_without_a_warning(tmp_path: Path, name: str, architecture: str) -> None:
+@pytest.mark.parametrize(("directory", "name", "architecture"), list(compilations()))
+def test_a_source_compiles_without_a_warning(tmp_path: Path, directory: Path, name: str, architecture: str) -> None:
     source = tmp_path / f"{name}.cu"
-    source.write_text(native.source_of(NATIVE, name))
+    source.write_text(native.source_of(directory, name))
     command = ["nvcc", *native.FLAGS, f"-arch={architecture}", "-Werror=all-warnings", "-Xptxas=-v"]
     command += ["-cubin", str(source), "-o", str(tmp_path / "made")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

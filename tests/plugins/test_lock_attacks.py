@@ -208,9 +208,15 @@ def surogate(place: Path, *arguments: str, code: int, isolated: bool = False, **
     return done.stdout + done.stderr
 
 
+_locked: list[str] = []
+
+
 def relock(place: Path) -> None:
-    """Lock what is seen from a process, in which the tests' own start-up files are."""
-    surogate(place, "plugins", "lock", "--output", "surogate.lock", code=0)
+    """Lock what is seen from a process, in which the tests' own start-up files are: the same for every `place`."""
+    if not _locked:
+        surogate(place, "plugins", "lock", "--output", "surogate.lock", code=0)
+        _locked.append((place / "surogate.lock").read_text())
+    (place / "surogate.lock").write_text(_locked[0])
 
 
 def test_a_module_of_hydras_namespace_does_not_run(place: Path) -> None:
@@ -232,14 +238,20 @@ def test_a_broken_module_of_hydras_namespace_is_named(place: Path) -> None:
     assert "a module of the namespace hydra_plugins, which Hydra imports, failed: RuntimeError: x. Fix: repair" in said
 
 
-@pytest.mark.parametrize("group", ["torch.backends", "pydantic"])
-def test_torch_and_pydantic_import_no_entry_point_before_the_lock_is_compared(place: Path, group: str) -> None:
+def test_torch_and_pydantic_import_no_entry_point_before_the_lock_is_compared(place: Path) -> None:
     relock(place)
-    files = {"zz_evil/__init__.py": canary(place) + "def load(): pass\n"}
-    unpack(make_wheel(place / "wheels", "zz-evil", files, points={"zz": "zz_evil:load"}, group=group), place / "site")
     environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "PYDANTIC_DISABLE_PLUGINS": "0"}
-    assert "is not locked" in surogate(place, "numerics", "max_steps=1", code=2, **environ)
-    assert not (place / "canary").exists()
+    files = {"zz_evil/__init__.py": canary(place) + "def load(): pass\n"}
+    for group in ("torch.backends", "pydantic"):
+        name = f"zz-{group.replace('.', '-')}"
+        unpack(make_wheel(place / "wheels", name, files, points={"zz": "zz_evil:load"}, group=group), place / "site")
+        (installed,) = place.glob(f"site/{name.replace('-', '_')}-*.dist-info")
+        said = surogate(place, "numerics", "max_steps=1", code=2, **environ)
+        assert f"entry point {group}: zz = zz_evil:load (distribution {name}) is not locked" in said
+        assert not (place / "canary").exists()
+        installed.rename(place / group)
+    for group in ("torch.backends", "pydantic"):
+        (place / group).rename(place / "site" / f"zz_{group.replace('.', '_')}-1.0.dist-info")
     surogate(place, "doctor", "--json", code=0, SUROGATE_PLUGINS_POLICY="open", **environ)
     assert not (place / "canary").exists(), "no run has a use for one"
 
@@ -254,12 +266,18 @@ def test_an_isolated_interpreter_reads_no_variable(place: Path) -> None:
     assert not (place / "canary").exists()
 
 
-def test_list_and_show_say_what_is_altered(place: Path) -> None:
-    relock(place)
+def test_list_and_show_say_what_is_altered(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SUROGATE_PLUGINS_POLICY", "locked")
+    monkeypatch.setenv("SUROGATE_PLUGINS_LOCK", str(place / "surogate.lock"))
+    monkeypatch.setenv("SUROGATE_PLUGINS_ALLOW_EDITABLE", "1")
     write(place / "site/two_helper/impl.py", canary(place))
     for arguments in (("list",), ("show", "recipe-two"), ("list", "--json"), ("show", "recipe-two", "--json")):
-        said = " ".join(surogate(place, "plugins", *arguments, code=0).split())
-        assert "not as locked: plugin-two 1.0: two_helper/impl.py was" in said
+        static_view.cache_clear()
+        assert main(["plugins", *arguments]) == 0
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert "not as locked: plugin-two 1.0: two_helper/impl.py was" in said, arguments
     assert not (place / "canary").exists()
 
 
