@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import op_cases
 import pytest
@@ -22,7 +25,17 @@ IMPLEMENTATIONS = [
 implementations = pytest.mark.parametrize(
     ("kernel", "dtype"), IMPLEMENTATIONS, ids=[f"{k}-{str(d).removeprefix('torch.')}" for k, d in IMPLEMENTATIONS]
 )
-layouts = pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+LAYOUTS = {"contiguous": torch.clone, "strided": strided}
+
+
+@contextmanager
+def note(*case: object) -> Iterator[None]:
+    """What fails within names the case."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case: {', '.join(map(str, case))}")
+        raise
 
 
 def find(name: str, kernel: str) -> Op:
@@ -42,18 +55,19 @@ def test_every_op_is_tested() -> None:
 # ------------------------------------------------------------------------------ rms_norm
 
 
-@layouts
 @implementations
-@pytest.mark.parametrize("scale", [1.0, 1e12, 1e-12, 0.0], ids=["random", "huge", "tiny", "zero"])
-@pytest.mark.parametrize("shape", [(5, 64), (1, 1), (3, 7), (4, 3, 16)], ids=str)
-def test_rms_norm(kernel: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, layout: Op) -> None:
-    x = layout(random(*shape, scale=scale, dtype=dtype))
-    weight = random(shape[-1], seed=1, dtype=dtype)
-    compared = compare(find("rms_norm", kernel), op_cases.rms_norm, [x, weight], EPS)
-    assert compared.values[0].dtype == dtype
-    # With one feature y is ±weight and dx is the rest of a difference that cancels.
-    sizes = [0.0, float(weight.abs().max() / x.abs().max().clamp(min=EPS**0.5))] if shape[-1] == 1 else []
-    assert compared.error(at_least=sizes) <= BOUNDS[dtype]
+def test_rms_norm(kernel: str, dtype: torch.dtype) -> None:
+    """Random, huge, tiny and zero values."""
+    shapes, scales = ((5, 64), (1, 1), (3, 7), (4, 3, 16)), (1.0, 1e12, 1e-12, 0.0)
+    for shape, scale, layout in itertools.product(shapes, scales, LAYOUTS):
+        with note(shape, scale, layout):
+            x = LAYOUTS[layout](random(*shape, scale=scale, dtype=dtype))
+            weight = random(shape[-1], seed=1, dtype=dtype)
+            compared = compare(find("rms_norm", kernel), op_cases.rms_norm, [x, weight], EPS)
+            assert compared.values[0].dtype == dtype
+            # With one feature y is ±weight and dx is the rest of a difference that cancels.
+            sizes = [0.0, float(weight.abs().max() / x.abs().max().clamp(min=EPS**0.5))] if shape[-1] == 1 else []
+            assert compared.error(at_least=sizes) <= BOUNDS[dtype]
 
 
 @implementations
@@ -131,17 +145,16 @@ def test_panels_fit_tensor_cores() -> None:
 # -------------------------------------------------------------------------------- swiglu
 
 
-@layouts
 @implementations
-@pytest.mark.parametrize("scale", [1.0, 1e15, 1e-15, 0.0], ids=["random", "huge", "tiny", "zero"])
-@pytest.mark.parametrize("shape", [(5, 48), (1, 1), (3, 7)], ids=str)
-def test_swiglu(kernel: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, layout: Op) -> None:
-    gate, up = (layout(random(*shape, seed=s, scale=scale, dtype=dtype)) for s in (0, 1))
-    definition = op_cases.swiglu
-    if scale == 1e15:
+def test_swiglu(kernel: str, dtype: torch.dtype) -> None:
+    """Random, huge, tiny and zero values."""
+    shapes, scales = ((5, 48), (1, 1), (3, 7)), (1.0, 1e15, 1e-15, 0.0)
+    for shape, scale, layout in itertools.product(shapes, scales, LAYOUTS):
+        gate, up = (LAYOUTS[layout](random(*shape, seed=s, scale=scale, dtype=dtype)) for s in (0, 1))
         # The definition's exp overflows; at such sizes silu is a ramp.
-        definition = lambda g, u: g.clamp(min=0) * u  # noqa: E731
-    assert compare(find("swiglu", kernel), definition, [gate, up]).error() <= BOUNDS[dtype]
+        definition = op_cases.swiglu if scale < 1e15 else lambda g, u: g.clamp(min=0) * u
+        with note(shape, scale, layout):
+            assert compare(find("swiglu", kernel), definition, [gate, up]).error() <= BOUNDS[dtype]
 
 
 @implementations
@@ -162,19 +175,22 @@ def test_swiglu_keeps_nan_where_it_is(kernel: str, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------------- rope
 
 
-@layouts
+def turned(op: Op, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return op(x, cos, sin)
+
+
 @implementations
-@pytest.mark.parametrize("scale", [1.0, 1e15, 1e-15, 0.0], ids=["random", "huge", "tiny", "zero"])
-@pytest.mark.parametrize("shape", [(7, 3, 16), (1, 1, 2), (5, 2, 6)], ids=str)
-def test_rope(kernel: str, dtype: torch.dtype, shape: tuple[int, int, int], scale: float, layout: Op) -> None:
-    x = layout(random(*shape, scale=scale, dtype=dtype))
-    angles = random(shape[0], shape[2] // 2, seed=1, scale=3.0)
-    cos, sin = angles.cos().float(), angles.sin().float()
-    # The tables get no gradient.
-    compared = compare(
-        lambda x: find("rope", kernel)(x, cos, sin), lambda x: op_cases.rope(x, cos.double(), sin.double()), [x]
-    )
-    assert compared.error() <= BOUNDS[dtype]
+def test_rope(kernel: str, dtype: torch.dtype) -> None:
+    """Random, huge, tiny and zero values. The tables get no gradient."""
+    shapes, scales = ((7, 3, 16), (1, 1, 2), (5, 2, 6)), (1.0, 1e15, 1e-15, 0.0)
+    for shape, scale, layout in itertools.product(shapes, scales, LAYOUTS):
+        x = LAYOUTS[layout](random(*shape, scale=scale, dtype=dtype))
+        angles = random(shape[0], shape[2] // 2, seed=1, scale=3.0)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        with note(shape, scale, layout):
+            sides = [partial(turned, op, cos, sin) for op in (find("rope", kernel), op_cases.rope)]
+            compared = compare(*sides, [x])
+            assert compared.error() <= BOUNDS[dtype]
 
 
 @implementations
@@ -189,21 +205,21 @@ def test_rope_turns_pairs_without_changing_their_length(kernel: str, dtype: torc
 # ------------------------------------------------------------------------- cross_entropy
 
 
-@layouts
 @implementations
-@pytest.mark.parametrize("scale", [1.0, 1e4, 1e-8, 0.0], ids=["random", "huge", "tiny", "zero"])
-@pytest.mark.parametrize("vocab", [61, 1, 2])
-def test_cross_entropy(kernel: str, dtype: torch.dtype, vocab: int, scale: float, layout: Op) -> None:
-    logits = layout(random(9, vocab, scale=scale, dtype=dtype))
-    labels = torch.randint(0, vocab, (9,), generator=torch.Generator().manual_seed(2))
-    labels[[0, 4, 8]] = -100
-    compared = compare(find("cross_entropy", kernel), op_cases.cross_entropy, [logits, labels])
-    loss = compared.values[0]
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert (loss[[0, 4, 8]] == 0).all()
-    assert (compared.values[1][[0, 4, 8]] == 0).all()
-    # Fp32 logits of 1e4 hold six digits, so a softmax over them holds about three.
-    assert compared.error() <= (1e-3 if scale == 1e4 and dtype == torch.float32 else BOUNDS[dtype])
+def test_cross_entropy(kernel: str, dtype: torch.dtype) -> None:
+    """Random, huge, tiny and zero values."""
+    for vocab, scale, layout in itertools.product((61, 1, 2), (1.0, 1e4, 1e-8, 0.0), LAYOUTS):
+        logits = LAYOUTS[layout](random(9, vocab, scale=scale, dtype=dtype))
+        labels = torch.randint(0, vocab, (9,), generator=torch.Generator().manual_seed(2))
+        labels[[0, 4, 8]] = -100
+        with note(vocab, scale, layout):
+            compared = compare(find("cross_entropy", kernel), op_cases.cross_entropy, [logits, labels])
+            loss = compared.values[0]
+            assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert (loss[[0, 4, 8]] == 0).all()
+            assert (compared.values[1][[0, 4, 8]] == 0).all()
+            # Fp32 logits of 1e4 hold six digits, so a softmax over them holds about three.
+            assert compared.error() <= (1e-3 if scale == 1e4 and dtype == torch.float32 else BOUNDS[dtype])
 
 
 @implementations
