@@ -321,6 +321,20 @@ def test_plugins_use_nothing_private_and_no_other_plugin():
     refuse(wrong for plugin in PLUGINS for wrong in private_uses(plugin))
 
 
+def test_a_plugins_tests_use_the_core_and_the_plugin_alone():
+    """So that they run wherever the plugin's directory is; what joins two plugins is tested in tests/."""
+    support = {f.stem for f in (ROOT / "tests" / "support").glob("*.py")}
+    wrong = []
+    for plugin in PLUGINS:
+        others = sorted({package_of(p).name for p in PLUGINS} - {package_of(plugin).name}, key=len, reverse=True)
+        for file in sorted((plugin / "tests").rglob("*.py")):
+            text = file.read_text(encoding="utf-8").replace(package_of(plugin).name, "own")
+            found = [name for name in others if re.search(rf"\b{name}\b", text)]
+            found += [name for name in imports(parsed(file)) if name.partition(".")[0] in {"tests", *support}]
+            wrong += [f"{relative(file)} uses {name}" for name in found]
+    assert not wrong
+
+
 # ------------------------------------------------------------------- what is never written
 
 

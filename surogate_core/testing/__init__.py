@@ -9,6 +9,15 @@ In a test, by the pytest plugin `surogate_core.testing.pytest_plugin` (``pytest 
         surogate_check.run()
 
 Without pytest: ``for check in checks("optimizer-lion"): check.run()``.
+
+Beside the checks there is what plugins' own tests share:
+
+- `tiny`: models and micro-batches of a few dozen numbers, in an engine
+- `parity`: a model family against transformers' class of it
+- `op_cases`, `attention_suite`: the ops by their definitions, and the tests of a pack's attention on a GPU
+- `host_cuda`, `fake_gpu`: CUDA C++ compiled for the host, and a GPU as far as questions about it go
+- `chat_templates`: a tokenizer of single bytes, and the chat templates that users bring
+- `run_events`: the events of a short run
 """
 
 from surogate_core.testing.check import Check, NotApplicable

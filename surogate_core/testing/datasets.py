@@ -11,28 +11,16 @@ from surogate_core.bundles import DatasetFormat, FormatChoice
 from surogate_core.data.contract import fault_of
 from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.errors import UserError
+from surogate_core.testing.chat_templates import byte_tokenizer
 from surogate_core.testing.check import NotApplicable, ensure
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def context(*, template: bool = True) -> EncodeContext:
     """A tokenizer of single bytes, with a chat template or without."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    if template:
-        fast.chat_template = CHATML
-    return EncodeContext(tokenizer=fast, sequence_len=4096)
+    tokenizer = byte_tokenizer()
+    if not template:
+        tokenizer.chat_template = None
+    return EncodeContext(tokenizer=tokenizer, sequence_len=4096)
 
 
 def _examples(spec: DatasetFormat) -> list[tuple[Mapping[str, Any], Any]]:

@@ -176,7 +176,7 @@ def trains_with(recipes: Mapping[str, Recipe]) -> Callable[[ModelFamily], None]:
         usable = {n: r for n, r in recipes.items() if _runs_on_a_cpu(r)}
         # Adapters are tried with recomputing and full training without; each engine costs a trace of every block.
         for name, recipe in (usable or {"reference": tiny.PLAIN}).items():
-            for lora, recompute in ((None, False), (tiny.adapters(), True)):
+            for lora, recompute in ((None, False), (tiny.lora(), True)):
                 made = tiny.engine(config=config, build=family.build, recipe=recipe, lora=lora, recompute=recompute)
                 loss = made.accumulate([tiny.batch(tiny.documents())])
                 ensure(math.isfinite(loss), f"recipe {name}: the loss is not finite")

@@ -28,7 +28,7 @@ def _offload_dir() -> Iterator[str]:
 
 
 def _same(offloader: Offloader, *, lora: bool, recompute: bool) -> None:
-    settings: dict[str, Any] = {"lora": tiny.adapters() if lora else None, "recompute": recompute}
+    settings: dict[str, Any] = {"lora": tiny.lora() if lora else None, "recompute": recompute}
     with _offload_dir() as directory:
         made, plain = tiny.engine(offloader=offloader, offload_dir=directory, **settings), tiny.engine(**settings)
         # First, as a step's loss would not say that it is the sums; the first step adds to these.

@@ -1,6 +1,7 @@
-"""The pytest plugin: the argument `surogate_check` stands for every check of one plugin.
+"""The pytest plugin: a test with the argument `surogate_check` runs once for every check of one plugin.
 
-The plugin is named by ``SUROGATE_PLUGIN`` in the test's module, or by ``--surogate-plugin``.
+``SUROGATE_PLUGIN`` in the test's module names the plugin, or ``--surogate-plugin`` does. Without an NVIDIA GPU, tests
+marked ``gpu`` are skipped, however they are selected.
 """
 
 from __future__ import annotations
@@ -15,6 +16,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--surogate-plugin``."""
     group = parser.getgroup("surogate")
     group.addoption("--surogate-plugin", metavar="NAME", help="the installed plugin that `surogate_check` tries")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marks of plugins' tests."""
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", "slow: takes minutes")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -208,7 +208,7 @@ def keeps_its_state(recipe: Recipe) -> None:
 def trains(recipe: Recipe) -> None:
     """On a tiny model, with and without adapters, the loss is finite and falls."""
     prepared = _on_cpu(recipe)
-    for lora in (None, tiny.adapters()):
+    for lora in (None, tiny.lora()):
         losses = tiny.train(tiny.engine(recipe=recipe, recipe_options=prepared, lora=lora), 5, lr=0.1, same=True)
         ensure(all(map(math.isfinite, losses)) and losses[-1] < losses[0], f"the loss does not fall: {losses}")
 

@@ -1,4 +1,4 @@
-"""A tiny model of the kit's own in an engine, on a CPU: what recipes, optimizers and offloaders are tried with.
+"""Tiny models of the kit's own in an engine, and micro-batches for them: what the tests of plugins train.
 
 Shape suffixes: N tokens, D features.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -39,23 +39,39 @@ from surogate_core.testing.check import ensure
 
 CPU = torch.device("cpu")
 TOKENS = 32
+"""Of a micro-batch."""
+BORDERS = 8
+"""Documents that a micro-batch has room for, and one."""
 LENGTHS = (13, 9, 7)
-VOCABULARY = 64
+"""Of the documents of a micro-batch; what remains is padding."""
+VOCABULARY = 61
+"""Tokens that documents are drawn from: all that the smallest of the models has."""
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear slots of a decoder's block, as PEFT names them."""
 CONFIG: Mapping[str, Any] = {
     "model_type": "conformance",
-    "vocab_size": VOCABULARY,
+    "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
 }
+"""Of a `TinyModel`; its sizes are multiples of 32, as quantisers want them."""
+SMALL_CONFIG: Mapping[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": True,
+}
+"""Of a `SmallModel`."""
 
 D, H, F = Dim("hidden_size"), Dim("num_attention_heads"), Dim("intermediate_size")
 EPS = Setting("rms_norm_eps", default=1e-6)
 
 
 class TinyBlock(Block):
-    """Attention without positions, and a gated feed-forward; sizes are multiples of 32, as quantisers want them."""
+    """Attention without positions, and a gated feed-forward."""
 
     heads, eps = H, EPS
     norm = Param("norm.weight", D)
@@ -86,6 +102,25 @@ class TinyModel(Model):
     head = LMHead("head.weight", "final.weight", EPS, tied=Setting("tie_word_embeddings", default=False))
 
 
+class SmallBlock(Block):
+    """Two projections, which are traced in no time: for tests of what happens in linear slots."""
+
+    eps = EPS
+    norm = Param("norm.weight", D)
+    up = Linear("up_proj", D, F, group="ffn")
+    down = Linear("down_proj", F, D, group="ffn")
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        """[N, D] → [N, D]."""
+        return x + self.down(torch.relu(self.up(ops.rms_norm(x, self.norm, self.eps))))
+
+
+class SmallModel(TinyModel):
+    """Two blocks of two projections each, without attention."""
+
+    layers = Stack(SmallBlock, Dim("num_hidden_layers"), "layers.{i}.")
+
+
 class PlainDescent:
     """Gradient descent without state, for checks of everything but optimizers."""
 
@@ -102,106 +137,178 @@ class PlainDescent:
         return {}
 
 
+class TextbookAdamW:
+    """AdamW (arXiv 1711.05101) as torch.optim.AdamW does it, for tests that compare with that or want a state."""
+
+    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any):
+        self.groups, self.settings = groups, settings
+        self.moments = [(torch.zeros_like(g.grad), torch.zeros_like(g.grad)) for g in groups]
+        self.steps = torch.zeros((), device=groups[0].master.device)
+
+    def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
+        """One update of every master."""
+        beta1, beta2 = self.settings.adamw_beta1, self.settings.adamw_beta2
+        keep = skip > 0
+        self.steps += 1 - skip
+        count = self.steps.clamp(min=1)
+        for group, (first, second) in zip(self.groups, self.moments, strict=True):
+            grad = group.grad * clip
+            first.copy_(torch.where(keep, first, beta1 * first + (1 - beta1) * grad))
+            second.copy_(torch.where(keep, second, beta2 * second + (1 - beta2) * grad * grad))
+            root = (second / (1 - beta2**count)).sqrt() + self.settings.adamw_epsilon
+            moved = group.master * (1 - lr * group.weight_decay) - lr * (first / (1 - beta1**count)) / root
+            group.master.copy_(torch.where(keep, group.master, moved))
+
+    def state(self) -> dict[str, Tensor]:
+        """Both moments of every group, and the number of steps."""
+        named = {"steps": self.steps}
+        for group, (first, second) in zip(self.groups, self.moments, strict=True):
+            named |= {f"{group.name}.first": first, f"{group.name}.second": second}
+        return named
+
+
 PLAIN = Recipe(name="reference", linear=lambda x, weight, slot, options: x @ weight.t(), plain=True)
 CROSS_ENTROPY = Objective(name="cross_entropy", token_loss=ops.cross_entropy)
 DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0)
+ADAMW = OptimizerSpec(name="textbook-adamw", build=TextbookAdamW)
 
 
-def random_source(seed: int = 0) -> Source:
-    """Random values in every tensor, norms near one and LoRA's B not zero, so that each gradient matters."""
-    draw = RandomSource(seed=seed, std=0.2, device=CPU)
+def random_source(seed: int = 0, *, std: float = 0.2, device: str = "cpu") -> Source:
+    """Random values in every tensor: norms near one, biases and LoRA's B not zero, so that each gradient matters.
+
+    They are drawn on the CPU, so every device gets the same ones.
+    """
+    draw = RandomSource(seed=seed, std=std, device=CPU)
 
     def source(spec: TensorSpec) -> Tensor:
         value = draw(spec)
-        return value + 0.5 * draw(replace(spec, init="normal")) if spec.init in ("ones", "zeros") else value
+        if spec.init in ("ones", "zeros"):
+            value = value + 0.5 * draw(replace(spec, init="normal"))
+        return value.to(device)
 
     return source
 
 
-def adapters() -> LoRA:
-    """Adapters of rank 4 on every slot."""
-    return LoRA(adapter=Adapter(rank=4, scale=2.0, dropout=0.0, dtype=torch.float32), targets=frozenset({"all"}))
+def tensor_source(tensors: Mapping[str, Tensor]) -> Source:
+    """The given tensors by HF name."""
+    return lambda spec: tensors[spec.hf_name].detach()
 
 
-def engine(
-    *,
-    config: Mapping[str, Any] = CONFIG,
-    build: Callable[[Mapping[str, Any]], Model] = TinyModel,
-    recipe: Recipe = PLAIN,
-    recipe_options: Any = None,
-    optimizer: OptimizerSpec = DESCENT,
-    offloader: Offloader = NO_OFFLOAD,
-    offload_dir: str | None = None,
-    lora: LoRA | None = None,
-    source: Source | None = None,
-    recompute: bool = False,
-    packs: Sequence[KernelPack] = (TORCH_PACK,),
-    objective: Objective = CROSS_ENTROPY,
-    head_chunks: int = 1,
-    weight_format: WeightFormat | None = None,
-) -> Engine:
-    """An engine in fp32 with FX graphs; bundles get their options' defaults. `MachineError` if a CPU cannot.
+def lora(rank: int = 4, *, scale: float = 2.0, dropout: float = 0.0, targets: Sequence[str] = ("all",)) -> LoRA:
+    """Adapters with fp32 weights."""
+    adapter = Adapter(rank=rank, scale=scale, dropout=dropout, dtype=torch.float32)
+    return LoRA(adapter=adapter, targets=frozenset(targets))
 
-    `offload_dir`: for the offloader's scratch files; by default the system's directory of temporary files.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine of `engine` is made of, beside its `EngineSettings`."""
+
+    build: Callable[[Mapping[str, Any]], Model] = TinyModel
+    recipe: Recipe = PLAIN
+    recipe_options: Any = None
+    """What the recipe prepared; None: its options' defaults, prepared."""
+    optimizer: OptimizerSpec = DESCENT
+    optimizer_settings: OptimizerSettings = field(default_factory=OptimizerSettings)
+    offloader: Offloader = NO_OFFLOAD
+    offload_dir: str | None = None
+    """The offloader's directory of scratch files; None: the system's directory of temporary files."""
+    objective: Objective = CROSS_ENTROPY
+    packs: Sequence[KernelPack] = (TORCH_PACK,)
+    lora: LoRA | None = None
+    source: Source | None = None
+    """None: `random_source`."""
+    weight_format: WeightFormat | None = None
+    skips: Callable[[str], bool] = lambda name: False
+
+
+def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
+    """An engine on the CPU, in fp32 with FX graphs.
+
+    `changes` are fields of `Parts` or of `EngineSettings`, whose `device` may be a name and `recompute` a bool: whether
+    whole blocks are computed again. Raises `MachineError` if the device cannot run the recipe.
     """
-    if recipe_options is None:
-        recipe_options = recipe.prepare(recipe.options(), RecipeSettings(), CPU)
+    parts = Parts(**{f.name: changes.pop(f.name) for f in fields(Parts) if f.name in changes})
+    settings = _settings(**changes)
+    recipe, options, device = parts.recipe, parts.recipe_options, settings.device
+    offloader = parts.offloader
     return Engine(
-        build(config),
-        settings=EngineSettings(
-            device=CPU,
-            tokens=TOKENS,
-            borders=8,
-            max_seqlen=TOKENS,
-            recompute=Recompute(block=recompute),
-            dtype=torch.float32,
-            adapter_dtype=torch.float32,
-            compiler="fx",
-            cuda_graphs=False,
-            head_chunks=head_chunks,
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-        ),
+        parts.build(config),
+        settings=settings,
         recipe=recipe,
-        recipe_options=recipe_options,
-        objective=objective,
-        optimizer=optimizer,
-        optimizer_settings=OptimizerSettings(),
-        optimizer_options=optimizer.options(),
+        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(), device) if options is None else options,
+        objective=parts.objective,
+        optimizer=parts.optimizer,
+        optimizer_settings=parts.optimizer_settings,
+        optimizer_options=parts.optimizer.options(),
         offloader=offloader,
-        offloader_options=offloader.prepare(offloader.options(), offload_dir or tempfile.gettempdir()),
-        kernels=KernelTable.build(CPU, list(packs)),
-        lora=lora,
-        source=source or random_source(),
-        weight_format=weight_format,
+        offloader_options=offloader.prepare(offloader.options(), parts.offload_dir or tempfile.gettempdir()),
+        kernels=KernelTable.build(device, list(parts.packs)),
+        lora=parts.lora,
+        source=parts.source or random_source(device=device.type),
+        weight_format=parts.weight_format,
+        skips=parts.skips,
     )
 
 
-def documents(seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
-    """Three documents of random tokens."""
+def _settings(
+    *, device: str = "cpu", tokens: int = TOKENS, recompute: Recompute | bool = False, **others: Any
+) -> EngineSettings:
+    defaults: dict[str, Any] = {
+        "borders": BORDERS,
+        "max_seqlen": tokens,
+        "dtype": torch.float32,
+        "adapter_dtype": torch.float32,
+        "compiler": "fx",
+        "cuda_graphs": False,
+        "head_chunks": 1,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "seed": 0,
+    }
+    policy = Recompute(block=recompute) if isinstance(recompute, bool) else recompute
+    return EngineSettings(device=torch.device(device), tokens=tokens, recompute=policy, **{**defaults, **others})
+
+
+def documents(lengths: Sequence[int] = LENGTHS, *, seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Documents of random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def batch(found: Sequence[Sequence[int]]) -> MicroBatch:
-    """The documents end to end, then padding as a document of its own; all but each first token are predicted."""
+def batch(
+    found: Sequence[Sequence[int]],
+    *,
+    tokens: int = TOKENS,
+    borders: int = BORDERS,
+    labelled: Sequence[Sequence[bool]] | None = None,
+    padding_id: int = 0,
+) -> MicroBatch:
+    """The documents end to end, then padding as a document of its own.
+
+    `labelled[d][t]`: whether token t of document d is to be predicted; by default all but the first are.
+    """
     used = sum(map(len, found))
-    parts = [*map(list, found), [0] * (TOKENS - used)]
+    assert used <= tokens
+    parts = [list(document) for document in found]
+    if used < tokens:
+        parts.append([padding_id] * (tokens - used))
     labels: list[int] = []
-    for part in parts[:-1]:
-        labels += [*part[1:], IGNORE_LABEL]
-    labels += [IGNORE_LABEL] * (TOKENS - used)
+    for number, document in enumerate(parts):
+        wanted = labelled[number] if labelled and number < len(found) else [number < len(found)] * len(document)
+        following = zip(document[1:], wanted[1:], strict=True)
+        labels += [token if want else IGNORE_LABEL for token, want in following] + [IGNORE_LABEL]
     stops = [0]
     for part in parts:
         stops.append(stops[-1] + len(part))
-    stops += [TOKENS] * (8 - len(stops))
+    assert len(stops) <= borders, "more documents than the engine has borders"
+    stops += [tokens] * (borders - len(stops))
     return MicroBatch(
         input_ids=torch.tensor([t for p in parts for t in p]),
         labels=torch.tensor(labels),
         positions=torch.cat([torch.arange(len(p), dtype=torch.int32) for p in parts]),
         cu_seqlens=torch.tensor(stops, dtype=torch.int32),
-        max_seqlen=TOKENS,
+        max_seqlen=tokens,
         tokens=used,
         label_tokens=sum(label != IGNORE_LABEL for label in labels),
     )
@@ -209,7 +316,7 @@ def batch(found: Sequence[Sequence[int]]) -> MicroBatch:
 
 def batches(step: int, count: int = 1) -> list[MicroBatch]:
     """The micro-batches of a step, all different."""
-    return [batch(documents(step * count + micro_step)) for micro_step in range(count)]
+    return [batch(documents(seed=step * count + micro_step)) for micro_step in range(count)]
 
 
 def train(
@@ -220,6 +327,14 @@ def train(
         made.train_step(batches(0 if same else step, micro_batches), step=step, lr=lr).read()[0]
         for step in range(start, start + steps)
     ]
+
+
+def gradients(made: Engine, found: Sequence[MicroBatch], *, step: int = 0) -> dict[str, Tensor]:
+    """The gradient of every trained tensor by HF name, of the mean loss over the micro-batches."""
+    for group in made.parameters.groups:
+        group.grad.zero_()
+    made.accumulate(found, step=step)
+    return {name: g.clone() for name, g in made.parameters.gradients_by_name().items()}
 
 
 def snapshot(made: Engine) -> dict[str, Tensor]:
@@ -255,3 +370,9 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     value, expected = value.detach().double().cpu(), expected.detach().double().cpu()
     ensure(value.shape == expected.shape, f"shape {tuple(value.shape)}, not {tuple(expected.shape)}")
     return float((value - expected).norm() / expected.norm().clamp(min=1e-300))
+
+
+def worst(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error of the tensors, and its name; the names must agree."""
+    ensure(values.keys() == expected.keys(), f"other tensors: {sorted(values.keys() ^ expected.keys())}")
+    return max((relative_error(values[name], expected[name]), name) for name in expected)

@@ -103,9 +103,9 @@ def rounded(weight_format: WeightFormat, source: Source) -> Source:
 def trains_as_on_rounded_weights(weight_format: WeightFormat) -> None:
     """Adapters over packed weights: the losses of plain weights that were rounded before, bit for bit."""
     for recompute in (False, True):
-        made = tiny.engine(weight_format=weight_format, lora=tiny.adapters(), recompute=recompute)
+        made = tiny.engine(weight_format=weight_format, lora=tiny.lora(), recompute=recompute)
         source = rounded(weight_format, tiny.random_source())
-        plain = tiny.engine(source=source, lora=tiny.adapters(), recompute=recompute)
+        plain = tiny.engine(source=source, lora=tiny.lora(), recompute=recompute)
         losses, expected = tiny.train(made, 3), tiny.train(plain, 3)
         ensure(losses == expected, f"losses are {losses}, on rounded weights {expected}")
         tiny.ensure_same_bits(tiny.snapshot(made), tiny.snapshot(plain), "with packed weights")
@@ -113,7 +113,7 @@ def trains_as_on_rounded_weights(weight_format: WeightFormat) -> None:
 
 def resumes(weight_format: WeightFormat) -> None:
     """A resumed run goes on bit for bit."""
-    tiny.ensure_resumes(lambda: tiny.engine(weight_format=weight_format, lora=tiny.adapters()))
+    tiny.ensure_resumes(lambda: tiny.engine(weight_format=weight_format, lora=tiny.lora()))
 
 
 CHECKS = (gives_back, is_smaller, keeps_extremes, trains_as_on_rounded_weights, resumes)

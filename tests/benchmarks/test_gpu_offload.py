@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_offload import PLACES, _length, bus_bytes
 from surogate_offload_host import surogate_offloader
-from tiny_engine import make_engine, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=3, tie_word_embeddings=False)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import chat_templates
 import pytest
+from surogate_dataset_chat import EMBEDDED_TOKENIZER
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.encoded import EncodeContext, Encoded, RowError
+from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.testing import chat_templates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,4 +107,4 @@ def document_rows() -> list[dict[str, str]]:
 @pytest.fixture(scope="session")
 def templated() -> Callable[[str], Any]:
     """The embedded tokenizer with a template, and that template's end-of-turn token."""
-    return chat_templates.templated
+    return partial(chat_templates.templated, make=partial(load_tokenizer, EMBEDDED_TOKENIZER))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import ENDS, SHIPPED, TEMPLATES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from surogate_dataset_chat import EMBEDDED_TOKENIZER
@@ -24,6 +23,7 @@ from surogate_core.data.templates import TURN_ENDS, apply_template
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+from surogate_core.testing.chat_templates import ENDS, SHIPPED, TEMPLATES
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}

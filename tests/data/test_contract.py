@@ -28,8 +28,8 @@ def spec(encode: Any) -> DatasetFormat:
         (lambda *a: None, "encode returned NoneType, not Encoded"),
         (lambda *a: Encoded(input_ids=IDS.astype(np.int64), labels=IDS), "input_ids are int64, not int32"),
         (lambda *a: Encoded(input_ids=IDS, labels=SHIFTED), "a label is not its own token: labels are not shifted"),
-        (lambda *a: Encoded.from_mask([5, 70000]), "an id is not in the vocabulary: 70000 of 258 tokens"),
-        (lambda *a: Encoded.from_mask([5, -1]), "an id is not in the vocabulary: -1 of 258 tokens"),
+        (lambda *a: Encoded.from_mask([5, 70000]), "an id is not in the vocabulary: 70000 of 259 tokens"),
+        (lambda *a: Encoded.from_mask([5, -1]), "an id is not in the vocabulary: -1 of 259 tokens"),
         (
             lambda *a: Encoded(input_ids=IDS, labels=IDS[:2]),
             "ValueError: input_ids has shape (3,) and labels (2,): want",

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import chat_templates
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,8 +24,9 @@ from surogate_core.data.encoded import RowError
 from surogate_core.data.labels import Override, tokenize_completion, tokenize_conversation
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
+from surogate_core.testing import chat_templates
 
-ALL = ["embedded", "chatml", "chatml-marked-inside", "llama3", "qwen3", "mistral"]
+ALL = ["own", "chatml", "chatml-marked-inside", "llama3", "qwen3", "mistral"]
 
 MULTI_TURN = [
     {"role": "user", "content": "Hi there"},
@@ -89,7 +89,7 @@ TEXT = st.text(st.sampled_from("abc é\n.<|1漢😀"), min_size=1, max_size=12).
 
 @given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), system=st.none() | TEXT)
 @settings(max_examples=60, deadline=None)
-@pytest.mark.parametrize("name", ["embedded", "chatml", "chatml-marked-inside", "llama3"])
+@pytest.mark.parametrize("name", ["own", "chatml", "chatml-marked-inside", "llama3"])
 def test_trained_tokens_decode_to_the_assistants_texts(
     templated: Callable[..., Any], name: str, turns: list[tuple[str, str]], system: str | None
 ) -> None:
@@ -102,13 +102,13 @@ def test_trained_tokens_decode_to_the_assistants_texts(
 
 @pytest.mark.parametrize("turns", [MULTI_TURN, MULTI_TURN[1:], [*MULTI_TURN, {"role": "user", "content": "Bye"}]])
 def test_marks_and_prefixes_agree(templated: Callable[..., Any], turns: Any) -> None:
-    marked, plain = templated("embedded")[0], templated("chatml")[0]
+    marked, plain = templated("own")[0], templated("chatml")[0]
     found, expected = tokenize_conversation(marked, turns), tokenize_conversation(plain, turns)
     assert found.labels.tolist() == expected.labels.tolist()
 
 
 def test_a_tokenizer_without_offsets_encodes_part_by_part(templated: Callable[..., Any]) -> None:
-    tokenizer, _ = templated("embedded")
+    tokenizer, _ = templated("own")
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     start = text.index("Hello")
     ids, ((first, last),) = encode_by_pieces(tokenizer, text, [(start, start + len("Hello<|im_end|>"))])
@@ -218,7 +218,7 @@ def test_messages_say_whether_and_how_much(templated: Callable[..., Any], name: 
 
 
 def test_several_generation_blocks_a_turn(templated: Callable[..., Any]) -> None:
-    tokenizer, _ = templated("embedded")
+    tokenizer, _ = templated("own")
     before = tokenizer.chat_template
     tokenizer.chat_template = before.replace(
         "{{- message.content + '<|im_end|>' }}",
@@ -344,7 +344,7 @@ def test_control_tokens_in_texts_where_pieces_are_read_differently() -> None:
     assert "".join(trained) == "Hello!<|im_end|>"
 
 
-@pytest.mark.parametrize("name", ["embedded", "chatml", "qwen3-marked"])
+@pytest.mark.parametrize("name", ["own", "chatml", "qwen3-marked"])
 def test_without_the_inner_renderer_the_outer_one_serves(
     templated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -393,7 +393,7 @@ def test_importing_labels_is_cheap() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["embedded", "chatml", "qwen3"])
+@pytest.mark.parametrize("name", ["own", "chatml", "qwen3"])
 def test_documents_are_encoded_alike_in_other_processes(templated: Callable[..., Any], name: str) -> None:
     tokenizer, _ = templated(name)
     here = tokenize_conversation(tokenizer, MULTI_TURN)

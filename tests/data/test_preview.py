@@ -35,9 +35,9 @@ def document(ids: list[int], trained: list[int], weights: list[float] | None = N
 
 @pytest.fixture(scope="module")
 def chat() -> Any:
-    import chat_templates
+    from surogate_core.testing import chat_templates
 
-    return chat_templates.templated("embedded")[0]
+    return chat_templates.templated("own")[0]
 
 
 def test_trained_spans_special_tokens_and_spaces_are_marked(chat: Any) -> None:

@@ -57,13 +57,13 @@ def use(templated: Callable[..., Any]) -> Iterator[Callable[[str], Any]]:
 @pytest.mark.parametrize(
     ("template", "messages", "tools", "lost"),
     [
-        ("embedded", [USER, CALL, RESULT, ANSWER], None, "tool_calls of message 2 (assistant)"),
-        ("embedded", [USER, ANSWER], TOOLS, "the tools;"),
-        ("embedded", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
-        ("embedded", [{**USER, "name": "Ada"}, ANSWER], None, "name of message 1 (user)"),
-        ("embedded", [USER, {**ANSWER, "thinking": "Hm."}], None, "thinking of message 2 (assistant)"),
-        ("embedded", [USER, {**ANSWER, "audio": {"data": "AAAA"}}], None, "audio of message 2 (assistant)"),
-        ("embedded", [USER, {**ANSWER, "function_call": {"name": "f"}}], None, "function_call of message 2"),
+        ("own", [USER, CALL, RESULT, ANSWER], None, "tool_calls of message 2 (assistant)"),
+        ("own", [USER, ANSWER], TOOLS, "the tools;"),
+        ("own", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
+        ("own", [{**USER, "name": "Ada"}, ANSWER], None, "name of message 1 (user)"),
+        ("own", [USER, {**ANSWER, "thinking": "Hm."}], None, "thinking of message 2 (assistant)"),
+        ("own", [USER, {**ANSWER, "audio": {"data": "AAAA"}}], None, "audio of message 2 (assistant)"),
+        ("own", [USER, {**ANSWER, "function_call": {"name": "f"}}], None, "function_call of message 2"),
         ("chatml", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
         ("llama3", [USER, REASONED], None, "reasoning_content of message 2 (assistant)"),
         ("chatml", [USER, CALL, {**RESULT, "name": "clock"}, ANSWER], TOOLS, "name of message 3 (tool)"),
@@ -85,7 +85,7 @@ def test_what_is_left_out_is_named(use: Any, template: str, messages: Any, tools
 
 def test_the_reason_says_how_to_leave_it_out_on_purpose(use: Any) -> None:
     with pytest.raises(RowError) as caught:
-        tokenize_conversation(use("embedded"), [USER, {**REASONED, "mood": "calm", **CALL, "content": "Hm."}], TOOLS)
+        tokenize_conversation(use("own"), [USER, {**REASONED, "mood": "calm", **CALL, "content": "Hm."}], TOOLS)
     assert str(caught.value) == (
         "the chat template leaves out the tools, reasoning_content of message 2 (assistant), mood of message 2 "
         "(assistant) and 1 more; use a chat template that shows it (key `template`), or leave it out on purpose with "
@@ -101,14 +101,14 @@ def test_the_reason_says_how_to_leave_it_out_on_purpose(use: Any) -> None:
         ("qwen3", [USER, {**CALL, "content": "Let me look."}, RESULT, REASONED], TOOLS),
         ("llama3", [SYSTEM, USER, CALL, RESULT, ANSWER], TOOLS),
         ("mistral", [SYSTEM, USER, CALL, RESULT, ANSWER], TOOLS),
-        ("embedded", [USER, THOUGHT, USER, THOUGHT], None),
+        ("own", [USER, THOUGHT, USER, THOUGHT], None),
         # Qwen3 shows the thoughts behind the last question only, whether they are in the content or beside it.
         ("qwen3", [USER, THOUGHT, USER, THOUGHT], None),
         ("qwen3", [USER, REASONED, USER, REASONED], None),
         # Nothing is lost: empty, a number, a flag, a place, a time.
-        ("embedded", [USER, {**ANSWER, "tool_calls": [], "name": " ", "reasoning_content": ""}], None),
-        ("embedded", [USER, {**ANSWER, "score": 3, "prefix": False, "rank": [1, 2.5]}], None),
-        ("embedded", [{**USER, "id": "x", "message_id": "a", "createdAt": "1970", "timestamp": "now"}, ANSWER], None),
+        ("own", [USER, {**ANSWER, "tool_calls": [], "name": " ", "reasoning_content": ""}], None),
+        ("own", [USER, {**ANSWER, "score": 3, "prefix": False, "rank": [1, 2.5]}], None),
+        ("own", [{**USER, "id": "x", "message_id": "a", "createdAt": "1970", "timestamp": "now"}, ANSWER], None),
     ],
 )
 def test_what_is_shown_or_is_no_text_passes(use: Any, template: str, messages: Any, tools: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import random
 from torch import Tensor, fx
 
 from surogate_core.dsl.footprint import footprint
@@ -26,6 +25,7 @@ from surogate_core.dsl.trace import (
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing.op_cases import random
 
 N, D, H, K, E, F = 12, 16, 4, 2, 8, 20
 REGIONS = ("qkv", "att", "ffn", "swiglu", "rmsnorm")

@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import (
-    gradients,
-    lora,
-    make_batch,
-    make_engine,
-    noisy_source,
-    random_documents,
-    relative_error,
-    tiny_config,
-    worst,
-)
+from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
@@ -28,6 +18,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
+from surogate_core.testing import tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -39,14 +30,14 @@ STEPS = 10
 def batches(step: int) -> list[MicroBatch]:
     """Two micro-batches of packed documents with padding and ragged label counts."""
     return [
-        make_batch(random_documents(lengths, vocab=509, seed=10 * step + i), tokens=TOKENS, borders=BORDERS)
+        tiny.batch(tiny.documents(lengths, vocabulary=509, seed=10 * step + i), tokens=TOKENS, borders=BORDERS)
         for i, lengths in enumerate(((100, 1, 90, 40), (130, 17)))
     ]
 
 
 def source(spec: TensorSpec) -> Tensor:
     """Values that bf16 holds exactly, so that both sides start from the same ones; adapters are small."""
-    value = noisy_source(std=0.05)(spec)
+    value = tiny.random_source(std=0.05)(spec)
     return value if spec.role == "adapter" else value.bfloat16().float()
 
 
@@ -57,7 +48,7 @@ def engine(device: str, *, adapters: bool, dropout: float = 0.0, **settings: Any
         device=device,
         tokens=TOKENS,
         borders=BORDERS,
-        lora=lora(8, dropout=dropout) if adapters else None,
+        lora=tiny.lora(8, dropout=dropout) if adapters else None,
         source=source,
         head_chunks=2,
         **{**cuda, **settings},
@@ -112,8 +103,8 @@ def test_fp32_gradients_against_the_cpu(adapters: bool) -> None:
     """Relative 1e-5 in norm; with dropout, so GPUs and CPUs draw the same masks."""
     cpu = engine("cpu", adapters=adapters, dropout=0.2)
     cuda = engine("cuda", adapters=adapters, dropout=0.2, dtype=torch.float32, cuda_graphs=False)
-    found = {name: g.cpu() for name, g in gradients(cuda, batches(0), step=4).items()}
-    error, name = worst(found, gradients(cpu, batches(0), step=4))
+    found = {name: g.cpu() for name, g in tiny.gradients(cuda, batches(0), step=4).items()}
+    error, name = tiny.worst(found, tiny.gradients(cpu, batches(0), step=4))
     assert error <= 1e-5, name
 
 
@@ -145,17 +136,17 @@ def test_capture_leaves_no_trace() -> None:
 def test_packed_documents_equal_the_same_ones_alone() -> None:
     """bf16: 1 % of the logits' norm; documents that see each other are off by far more."""
     e = engine("cuda", adapters=False)
-    documents = random_documents((100, 60, 90), vocab=509)
-    packed_batch = make_batch(documents, tokens=TOKENS, borders=BORDERS)
+    documents = tiny.documents((100, 60, 90), vocabulary=509)
+    packed_batch = tiny.batch(documents, tokens=TOKENS, borders=BORDERS)
     packed, start = e.logits(packed_batch), 0
     for document in documents:
-        alone = e.logits(make_batch([document], tokens=TOKENS, borders=BORDERS))[: len(document)]
-        assert relative_error(packed[start : start + len(document)], alone) <= 1e-2
+        alone = e.logits(tiny.batch([document], tokens=TOKENS, borders=BORDERS))[: len(document)]
+        assert tiny.relative_error(packed[start : start + len(document)], alone) <= 1e-2
         start += len(document)
-    joined = make_batch(documents, tokens=TOKENS, borders=BORDERS)
+    joined = tiny.batch(documents, tokens=TOKENS, borders=BORDERS)
     joined.cu_seqlens[1:] = TOKENS
-    assert relative_error(e.logits(joined), packed) > 5e-2
-    losses = [e.evaluate([make_batch([d], tokens=TOKENS, borders=BORDERS) for d in documents])[0]]
+    assert tiny.relative_error(e.logits(joined), packed) > 5e-2
+    losses = [e.evaluate([tiny.batch([d], tokens=TOKENS, borders=BORDERS) for d in documents])[0]]
     losses.append(e.evaluate([packed_batch])[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 from surogate_offload_host import surogate_offloader as host_offloader
-from tiny_engine import (
-    REFERENCES_ONLY,
-    gradients,
-    lora,
-    make_batch,
-    make_engine,
-    noisy_source,
-    random_documents,
-    tiny_config,
-    worst,
-)
+from tiny_qwen3 import REFERENCES_ONLY, make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
@@ -29,10 +19,11 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.testing import tiny
 
 Record = Callable[[str, object], None]
 
-DOCUMENTS = random_documents([30, 9, 17, 5, 1, 28])
+DOCUMENTS = tiny.documents([30, 9, 17, 5, 1, 28])
 
 
 def ragged() -> list[MicroBatch]:
@@ -41,10 +32,10 @@ def ragged() -> list[MicroBatch]:
     few = [[False] * len(d) for d in DOCUMENTS]
     few[3][2:4] = True, True
     return [
-        make_batch([DOCUMENTS[5]], labelled=[every[5]]),
-        make_batch([DOCUMENTS[1]], labelled=[few[1]]),
-        make_batch([DOCUMENTS[3], DOCUMENTS[4]], labelled=[few[3], every[4]]),
-        make_batch([DOCUMENTS[2]], labelled=[every[2]]),
+        tiny.batch([DOCUMENTS[5]], labelled=[every[5]]),
+        tiny.batch([DOCUMENTS[1]], labelled=[few[1]]),
+        tiny.batch([DOCUMENTS[3], DOCUMENTS[4]], labelled=[few[3], every[4]]),
+        tiny.batch([DOCUMENTS[2]], labelled=[every[2]]),
     ]
 
 
@@ -80,11 +71,11 @@ def test_ragged_micro_batches_give_the_gradient_of_one_batch(adapters: bool, rec
     """The mean is over the label tokens of all, not a mean of means: those differ by far more."""
     batches, one = ragged(), whole()
     assert [b.label_tokens for b in batches] == [27, 0, 2, 16]
-    settings: dict[str, Any] = {"lora": lora() if adapters else None}
+    settings: dict[str, Any] = {"lora": tiny.lora() if adapters else None}
     small = make_engine(max_seqlen=32, **settings)
     big = make_engine(tokens=128, borders=len(one.cu_seqlens), max_seqlen=32, **settings)
-    found, expected = gradients(small, batches), gradients(big, [one])
-    error, name = worst(found, expected)
+    found, expected = tiny.gradients(small, batches), tiny.gradients(big, [one])
+    error, name = tiny.worst(found, expected)
     record_testsuite_property(f"ragged micro-batches, {adapters=}", f"{error:.2e} {name}")
     assert error <= 1e-6, name
     results = small.train_step(batches, step=0, lr=0.0), big.train_step([one], step=0, lr=0.0)
@@ -93,9 +84,9 @@ def test_ragged_micro_batches_give_the_gradient_of_one_batch(adapters: bool, rec
     assert norm == pytest.approx(one_norm, rel=1e-6)
     assert [(r.tokens, r.label_tokens) for r in results] == [(batches[0].tokens + 9 + 6 + 17, 45)] * 2
 
-    of_means = [gradients(small, [b]) for b in batches if b.label_tokens]
+    of_means = [tiny.gradients(small, [b]) for b in batches if b.label_tokens]
     mean_of_means = {n: torch.stack([g[n] for g in of_means]).mean(0) for n in expected}
-    assert worst(mean_of_means, expected)[0] > 1e-2
+    assert tiny.worst(mean_of_means, expected)[0] > 1e-2
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -112,7 +103,7 @@ def test_loss_weights_weigh_each_token_of_the_whole_step(chunks: int) -> None:
 
     weights = torch.zeros(len(batch.labels))
     weights[places] = torch.tensor([0.25, 1.0, 2.0, 0.5] * 4)
-    single = {place: gradients(engine, [alone(place)]) for place in places}
+    single = {place: tiny.gradients(engine, [alone(place)]) for place in places}
     losses = {place: engine.evaluate([alone(place)])[0] for place in places}
     total = weights.sum().item()
     expected = {n: sum(weights[p].item() * single[p][n] for p in places) / total for n in single[places[0]]}
@@ -131,7 +122,7 @@ def test_loss_weights_weigh_each_token_of_the_whole_step(chunks: int) -> None:
         for half in halves
     ]
     weighted = make_engine(weighted=True, head_chunks=chunks)
-    error, name = worst(gradients(weighted, steps), expected)
+    error, name = tiny.worst(tiny.gradients(weighted, steps), expected)
     assert error <= 1e-5, name
     assert weighted.evaluate(steps)[0] == pytest.approx(loss, rel=1e-6)
     assert weighted.train_step(steps, step=0, lr=0.0).read()[0] == pytest.approx(loss, rel=1e-6)
@@ -151,7 +142,7 @@ def test_the_losses_of_many_micro_steps_do_not_drift(monkeypatch: pytest.MonkeyP
 def test_the_losses_of_many_chunks_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tokens=4096, head_chunks=4096, max_seqlen=32)
     monkeypatch.setattr(type(engine.programs), "head", lambda *_, **__: lambda arguments: [torch.tensor(0.1)])
-    batch = make_batch([DOCUMENTS[0]] * 6, tokens=4096)
+    batch = tiny.batch([DOCUMENTS[0]] * 6, tokens=4096)
     expected = torch.tensor(0.1).double().item() * 4096 / batch.label_tokens
     assert engine.evaluate([batch])[0] == pytest.approx(expected, rel=1e-6)
 
@@ -163,7 +154,7 @@ def test_head_chunks_do_not_matter(chunks: int) -> None:
     sizes = [c.stop - c.start for c in several.programs.chunks()]
     assert sum(sizes) == 32
     assert len(sizes) <= chunks
-    error, name = worst(gradients(several, batches), gradients(one, batches))
+    error, name = tiny.worst(tiny.gradients(several, batches), tiny.gradients(one, batches))
     assert error <= 1e-6, name
     assert several.evaluate(batches)[0] == pytest.approx(one.evaluate(batches)[0], rel=1e-6)
     norms = [e.train_step(batches, step=0, lr=1e-3).read()[1] for e in (one, several)]
@@ -181,9 +172,9 @@ POLICIES = {
 def test_recompute_changes_no_bit(policy: str) -> None:
     """Also under dropout: the mask is drawn again, the same."""
     batches = ragged()
-    adapters = lora(dropout=0.3)
-    kept = gradients(make_engine(lora=adapters), batches, step=3)
-    assert_equal(gradients(make_engine(lora=adapters, recompute=POLICIES[policy]), batches, step=3), kept)
+    adapters = tiny.lora(dropout=0.3)
+    kept = tiny.gradients(make_engine(lora=adapters), batches, step=3)
+    assert_equal(tiny.gradients(make_engine(lora=adapters, recompute=POLICIES[policy]), batches, step=3), kept)
 
 
 def test_kernels_agree_with_the_references() -> None:
@@ -193,23 +184,23 @@ def test_kernels_agree_with_the_references() -> None:
     chosen = {op: kernel for (op, _), kernel in kernels.programs.kernels.chosen.items()}
     assert chosen.pop("norm_rope") == "reference", "which calls kernels itself"
     assert set(chosen.values()) == {"torch-cpu"}
-    error, name = worst(gradients(kernels, batches), gradients(plain, batches))
+    error, name = tiny.worst(tiny.gradients(kernels, batches), tiny.gradients(plain, batches))
     assert error <= 1e-5, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_inductor_agrees_with_fx(recompute: bool) -> None:
-    settings: dict[str, Any] = {"lora": lora(dropout=0.3), "recompute": Recompute(block=recompute)}
+    settings: dict[str, Any] = {"lora": tiny.lora(dropout=0.3), "recompute": Recompute(block=recompute)}
     fx, inductor = make_engine(**settings), make_engine(compiler="inductor", **settings)
-    error, name = worst(gradients(inductor, ragged()), gradients(fx, ragged()))
+    error, name = tiny.worst(tiny.gradients(inductor, ragged()), tiny.gradients(fx, ragged()))
     assert error <= 1e-5, name
 
 
 def test_padding_and_what_stands_in_it_do_not_matter() -> None:
     engine = make_engine()
-    expected = gradients(engine, [make_batch(DOCUMENTS[1:3])])
-    assert_equal(gradients(engine, [make_batch(DOCUMENTS[1:3], padding_id=60)]), expected)
+    expected = tiny.gradients(engine, [tiny.batch(DOCUMENTS[1:3])])
+    assert_equal(tiny.gradients(engine, [tiny.batch(DOCUMENTS[1:3], padding_id=60)]), expected)
 
 
 # ----------------------------------------------------------------------------- programs
@@ -234,7 +225,7 @@ def test_equal_layers_share_their_programs() -> None:
 
 def test_residuals_are_foretold() -> None:
     for recompute in (False, True):
-        engine = make_engine(recompute=Recompute(block=recompute), lora=lora(dropout=0.1))
+        engine = make_engine(recompute=Recompute(block=recompute), lora=tiny.lora(dropout=0.1))
         piece = engine.layers["layer 0"]
         told = engine.programs.layer_footprint(piece).kept
         assert told == engine.programs.layer(piece).kept
@@ -248,7 +239,7 @@ def test_clipping_equals_torch() -> None:
     batches = ragged()
     for max_norm in (1e-2, 1e6):
         engine = make_engine(max_grad_norm=max_norm)
-        found = gradients(engine, batches)
+        found = tiny.gradients(engine, batches)
         leaves = [torch.nn.Parameter(torch.zeros_like(g)) for g in found.values()]
         for leaf, gradient in zip(leaves, found.values(), strict=True):
             leaf.grad = gradient.clone()
@@ -307,8 +298,8 @@ def test_a_norm_of_zero_means_no_clipping() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_a_step_of_non_finite_gradients_changes_nothing(adapters: bool, bad: float) -> None:
-    engine = make_engine(lora=lora() if adapters else None)
-    twin = make_engine(lora=lora() if adapters else None)
+    engine = make_engine(lora=tiny.lora() if adapters else None)
+    twin = make_engine(lora=tiny.lora() if adapters else None)
     for e in (engine, twin):
         e.train_step(ragged(), step=0, lr=1e-2)
     before = state_of(engine)
@@ -347,7 +338,7 @@ def test_a_step_without_labels_is_zero() -> None:
 
 
 def test_training_lowers_the_loss() -> None:
-    engine = make_engine(source=noisy_source(std=0.05))
+    engine = make_engine(source=tiny.random_source(std=0.05))
     losses = [engine.train_step(ragged(), step=s, lr=1e-2).read()[0] for s in range(30)]
     assert losses[-1] < 0.5 * losses[0]
 
@@ -357,7 +348,7 @@ def test_training_lowers_the_loss() -> None:
 
 def test_dropout_depends_on_the_seed_the_step_and_the_micro_step_alone() -> None:
     batch = ragged()[0]
-    adapters = lora(dropout=0.5)
+    adapters = tiny.lora(dropout=0.5)
     engine, again, other = (make_engine(lora=adapters, seed=s) for s in (1, 1, 2))
 
     def loss(e: Engine, step: int, count: int = 1) -> float:
@@ -368,7 +359,7 @@ def test_dropout_depends_on_the_seed_the_step_and_the_micro_step_alone() -> None
     first = loss(engine, 0)
     assert loss(engine, 0) == first == loss(again, 0)
     assert len({first, loss(engine, 1), loss(other, 0), loss(engine, 0, 2)}) == 4
-    without = make_engine(lora=lora())
+    without = make_engine(lora=tiny.lora())
     assert engine.evaluate([batch]) == without.evaluate([batch])
     assert loss(without, 0) != first
 
@@ -384,14 +375,14 @@ def test_every_layer_and_micro_step_has_a_seed_of_its_own() -> None:
 
 
 def test_state_goes_into_a_fresh_engine_and_continues_bit_for_bit() -> None:
-    adapters = lora(dropout=0.2)
+    adapters = tiny.lora(dropout=0.2)
     engine = make_engine(lora=adapters)
     for step in range(3):
         engine.train_step(ragged(), step=step, lr=1e-2)
     saved = {file: {n: t.clone() for n, t in found.items()} for file, found in engine.state().items()}
 
     def elsewhere(spec: TensorSpec) -> Tensor:
-        return noisy_source(seed=99 if spec.trainable else 0)(spec)
+        return tiny.random_source(seed=99 if spec.trainable else 0)(spec)
 
     other = make_engine(lora=adapters, source=elsewhere)
     assert not torch.equal(state_of(other)["optimizer/steps"], saved["optimizer"]["steps"])
@@ -404,7 +395,7 @@ def test_state_goes_into_a_fresh_engine_and_continues_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("adapters", [True, False])
 def test_bf16_masters_continue_bit_for_bit_and_draw_by_seed_and_step_alone(adapters: bool) -> None:
-    chosen = lora(dropout=0.2) if adapters else None
+    chosen = tiny.lora(dropout=0.2) if adapters else None
 
     def make(**settings: Any) -> Engine:
         return make_engine(lora=chosen, master_dtype=torch.bfloat16, **settings)
@@ -452,14 +443,14 @@ def test_every_step_rounds_with_a_seed_of_its_own() -> None:
 
 
 def test_bf16_compute_copies_follow_a_loaded_state() -> None:
-    engine, other = (make_engine(dtype=torch.bfloat16, source=noisy_source(seed=s)) for s in (0, 1))
+    engine, other = (make_engine(dtype=torch.bfloat16, source=tiny.random_source(seed=s)) for s in (0, 1))
     other.load_state(engine.state())
     assert other.evaluate(ragged()) == engine.evaluate(ragged())
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape"])
 def test_a_state_of_another_run_is_refused(change: str) -> None:
-    engine = make_engine(lora=lora())
+    engine = make_engine(lora=tiny.lora())
     saved = {file: {n: t.clone() for n, t in found.items()} for file, found in engine.state().items()}
     name = sorted(saved["trainable"])[0]
     if change == "missing":
@@ -475,7 +466,7 @@ def test_a_state_of_another_run_is_refused(change: str) -> None:
 
 
 def test_evaluation_between_steps_changes_nothing() -> None:
-    engine, twin = make_engine(lora=lora(dropout=0.2)), make_engine(lora=lora(dropout=0.2))
+    engine, twin = make_engine(lora=tiny.lora(dropout=0.2)), make_engine(lora=tiny.lora(dropout=0.2))
     for step in range(3):
         found = engine.train_step(ragged(), step=step, lr=1e-2).read()
         assert found == twin.train_step(ragged(), step=step, lr=1e-2).read()
@@ -486,13 +477,13 @@ def test_evaluation_between_steps_changes_nothing() -> None:
 
 
 def test_the_loss_of_a_step_is_the_loss_of_evaluation_before_it() -> None:
-    engine = make_engine(lora=lora())
+    engine = make_engine(lora=tiny.lora())
     expected, _ = engine.evaluate(ragged())
     assert engine.train_step(ragged(), step=0, lr=1e-2).read()[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_frozen_weights_stay() -> None:
-    engine = make_engine(lora=lora())
+    engine = make_engine(lora=tiny.lora())
     before = {name: t.clone() for name, t in engine.parameters.base_tensors()}
     assert not {n for n in engine.parameters.masters() if "lora" not in n}
     for step in range(3):

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 from surogate_offload_host import surogate_offloader
-from tiny_engine import gradients, lora, make_batch, make_engine, noisy_source, random_documents, tiny_config, worst
+from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.engine.engine import Engine
+from surogate_core.testing import tiny
 
 TOKENS, BORDERS = 64, 6
 CONFIG = tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=128, head_dim=32)
 
 
 def engine(compiler: str = "inductor", **more: Any) -> Engine:
-    settings = {"tokens": TOKENS, "borders": BORDERS, "source": noisy_source(std=0.05), "compiler": compiler}
+    settings = {"tokens": TOKENS, "borders": BORDERS, "source": tiny.random_source(std=0.05), "compiler": compiler}
     return make_engine(more.pop("config", CONFIG), **settings, **more)
 
 
@@ -44,10 +45,10 @@ def test_a_join_is_a_view_of_the_weights(joined: Engine) -> None:
 
 
 def test_gradients_are_those_of_single_products(joined: Engine) -> None:
-    batches = [make_batch(random_documents((30, 1, 20), vocab=128, seed=3), tokens=TOKENS, borders=BORDERS)]
+    batches = [tiny.batch(tiny.documents((30, 1, 20), vocabulary=128, seed=3), tokens=TOKENS, borders=BORDERS)]
     plain = engine("fx")
     assert not plain.parameters.joins
-    error, name = worst(gradients(joined, batches), gradients(plain, batches))
+    error, name = tiny.worst(tiny.gradients(joined, batches), tiny.gradients(plain, batches))
     assert error <= 2e-6, f"{name}: {error:.1e}"
     assert joined.evaluate(batches)[0] == pytest.approx(plain.evaluate(batches)[0], rel=1e-6)
 
@@ -65,7 +66,8 @@ def test_weights_that_come_from_the_host_are_joined_too(joined: Engine) -> None:
         assert torch.equal(tensor, torch.cat(parts))
         assert tensor.data_ptr() == parts[0].data_ptr()
     e.weights.release(piece.key)
-    plain, batch = engine(dtype=torch.bfloat16), make_batch(random_documents((30, 1), vocab=128), tokens=64, borders=6)
+    plain = engine(dtype=torch.bfloat16)
+    batch = tiny.batch(tiny.documents((30, 1), vocabulary=128), tokens=64, borders=6)
     assert [e.train_step([batch], step=s, lr=1e-2).read() for s in range(2)] == [
         plain.train_step([batch], step=s, lr=1e-2).read() for s in range(2)
     ]
@@ -73,6 +75,6 @@ def test_weights_that_come_from_the_host_are_joined_too(joined: Engine) -> None:
 
 def test_what_is_not_joined() -> None:
     """Adapted projections, and weights with a gap between them in their group."""
-    assert not engine(lora=lora(4)).parameters.joins
+    assert not engine(lora=tiny.lora(4)).parameters.joins
     gap = tiny_config(hidden_size=24, intermediate_size=40, num_hidden_layers=1, vocab_size=128, head_dim=12)
     assert names(engine(config=gap)) == {()}

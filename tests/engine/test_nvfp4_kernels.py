@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import host_cuda
 import pytest
 import surogate_kernels_cuda
 import torch
-from small_model import SMALL_CONFIG, SmallModel
 from surogate_kernels_cuda import nvfp4
 from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe
-from tiny_engine import lora, make_batch, make_engine, random_documents
+from tiny_qwen3 import make_engine
 
 from surogate_core.bundles import Kernel, KernelPack, RecipeSettings
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.testing import host_cuda, tiny
 
 TOKENS = 40
 """No multiple of 16: some operands are padded."""
@@ -48,11 +47,11 @@ def pack() -> KernelPack:
 def engine(device: str, *, kernels: bool, full: bool, **settings: Any) -> Engine:
     recipe = surogate_recipe()
     return make_engine(
-        SMALL_CONFIG,
-        build=SmallModel,
+        tiny.SMALL_CONFIG,
+        build=tiny.SmallModel,
         device=device,
         tokens=TOKENS,
-        lora=None if full else lora(8, dropout=0.1),
+        lora=None if full else tiny.lora(8, dropout=0.1),
         packs=[TORCH_PACK, pack()] if kernels else [TORCH_PACK],
         recipe=recipe,
         recipe_options=recipe.prepare(NVFP4Options(), RecipeSettings(), torch.device(device)),
@@ -61,7 +60,7 @@ def engine(device: str, *, kernels: bool, full: bool, **settings: Any) -> Engine
 
 
 def train(made: Engine, steps: int) -> list[tuple[float, float]]:
-    batch = make_batch(random_documents([28, 12], seed=0), tokens=TOKENS)
+    batch = tiny.batch(tiny.documents([28, 12], seed=0), tokens=TOKENS)
     return [made.train_step([batch], step=step, lr=3e-3).read() for step in range(steps)]
 
 

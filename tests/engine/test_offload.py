@@ -12,7 +12,7 @@ from surogate_offload_disk import surogate_offloader as disk
 from surogate_offload_host import surogate_offloader
 from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
 from surogate_optimizer_normuon import surogate_optimizer as normuon
-from tiny_engine import lora, make_batch, make_engine, random_documents, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
@@ -20,6 +20,7 @@ from surogate_core.bundles import Offloader, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
+from surogate_core.testing import tiny
 
 KINDS: tuple[TensorKind, ...] = ("residuals", "optimizer", "master", "gradients", "weights")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,7 +34,7 @@ def host(*kinds: TensorKind) -> Offloader:
 
 def batches(step: int) -> list[MicroBatch]:
     return [
-        make_batch(random_documents(lengths, vocab=127, seed=10 * step + i))
+        tiny.batch(tiny.documents(lengths, vocabulary=127, seed=10 * step + i))
         for i, lengths in enumerate(((20, 1, 9), (13, 17)))
     ]
 
@@ -64,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8-bit, recomputed": {"optimizer": adamw_8bit(), "recompute": Recompute(block=True)},
     "normuon, bf16": {"optimizer": normuon(), "dtype": torch.bfloat16},
     "bf16 masters": {"dtype": torch.bfloat16, "master_dtype": torch.bfloat16},
-    "lora, dropout": {"lora": lora(dropout=0.2), "dtype": torch.bfloat16},
+    "lora, dropout": {"lora": tiny.lora(dropout=0.2), "dtype": torch.bfloat16},
 }
 
 
@@ -104,7 +105,7 @@ def test_the_cpu_takes_the_optimizer_step() -> None:
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_the_cpu_takes_a_gpus_optimizer_step(adapters: bool) -> None:
     """To rounding: the CPU's AdamW orders its operations differently."""
-    settings: dict[str, Any] = {"lora": lora() if adapters else None, "recompute": Recompute(block=True)}
+    settings: dict[str, Any] = {"lora": tiny.lora() if adapters else None, "recompute": Recompute(block=True)}
     found = engine(
         "cuda", offloader=host("weights", "master", "gradients", "residuals"), update_on_cpu=True, **settings
     )
@@ -118,7 +119,7 @@ def test_the_cpu_takes_a_gpus_optimizer_step(adapters: bool) -> None:
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_files_have_the_bits_of_host_memory(adapters: bool, device: str) -> None:
     kinds: frozenset[TensorKind] = frozenset({"weights", "master", "gradients", "optimizer"})
-    settings = {"lora": lora() if adapters else None, "update_on_cpu": True, "recompute": Recompute(block=True)}
+    settings = {"lora": tiny.lora() if adapters else None, "update_on_cpu": True, "recompute": Recompute(block=True)}
     found = engine(device, offloader=replace(disk(), kinds=kinds), **settings)
     assert all(t.device.type == "cpu" for t in found.parameters.masters().values())
     expected = engine(device, offloader=host("weights", "master", "gradients"), **settings)
@@ -147,7 +148,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(device: str) -> None:
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_inductors_graphs_change_no_bit(adapters: bool) -> None:
     settings: dict[str, Any] = {"compiler": "inductor", "dtype": torch.bfloat16}
-    settings["lora"] = lora(8, dropout=0.1) if adapters else None
+    settings["lora"] = tiny.lora(8, dropout=0.1) if adapters else None
     assert_same(engine("cuda", offloader=host(*KINDS), **settings), engine("cuda", **settings))
 
 

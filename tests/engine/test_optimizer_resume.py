@@ -12,12 +12,13 @@ import surogate_optimizer_adamw
 import surogate_optimizer_adamw_8bit
 import surogate_optimizer_normuon
 import torch
-from tiny_engine import make_batch, make_engine, random_documents, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.bundles import OptimizerSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.testing import tiny
 
 SPECS: dict[str, OptimizerSpec] = {
     spec.name: spec
@@ -52,7 +53,7 @@ def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step."""
     found = []
     for step in steps:
-        batches = [make_batch(random_documents((20, 9), vocab=127, seed=2 * step + i)) for i in range(2)]
+        batches = [tiny.batch(tiny.documents((20, 9), vocabulary=127, seed=2 * step + i)) for i in range(2)]
         found.append(engine.train_step(batches, step=step, lr=1e-2).read())
     return found
 

@@ -7,22 +7,23 @@ from collections.abc import Sequence
 import pytest
 import torch
 from panel_pack import PACK
-from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, strict_offloader, tiny_config, worst
+from tiny_qwen3 import make_engine, strict_offloader, tiny_config
 
 from surogate_core.bundles import KernelPack
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.testing import tiny
 
 CONFIG = tiny_config(vocab_size=64)
 
 
 def engine(packs: Sequence[KernelPack], **settings: object) -> Engine:
-    arguments = {"lora": lora(16, dropout=0.1), **settings}
+    arguments = {"lora": tiny.lora(16, dropout=0.1), **settings}
     return make_engine(CONFIG, packs=packs, **arguments)  # type: ignore[arg-type]
 
 
-BATCHES = [make_batch(random_documents([9, 14], seed=s)) for s in range(2)]
+BATCHES = [tiny.batch(tiny.documents([9, 14], seed=s)) for s in range(2)]
 
 
 def test_slots_with_one_input_share_a_panel() -> None:
@@ -53,10 +54,10 @@ def test_a_panel_holds_what_the_parameters_say() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_same_gradients_as_slot_by_slot(dropout: float) -> None:
-    plain, found = (engine(packs, lora=lora(16, dropout=dropout)) for packs in ([TORCH_PACK], [TORCH_PACK, PACK]))
+    plain, found = (engine(packs, lora=tiny.lora(16, dropout=dropout)) for packs in ([TORCH_PACK], [TORCH_PACK, PACK]))
     assert not plain.parameters.panels
     for step in range(2):
-        error, name = worst(gradients(found, BATCHES, step=step), gradients(plain, BATCHES, step=step))
+        error, name = tiny.worst(tiny.gradients(found, BATCHES, step=step), tiny.gradients(plain, BATCHES, step=step))
         assert error < 1e-5, name
         losses = [e.train_step(BATCHES, step=step, lr=1e-3).read() for e in (plain, found)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -85,7 +86,7 @@ def test_weights_that_come_from_elsewhere_are_copied_into_panels(recompute: bool
 def test_where_there_are_none() -> None:
     """Ranks that no tile has, some slots without adapters, no adapters at all."""
     packs = [TORCH_PACK, PACK]
-    assert not any(engine(packs, lora=lora(4)).parameters.panels.values())
-    some = engine(packs, lora=lora(16, targets=["q_proj", "o_proj"])).parameters.panels
+    assert not any(engine(packs, lora=tiny.lora(4)).parameters.panels.values())
+    some = engine(packs, lora=tiny.lora(16, targets=["q_proj", "o_proj"])).parameters.panels
     assert {tuple(s.name for p in found for s in p.slots) for found in some.values()} == {("o",)}
     assert not engine(packs, lora=None).parameters.panels

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from surogate_model_qwen3.model import build
-from tiny_engine import lora, make_engine, tensor_source, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.parameters import Parameters, RandomSource, distinct, pieces
 from surogate_core.engine.stores import DeviceStore
+from surogate_core.testing import tiny
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec(name="w", hf_name="a.weight", shape=(300, 200), trainable=True, role="weight", init="normal")
@@ -42,7 +43,7 @@ def make_parameters(
     return parameters
 
 
-@pytest.mark.parametrize("adapters", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize("adapters", [None, tiny.lora()], ids=["full", "lora"])
 def test_groups_are_flat_aligned_and_do_not_overlap(adapters: LoRA | None) -> None:
     parameters = make_parameters(adapters=adapters)
     names = [n for g in parameters.groups for n in g.shapes]
@@ -69,7 +70,7 @@ def test_hidden_matrices_are_named() -> None:
     shapes = {name: shape for group in groups for name, (_, shape) in group.shapes.items()}
     assert hidden == {name for name in shapes if ".layers." in name and name.endswith("_proj.weight")}
     assert all(len(shapes[name]) == 2 for name in hidden)
-    assert not any(group.hidden for group in make_parameters(adapters=lora()).groups)
+    assert not any(group.hidden for group in make_parameters(adapters=tiny.lora()).groups)
 
 
 def test_norms_and_biases_do_not_decay() -> None:
@@ -79,7 +80,7 @@ def test_norms_and_biases_do_not_decay() -> None:
     undecayed = set(groups["undecayed"].shapes)
     assert undecayed == {n for g in groups.values() for n, (_, shape) in g.shapes.items() if len(shape) == 1}
     assert any("bias" in n for n in undecayed)
-    assert [g.name for g in make_parameters(adapters=lora()).groups] == ["decayed"]
+    assert [g.name for g in make_parameters(adapters=tiny.lora()).groups] == ["decayed"]
 
 
 def test_fp32_trains_its_masters_without_a_copy_and_bf16_has_one() -> None:
@@ -111,7 +112,7 @@ def test_bf16_masters_are_what_bf16_computes_with_and_fp32_has_a_copy_of() -> No
         for tensor, spec in zip(parameters.inputs(piece), piece.specs, strict=True):
             assert tensor.dtype == dtype
             assert torch.equal(tensor, parameters.masters()[spec.hf_name].to(dtype))
-    adapted = make_parameters(adapters=lora(), master_dtype=torch.bfloat16, seed=seed)
+    adapted = make_parameters(adapters=tiny.lora(), master_dtype=torch.bfloat16, seed=seed)
     assert {t.dtype for _, t in adapted.adapter_tensors()} == {torch.float32}
 
 
@@ -129,9 +130,9 @@ def test_adapters_have_a_dtype_of_their_own(adapter_dtype: torch.dtype) -> None:
 
 def test_every_tensor_comes_out_as_it_went_in() -> None:
     source = RandomSource(seed=3, std=1.0, device=CPU)
-    specs = list(distinct(pieces(build(tiny_config()), lora=lora(), max_seqlen=8)))
+    specs = list(distinct(pieces(build(tiny_config()), lora=tiny.lora(), max_seqlen=8)))
     values = {s.hf_name: source(s) for s in specs}
-    engine = make_engine(lora=lora(), source=tensor_source(values))
+    engine = make_engine(lora=tiny.lora(), source=tiny.tensor_source(values))
     out = {**dict(engine.parameters.base_tensors()), **dict(engine.parameters.adapter_tensors())}
     assert out.keys() == values.keys()
     assert all(torch.equal(out[n], v) for n, v in values.items())

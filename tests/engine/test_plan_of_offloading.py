@@ -10,7 +10,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_offload_host import surogate_offloader
 from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
-from tiny_engine import ADAMW, BF16, lora, make_batch, make_engine, random_documents, tiny_config
+from tiny_qwen3 import ADAMW, BF16, make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.bundles import Objective, Offloader, TensorKind
@@ -21,11 +21,12 @@ from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing import tiny
 
 CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=127)
 CPU_TRAINING: tuple[TensorKind, ...] = ("weights", "master", "gradients", "optimizer")
 FULL: dict[str, Any] = {"dtype": torch.bfloat16, "recompute": Recompute(block=False)}
-LORA: dict[str, Any] = {**FULL, "lora": lora(8)}
+LORA: dict[str, Any] = {**FULL, "lora": tiny.lora(8)}
 COMBINATIONS: dict[str, tuple[tuple[TensorKind, ...], dict[str, Any]]] = {
     "nothing": ((), FULL),
     "residuals": (("residuals",), FULL),
@@ -116,7 +117,7 @@ def test_the_plan_counts_what_there_is(name: str) -> None:
     measured = Measured(engine)
     prediction = planned(engine, kinds, settings)
     held = {h.kind: h for h in prediction.held}
-    engine.inputs.load(make_batch(random_documents([20, 12], vocab=127)), engine.seeds(0, 0), 1.0)
+    engine.inputs.load(tiny.batch(tiny.documents([20, 12], vocabulary=127)), engine.seeds(0, 0), 1.0)
     with torch.no_grad():
         engine._run_training(True)
 

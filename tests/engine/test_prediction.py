@@ -9,7 +9,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_bf16 import linear
-from tiny_engine import lora, make_batch, make_engine, random_documents, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import Objective, OptimizerSpec, Recipe
 from surogate_core.dsl.trace import Recompute
@@ -19,6 +19,7 @@ from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing import tiny
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ from surogate_core.kernels.registry import KernelTable
 def test_bytes_are_those_of_the_engine(
     adapters: bool, block: bool, dtype: torch.dtype, master_dtype: torch.dtype
 ) -> None:
-    chosen = lora() if adapters else None
+    chosen = tiny.lora() if adapters else None
     engine = make_engine(lora=chosen, recompute=Recompute(block=block), dtype=dtype, master_dtype=master_dtype)
     prediction = predict(
         build(tiny_config()),
@@ -56,7 +57,7 @@ def test_bytes_are_those_of_the_engine(
     assert prediction.schedule == engine.training
     assert set(prediction.kernels) <= set(engine.programs.kernels.chosen)
 
-    batch = make_batch(random_documents([20, 12]))
+    batch = tiny.batch(tiny.documents([20, 12]))
     engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
     kept = 0
     put = engine.residuals.put

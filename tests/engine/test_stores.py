@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, strict_offloader
+from tiny_qwen3 import make_engine, strict_offloader
 
 from surogate_core.bundles import Offloader
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
 from surogate_core.errors import UserError
+from surogate_core.testing import tiny
 
 
 def test_the_device_store_keeps_what_it_was_given() -> None:
@@ -50,14 +51,14 @@ def test_no_offload_stores_every_kind_on_the_device() -> None:
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_an_engine_on_stores_that_move_and_forget(adapters: bool, recompute: bool) -> None:
     """Fetched tensors are copies that become NaN when released: nothing may be read outside fetch and release."""
-    documents = random_documents([11, 9])
-    batches = [make_batch(documents), make_batch(documents[:1])]
+    documents = tiny.documents([11, 9])
+    batches = [tiny.batch(documents), tiny.batch(documents[:1])]
     settings = {"recompute": Recompute(block=recompute), "head_chunks": 2}
-    settings["lora"] = lora(dropout=0.2) if adapters else None
+    settings["lora"] = tiny.lora(dropout=0.2) if adapters else None
     plain = make_engine(**settings)
     offloader, stores = strict_offloader()
     engine = make_engine(offloader=offloader, **settings)
-    expected, found = gradients(plain, batches), gradients(engine, batches)
+    expected, found = tiny.gradients(plain, batches), tiny.gradients(engine, batches)
     assert all(torch.equal(found[name], g) for name, g in expected.items())
     assert engine.evaluate(batches) == plain.evaluate(batches)
     for step in range(2):
@@ -72,10 +73,10 @@ def test_an_engine_on_stores_that_move_and_forget(adapters: bool, recompute: boo
 
 def test_the_engine_asks_the_stores_what_the_schedule_says() -> None:
     offloader, stores = strict_offloader()
-    engine = make_engine(offloader=offloader, lora=lora())
+    engine = make_engine(offloader=offloader, lora=tiny.lora())
     for store in stores.values():
         store.log.clear()
-    engine.accumulate([make_batch(random_documents([11, 9]))])
+    engine.accumulate([tiny.batch(tiny.documents([11, 9]))])
     for kind, store in stores.items():
         said = [(a.verb, a.key) for a in engine.training if a.kind == kind]
         assert store.log == said

@@ -10,7 +10,7 @@ import pytest
 import torch
 from panel_pack import PACK
 from surogate_offload_host import surogate_offloader
-from tiny_engine import lora, make_batch, make_engine, noisy_source, random_documents, strict_offloader, tiny_config
+from tiny_qwen3 import make_engine, strict_offloader, tiny_config
 from torch import Tensor
 
 from surogate_core.bundles import KernelPack, Objective, OptimizerSpec, WeightFormat
@@ -22,9 +22,10 @@ from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing import tiny
 
 CONFIG = tiny_config(vocab_size=64, num_hidden_layers=3)
-BATCHES = [make_batch(random_documents([9, 14], seed=s)) for s in range(2)]
+BATCHES = [tiny.batch(tiny.documents([9, 14], seed=s)) for s in range(2)]
 PACKS = {"plain": [TORCH_PACK], "panels": [TORCH_PACK, PACK]}
 
 
@@ -40,12 +41,12 @@ HALF = WeightFormat(name="half", nbytes=lambda o, i, settings: 2 * o * i, pack=p
 
 
 def rounded(spec: TensorSpec) -> Tensor:
-    value = noisy_source()(spec)
+    value = tiny.random_source()(spec)
     return value.bfloat16().float() if spec.role == "weight" else value
 
 
 def engine(packs: list[KernelPack], *, rank: int = 16, **settings: Any) -> Engine:
-    return make_engine(CONFIG, packs=packs, lora=lora(rank, dropout=0.1), **settings)
+    return make_engine(CONFIG, packs=packs, lora=tiny.lora(rank, dropout=0.1), **settings)
 
 
 def weight_format(name: str) -> WeightFormat:
@@ -78,7 +79,7 @@ def test_weights_that_are_left_out_stay_as_they_are(packs: list[KernelPack]) -> 
         return name.startswith("model.layers.1.mlp.")
 
     made = engine(packs, weight_format=HALF, skips=skips)
-    plain = engine(packs, source=lambda spec: (noisy_source() if skips(spec.hf_name) else rounded)(spec))
+    plain = engine(packs, source=lambda spec: (tiny.random_source() if skips(spec.hf_name) else rounded)(spec))
     assert train(made) == train(plain)
     exported = dict(made.parameters.base_tensors())
     for name, value in plain.parameters.base_tensors():
@@ -147,7 +148,7 @@ def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> N
         optimizer=OptimizerSpec(name="adamw", build=lambda *a: None),  # type: ignore[arg-type, return-value]
         offloader=NO_OFFLOAD,
         kernels=KernelTable.build(torch.device("cpu"), packs),
-        lora=lora(16, dropout=0.1),
+        lora=tiny.lora(16, dropout=0.1),
         weight_format=HALF,
     )
     held = {h.kind: h.nbytes for h in prediction.held}
@@ -169,14 +170,14 @@ def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None
     config = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)
 
     def source(spec: TensorSpec) -> Tensor:
-        return noisy_source(std=0.05, device="cuda")(spec).bfloat16()
+        return tiny.random_source(std=0.05, device="cuda")(spec).bfloat16()
 
     def make(**more: Any) -> Engine:
         return make_engine(
             config,
             device="cuda",
             tokens=256,
-            lora=lora(16),
+            lora=tiny.lora(16),
             packs=[TORCH_PACK, triton],
             compiler="inductor",
             dtype=torch.bfloat16,
@@ -185,7 +186,7 @@ def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None
             **more,
         )
 
-    batches = [make_batch(random_documents([100, 90, 40], seed=s), tokens=256) for s in range(2)]
+    batches = [tiny.batch(tiny.documents([100, 90, 40], seed=s), tokens=256) for s in range(2)]
     host = replace(surogate_offloader(), kinds=frozenset({"weights", "residuals"}))
     runs = (
         make(weight_format=found, source=source),

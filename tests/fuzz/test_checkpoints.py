@@ -16,11 +16,12 @@ import fuzzing
 import pytest
 import torch
 from hypothesis import strategies as st
-from tiny_engine import lora, make_batch, make_engine, random_documents
+from tiny_qwen3 import make_engine
 
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import file_digest
+from surogate_core.testing import tiny
 from surogate_core.train.checkpoint import CheckpointDir, manifest_digest
 from surogate_core.train.loop import Loop, LoopState
 
@@ -130,7 +131,7 @@ cases = st.lists(damages(), min_size=1, max_size=2).map(
 
 @cache
 def _engine() -> Engine:
-    return make_engine(lora=lora(rank=2))
+    return make_engine(lora=tiny.lora(rank=2))
 
 
 def _values(engine: Engine) -> dict[str, torch.Tensor]:
@@ -144,7 +145,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any
     engine, held = _engine(), {}
     checkpoints = CheckpointDir(root, limit=2)
     for step in STEPS:
-        engine.train_step([make_batch(random_documents([20], seed=step))], step=step - 1, lr=1e-2)
+        engine.train_step([tiny.batch(tiny.documents([20], seed=step))], step=step - 1, lr=1e-2)
         state = {"loop": asdict(LoopState(step=step)), "monitors": {}, "loader": {"epoch": 0, "position": step}}
         checkpoints.save(step, tensors=engine.state(), state=state)
         held[step] = (_values(engine), state)

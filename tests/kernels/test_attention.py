@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import op_cases
 import pytest
 import torch
-from op_cases import Op, compare, random, strided
 
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import references
+from surogate_core.testing import op_cases
+from surogate_core.testing.op_cases import Op, compare, random, strided
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 3e-2}
 IMPLEMENTATIONS = [

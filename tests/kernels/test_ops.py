@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import op_cases
 import pytest
 import torch
-from op_cases import BOUNDS, Op, compare, random, strided
 
 from surogate_core.kernels import cpu, ops
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
+from surogate_core.testing import op_cases
+from surogate_core.testing.op_cases import BOUNDS, Op, compare, random, strided
 
 EPS = 1e-6
 IMPLEMENTATIONS = [
@@ -298,7 +298,7 @@ def test_dropout_masks_of_salts_seeds_and_neighbours_are_independent() -> None:
     p, shape = 0.1, torch.Size((1000, 512))
     masks = [ops.dropout_mask(shape, seed_of(s), salt=salt, p=p) for s in (7, 8, -7) for salt in (0, 1, 2, 6)]
     # Seeds as the engine draws them for layers, steps and micro-steps that follow each other.
-    from tiny_engine import make_engine
+    from tiny_qwen3 import make_engine
 
     engine = make_engine()
     engine_seeds = [s for step, micro in ((0, 0), (0, 1), (1, 0)) for s in engine.seeds(step, micro)]

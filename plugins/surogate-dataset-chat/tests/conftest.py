@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import chat_templates
 import pytest
+from surogate_dataset_chat import EMBEDDED_TOKENIZER
 from transformers import PreTrainedTokenizerBase
+
+from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.testing import chat_templates
+
+embedded = partial(load_tokenizer, EMBEDDED_TOKENIZER)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     """The embedded tokenizer with its own template."""
-    return chat_templates.templated("embedded")[0]
+    return embedded()
 
 
 @pytest.fixture(scope="session")
 def templated() -> Callable[[str], Any]:
     """The embedded tokenizer with a template, and that template's end-of-turn token."""
-    return chat_templates.templated
+    return partial(chat_templates.templated, make=embedded)

@@ -39,13 +39,12 @@ def split(tokenizer: Any, row: Any, **options: Any) -> tuple[str, str]:
 
 
 PROMPTS = {
-    "embedded": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n"
-    "<|im_start|>assistant\n",
+    "own": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n",
     "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nAdd.\n\n1 2<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
 }
-PROMPTS |= dict.fromkeys(("chatml", "chatml-marked-inside", "qwen3"), PROMPTS["embedded"])
+PROMPTS |= dict.fromkeys(("chatml", "chatml-marked-inside", "qwen3"), PROMPTS["own"])
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -65,14 +64,14 @@ def test_mistral_has_no_system_turn(templated: Callable[..., Any]) -> None:
 
 
 def test_a_fixed_system_prompt(templated: Callable[..., Any]) -> None:
-    tokenizer, _ = templated("embedded")
+    tokenizer, _ = templated("own")
     fixed = encoded(tokenizer, ROW, system_prompt_type="fixed", system_prompt="Be brief.")
     assert fixed.input_ids.tolist() == encoded(tokenizer, ROW, **SYSTEM).input_ids.tolist()
 
 
 @pytest.mark.parametrize("empty", ["", " \n", None])
 def test_rows_without_input_and_system_prompt(templated: Callable[..., Any], empty: Any) -> None:
-    tokenizer, _ = templated("embedded")
+    tokenizer, _ = templated("own")
     row = {**ROW, "input": empty, "system": empty}
     assert encoded(tokenizer, row, input_field="input", **SYSTEM).input_ids.tolist() == (
         encoded(tokenizer, ROW).input_ids.tolist()
@@ -96,7 +95,7 @@ def test_alpaca_serves_a_tokenizer_without_a_template(templated: Callable[..., A
 
 
 def test_formats_are_used_although_there_is_a_template(templated: Callable[..., Any]) -> None:
-    tokenizer, end = templated("embedded")
+    tokenizer, end = templated("own")
     formats = {
         "prompt_format": "Q {instruction} ({input})\nA:{output}",
         "prompt_format_no_input": "Q {instruction}\nA:",
@@ -111,7 +110,7 @@ def test_formats_are_used_although_there_is_a_template(templated: Callable[..., 
 
 
 def test_the_systems_prompt_needs_a_place_in_every_format(templated: Callable[..., Any]) -> None:
-    context = EncodeContext(tokenizer=templated("embedded")[0], sequence_len=64, system="Be kind.")
+    context = EncodeContext(tokenizer=templated("own")[0], sequence_len=64, system="Be kind.")
     formats = {"prompt_format": "{system} {instruction} {input}:", "prompt_format_no_input": "{instruction}:"}
     options = InstructionOptions(**FIELDS, input_field="input", **formats)
     for row in (ROW, {**ROW, "input": ""}):
@@ -129,12 +128,12 @@ def test_special_tokens_are_not_doubled(templated: Callable[..., Any]) -> None:
 
 TEXT = st.text(st.sampled_from("abc é\n.<|1漢😀{}"), min_size=1, max_size=12).filter(lambda t: t.strip() == t)
 CASES = [
-    ("embedded", None),
+    ("own", None),
     ("chatml", None),
     ("chatml-marked-inside", None),
     ("llama3", None),
     ("none", None),
-    ("embedded", "{system} {instruction} {input} "),
+    ("own", "{system} {instruction} {input} "),
     ("none", "{instruction}\n{input} 漢{system}"),
 ]
 
@@ -173,7 +172,7 @@ def test_trained_tokens_decode_to_the_output_and_its_end(
 )
 def test_bad_rows_have_a_reason(templated: Callable[..., Any], row: Any, reason: str) -> None:
     with pytest.raises(RowError) as caught:
-        encoded(templated("embedded")[0], row, input_field="input", **SYSTEM)
+        encoded(templated("own")[0], row, input_field="input", **SYSTEM)
     assert reason in str(caught.value)
 
 
@@ -206,7 +205,7 @@ def test_both_fields_are_required() -> None:
 
 
 def test_the_configuration_reaches_instructions(templated: Callable[..., Any]) -> None:
-    tokenizer, end = templated("embedded")
+    tokenizer, end = templated("own")
 
     def text(row: Any = ROW, options: Any = None, **keys: Any) -> str:
         context = EncodeContext(tokenizer=tokenizer, sequence_len=64, **keys)
@@ -234,7 +233,7 @@ JSON = (
 
 @given(row=st.fixed_dictionaries({}, optional=dict.fromkeys(ROW, JSON)))
 @settings(max_examples=200, deadline=None)
-@pytest.mark.parametrize("name", ["embedded", "none"])
+@pytest.mark.parametrize("name", ["own", "none"])
 def test_any_row_is_encoded_or_has_a_reason(templated: Callable[..., Any], name: str, row: Any) -> None:
     try:
         document = encoded(templated(name)[0], row, input_field="input", **SYSTEM)
@@ -248,7 +247,7 @@ def test_a_file_of_rows_is_prepared(templated: Callable[..., Any], tmp_path: Pat
     path.write_text("instruction,input,output\nAdd.,1 2,3\nName Rome.,,Rome\n")
     entry = {"path": str(path), "type": "instruction", "input_field": "input", **FIELDS}
     keys: Any = {"sequence_len": 64, "data_cache_dir": str(tmp_path / "cache"), "validation_split_ratio": 0.0}
-    data = prepare(RunConfig(datasets=[entry], **keys), templated("embedded")[0], {"instruction": FORMAT})
+    data = prepare(RunConfig(datasets=[entry], **keys), templated("own")[0], {"instruction": FORMAT})
     assert data.report.train.documents == 2
     assert data.report.warnings == ()
 
@@ -257,8 +256,8 @@ def test_a_table_of_digits_is_text(templated: Callable[..., Any], tmp_path: Path
     path = tmp_path / "rows.csv"
     path.write_text("instruction,input,output\n12,007,19\n1,,NA\n2,null,3.0\n")
     entry = {"path": str(path), "type": "instruction", "input_field": "input", **FIELDS}
-    keys: Any = {"sequence_len": 64, "data_cache_dir": str(tmp_path / "cache"), "validation_split_ratio": 0.0}
-    tokenizer, _ = templated("embedded")
+    keys: Any = {"sequence_len": 128, "data_cache_dir": str(tmp_path / "cache"), "validation_split_ratio": 0.0}
+    tokenizer, _ = templated("own")
     data = prepare(RunConfig(datasets=[entry], **keys), tokenizer, {"instruction": FORMAT})
     assert data.report.bad_row_count == 0
     text = tokenizer.decode(data.train.row(0).input_ids)

@@ -1,15 +1,16 @@
-"""The embedded tokenizer with chat templates."""
+"""A tokenizer with chat templates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import chat_templates
 import pytest
+
+from surogate_core.testing import chat_templates
 
 
 @pytest.fixture(scope="session")
 def templated() -> Callable[[str], Any]:
-    """The embedded tokenizer with a template ("none": without), and that template's end-of-turn token."""
+    """A tokenizer of bytes with a template ("none": without), and that template's end-of-turn token."""
     return chat_templates.templated

@@ -35,7 +35,7 @@ def split(tokenizer: Any, document: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("embedded", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "\n"),
+        ("own", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "\n"),
         (
             "llama3",
             "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
@@ -59,7 +59,7 @@ TEXT = st.text(st.sampled_from("abc é\n.<|1漢😀"), min_size=1, max_size=12).
 
 @given(prompt=TEXT, chosen=TEXT, rejected=TEXT)
 @settings(max_examples=60, deadline=None)
-@pytest.mark.parametrize("name", ["embedded", "chatml", "none"])
+@pytest.mark.parametrize("name", ["own", "chatml", "none"])
 def test_labels_decode_to_the_answers(templated: Any, name: str, prompt: str, chosen: str, rejected: str) -> None:
     tokenizer, end = templated(name)
     row = {"q": prompt, "good": chosen, "bad": rejected}
@@ -86,7 +86,7 @@ def test_labels_decode_to_the_answers(templated: Any, name: str, prompt: str, ch
 )
 def test_bad_rows_have_a_reason(templated: Callable[..., Any], row: Any, reason: str) -> None:
     with pytest.raises(RowError) as caught:
-        pair(templated("embedded")[0], row)
+        pair(templated("own")[0], row)
     assert reason in str(caught.value)
 
 
@@ -98,5 +98,5 @@ def test_no_task_trains_on_it_yet(templated: Callable[..., Any], tmp_path: Path,
     entry = {"path": str(path), "type": "preference"}
     keys: Any = {"datasets": [entry], "data_cache_dir": str(tmp_path / "cache"), key: [entry]}
     with pytest.raises(UserError, match=rf"type preference, which task {task} cannot train on; its trainer comes in"):
-        prepare(RunConfig(task=task, **keys), templated("embedded")[0], {"preference": FORMAT})
+        prepare(RunConfig(task=task, **keys), templated("own")[0], {"preference": FORMAT})
     assert not (tmp_path / "cache").exists()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from itertools import product
 
-import host_cuda
 import pytest
 import surogate_kernels_cuda
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from surogate_core.formats.nvfp4 import Operand, nvfp4_quantised, nvfp4_rounded
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing import host_cuda
 
 FLAGS = (False, True)
 OPERANDS = [

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import surogate_kernels_triton
 import torch
-from op_cases import random
 from torch import Tensor
 
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
+from surogate_core.testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
 BOUND = 1.5e-2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import surogate_kernels_triton
 import torch
-from attention_suite import BOUNDS, Attention, PackedAttention, against_reference, make
-from fake_gpu import a_gpu_is_there
 
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing.attention_suite import BOUNDS, Attention, PackedAttention, against_reference, make
+from surogate_core.testing.fake_gpu import a_gpu_is_there
 
 
 def test_it_is_not_for_a_cpu() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import surogate_kernels_triton
 import torch
-from op_cases import random
 from torch import Tensor, fx
 
 from surogate_core.dsl import trace
@@ -17,6 +16,7 @@ from surogate_core.formats import fp8 as scaled
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import KernelTable, references
+from surogate_core.testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
 BOUND = 8e-3

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity import TINY, TOLERANCE, Pair, Record
 from surogate_model_llama.model import build
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from surogate_core.testing.parity import TINY, TOLERANCE, Pair, Record
 
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},

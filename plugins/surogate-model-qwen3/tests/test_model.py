@@ -12,7 +12,6 @@ import torch
 import yaml
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
-from tiny_engine import tiny_config
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from surogate_core.engine.parameters import distinct, pieces
@@ -27,6 +26,29 @@ PUBLISHED = {
     "32b": 32_762_123_264,
 }
 """Parameters of Qwen/Qwen3-*, a tied matrix counted once."""
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """A ``config.json`` mapping of a two-layer Qwen3 with grouped queries."""
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "max_position_embeddings": 256,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+        **changes,
+    }
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -8,27 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity import TINY, Pair
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from surogate_model_qwen3.model import build
-from tiny_engine import (
-    TARGETS,
-    gradients,
-    lora,
-    make_batch,
-    make_engine,
-    random_documents,
-    relative_error,
-    tensor_source,
-    worst,
-)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.hf.export import Card, export_adapter, export_full
+from surogate_core.testing import tiny
+from surogate_core.testing.parity import TINY, Pair
 
 TOLERANCE = 1e-5
 """Relative, in fp32; what is measured is near 1e-6."""
@@ -66,11 +55,11 @@ def reference(*, tied: bool = False, bias: bool = False) -> Qwen3ForCausalLM:
 
 
 def documents(step: int) -> list[list[int]]:
-    return random_documents(LENGTHS, seed=100 + step)
+    return tiny.documents(LENGTHS, seed=100 + step)
 
 
 def batch(step: int = 0) -> MicroBatch:
-    return make_batch(documents(step))
+    return tiny.batch(documents(step))
 
 
 def per_token_losses(model: Any, documents: list[list[int]]) -> list[Tensor]:
@@ -92,7 +81,8 @@ def state_of(model: Qwen3ForCausalLM) -> dict[str, Tensor]:
 
 
 def engine_of(model: Qwen3ForCausalLM, **settings: Any) -> Engine:
-    return make_engine(model.config.to_dict(), source=tensor_source(state_of(model)), **settings)
+    source = tiny.tensor_source(state_of(model))
+    return tiny.engine(model.config.to_dict(), build=build, optimizer=tiny.ADAMW, source=source, **settings)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -103,7 +93,7 @@ def test_logits(tied: bool, bias: bool) -> None:
     start = 0
     for document in documents(0):
         expected = model(input_ids=torch.tensor([document])).logits[0]
-        assert relative_error(logits[start : start + len(document)], expected) <= TOLERANCE
+        assert tiny.relative_error(logits[start : start + len(document)], expected) <= TOLERANCE
         start += len(document)
 
 
@@ -115,9 +105,9 @@ def test_loss_and_every_gradient(tied: bool, bias: bool, recompute: bool, record
     loss = mean_loss(model, documents(0))
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    engine = engine_of(model, recompute=Recompute(block=recompute), head_chunks=3)
-    found = gradients(engine, [batch()])
-    error, name = worst(found, expected)
+    engine = engine_of(model, recompute=recompute, head_chunks=3)
+    found = tiny.gradients(engine, [batch()])
+    error, name = tiny.worst(found, expected)
     record_testsuite_property(f"gradient, {tied=} {bias=} {recompute=}", f"{error:.2e} {name}")
     assert error <= TOLERANCE, name
     assert all(g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing"
@@ -169,7 +159,9 @@ def test_rope_past_its_original_length(scaling: dict[str, Any], record_testsuite
 
 def peft_model(model: Qwen3ForCausalLM) -> Any:
     torch.manual_seed(1)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(tiny.TARGETS), task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config)
 
 
@@ -183,11 +175,13 @@ def lora_pair(*, bias: bool = False) -> tuple[Any, Engine, dict[str, Tensor]]:
     state = {name: t.clone() for name, t in state_of(base).items()}
     config = base.config.to_dict()
     model = peft_model(base)
-    engine = make_engine(
+    engine = tiny.engine(
         config,
-        source=tensor_source({**state, **adapters_of(model)}),
-        lora=lora(RANK, scale=ALPHA / RANK),
-        recompute=Recompute(block=True),
+        build=build,
+        optimizer=tiny.ADAMW,
+        source=tiny.tensor_source({**state, **adapters_of(model)}),
+        lora=tiny.lora(RANK, scale=ALPHA / RANK),
+        recompute=True,
     )
     return model, engine, state
 
@@ -207,7 +201,7 @@ def train_reference(model: Any, groups: list[dict[str, Any]], steps: int) -> Ite
 
 def train_engine(engine: Engine, steps: int) -> Iterator[float]:
     for step in range(steps):
-        batches = [batch(2 * step), make_batch(documents(2 * step + 1)[:2])]
+        batches = [batch(2 * step), tiny.batch(documents(2 * step + 1)[:2])]
         yield engine.train_step(batches, step=step, lr=LR).read()[0]
 
 
@@ -226,7 +220,7 @@ def test_twenty_lora_steps_and_the_exported_adapter(
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = list(train_reference(model, [{"params": trained, "weight_decay": 0.1}], 20))
     compare_losses(list(train_engine(engine, 20)), expected, record_testsuite_property)
-    assert worst(dict(engine.parameters.adapter_tensors()), adapters_of(model))[0] < 1e-3
+    assert tiny.worst(dict(engine.parameters.adapter_tensors()), adapters_of(model))[0] < 1e-3
 
     directory = export_adapter(
         tmp_path / "adapter",
@@ -234,7 +228,7 @@ def test_twenty_lora_steps_and_the_exported_adapter(
         rank=RANK,
         alpha=ALPHA,
         dropout=0.0,
-        target_modules=TARGETS,
+        target_modules=tiny.TARGETS,
         base_model=None,
         card=Card(title="tiny"),
     )
@@ -244,10 +238,10 @@ def test_twenty_lora_steps_and_the_exported_adapter(
     first = documents(99)[0]
     with torch.no_grad():
         logits = loaded(input_ids=torch.tensor([first])).logits[0]
-    assert relative_error(engine.logits(make_batch([first]))[: len(first)], logits) <= TOLERANCE
+    assert tiny.relative_error(engine.logits(tiny.batch([first]))[: len(first)], logits) <= TOLERANCE
     with torch.no_grad(), loaded.disable_adapter():
         plain = loaded(input_ids=torch.tensor([first])).logits[0]
-    assert relative_error(plain, logits) > 100 * TOLERANCE, "the adapter must matter"
+    assert tiny.relative_error(plain, logits) > 100 * TOLERANCE, "the adapter must matter"
 
 
 def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_testsuite_property: Record) -> None:
@@ -273,7 +267,7 @@ def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_testsui
     assert not info["unexpected_keys"]
     with torch.no_grad():
         logits = loaded(input_ids=torch.tensor([documents(0)[0]])).logits[0]
-    assert relative_error(engine.logits(batch())[: LENGTHS[0]], logits) <= TOLERANCE
+    assert tiny.relative_error(engine.logits(batch())[: LENGTHS[0]], logits) <= TOLERANCE
 
 
 def test_packed_documents_equal_the_same_ones_alone(record_testsuite_property: Record) -> None:
@@ -285,7 +279,7 @@ def test_packed_documents_equal_the_same_ones_alone(record_testsuite_property: R
     start, errors = 0, []
     theirs = per_token_losses(model, documents(0))
     for number, document in enumerate(documents(0)):
-        alone = make_batch([document])
+        alone = tiny.batch([document])
         logits = engine.logits(alone)
         expected = torch.nn.functional.cross_entropy(logits, alone.labels, ignore_index=IGNORE_LABEL, reduction="none")[
             : len(document) - 1
@@ -297,17 +291,17 @@ def test_packed_documents_equal_the_same_ones_alone(record_testsuite_property: R
     record_testsuite_property("packed against alone, a token's loss", f"{max(errors):.2e}")
     assert max(errors) <= 1e-5
     # What the test would see if the borders were lost, and if the positions ran on.
-    joined = make_batch(documents(0))
+    joined = tiny.batch(documents(0))
     joined.cu_seqlens[1:] = len(joined.labels)
-    assert relative_error(engine.logits(joined), packed) > 1e-2
-    running = make_batch(documents(0))
+    assert tiny.relative_error(engine.logits(joined), packed) > 1e-2
+    running = tiny.batch(documents(0))
     running.cu_seqlens[1:] = len(running.labels)
     running.positions.copy_(torch.arange(len(running.positions)))
-    assert relative_error(engine.logits(running), engine.logits(joined)) > 1e-2
+    assert tiny.relative_error(engine.logits(running), engine.logits(joined)) > 1e-2
 
 
 def test_packed_gradients_equal_the_sum_of_the_documents_alone() -> None:
     engine = engine_of(reference())
-    packed = gradients(engine, [batch()])
-    alone = gradients(engine, [make_batch([d]) for d in documents(0)])
-    assert worst(alone, packed)[0] <= TOLERANCE
+    packed = tiny.gradients(engine, [batch()])
+    alone = tiny.gradients(engine, [tiny.batch([d]) for d in documents(0)])
+    assert tiny.worst(alone, packed)[0] <= TOLERANCE

@@ -6,9 +6,9 @@ from importlib import resources
 
 import pytest
 import surogate_monitor_adaptive
-from run_events import START
 
 from surogate_core.events import Notice, RunInfo
+from surogate_core.testing.run_events import START
 
 
 def test_the_option_has_the_defaults() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import surogate_monitor_mlflow
-from run_events import END, EVENTS, START, step
 
 from surogate_core.errors import MachineError
 from surogate_core.events import RunInfo
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.monitors import sees_a_run
+from surogate_core.testing.run_events import END, EVENTS, START, step
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import surogate_monitor_tensorboard
-from run_events import START, step
 
 from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo
+from surogate_core.testing.run_events import START, step
 
 
 def monitor(directory: Path) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import surogate_monitor_wandb
-from run_events import END, EVENTS, START, step
 
 from surogate_core.errors import MachineError
 from surogate_core.events import (
@@ -23,6 +22,7 @@ from surogate_core.events import (
 )
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.monitors import sees_a_run
+from surogate_core.testing.run_events import END, EVENTS, START, step
 
 
 def monitor(directory: Path, **options: Any) -> Any:

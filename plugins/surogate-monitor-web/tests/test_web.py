@@ -13,7 +13,6 @@ from urllib.error import URLError
 
 import pytest
 import surogate_monitor_web
-from run_events import START, step
 
 from surogate_core.errors import UserError
 from surogate_core.events import (
@@ -25,6 +24,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
 )
+from surogate_core.testing.run_events import START, step
 
 
 def monitor(directory: Path, **options: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from surogate_recipe_bf16 import linear, surogate_recipe
-from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
 
 from surogate_core.dsl.slots import LinearSlot
+from surogate_core.testing import tiny
 
 SLOT = LinearSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, group="qkv", adapter=None, index=0
@@ -29,9 +29,9 @@ def test_product_and_its_gradients(dtype: torch.dtype, tokens: int, scale: float
     y.backward(dy)
     wide_x, wide_weight, wide_dy = (t.detach().double() for t in (x, weight, dy))
     assert y.dtype == dtype
-    assert relative_error(y, wide_x @ wide_weight.t()) <= BOUNDS[dtype]
-    assert relative_error(x.grad, wide_dy @ wide_weight) <= BOUNDS[dtype]
-    assert relative_error(weight.grad, wide_dy.t() @ wide_x) <= BOUNDS[dtype]
+    assert tiny.relative_error(y, wide_x @ wide_weight.t()) <= BOUNDS[dtype]
+    assert tiny.relative_error(x.grad, wide_dy @ wide_weight) <= BOUNDS[dtype]
+    assert tiny.relative_error(weight.grad, wide_dy.t() @ wide_x) <= BOUNDS[dtype]
 
 
 def test_columns_in_any_order_of_memory() -> None:
@@ -51,10 +51,10 @@ def test_it_is_offered_under_its_name_and_runs_anywhere() -> None:
 
 def test_a_model_in_bf16_agrees_with_fp32() -> None:
     """Weights and activations have 8 bits: a loss of about 4 is good to a few 2⁻⁸ after a dozen roundings."""
-    batch = make_batch(random_documents([20, 12]))
+    batch = tiny.batch(tiny.documents([20, 12]))
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
-        engine = make_engine(lora=lora(), dtype=dtype)
+        engine = tiny.engine(recipe=surogate_recipe(), optimizer=tiny.ADAMW, lora=tiny.lora(), dtype=dtype)
         assert {t.dtype for t in engine.weights.fetch("layer 0")} == {dtype}
         losses[dtype] = [engine.train_step([batch], step=step, lr=1e-2).read()[0] for step in range(5)]
     assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=2e-2)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from surogate_recipe_bf16 import linear, surogate_recipe
 from surogate_recipe_bf16.gemm import COMBINATIONS, DTYPES, Prepared, round_to
-from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, relative_error
 from torch import Tensor
 
 from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import TracedSlot
-from surogate_core.dsl.trace import Recompute
+from surogate_core.testing import tiny
 
 SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, group="qkv", adapter=None, index=0
@@ -69,9 +68,9 @@ def test_products_are_those_of_the_rounded_operands(matmul: str, gradient: str, 
     assert y.dtype == x_leaf.grad.dtype == w_leaf.grad.dtype == MODEL[model]
     beside = "e4m3" if gradient == "e5m2" else gradient
     dy_wide = nearest(dy, gradient)
-    assert relative_error(y, nearest(x, matmul) @ nearest(w, matmul).t()) <= BOUNDS[model]
-    assert relative_error(x_leaf.grad, dy_wide @ nearest(w, beside)) <= BOUNDS[model]
-    assert relative_error(w_leaf.grad, dy_wide.t() @ nearest(x, beside)) <= BOUNDS[model]
+    assert tiny.relative_error(y, nearest(x, matmul) @ nearest(w, matmul).t()) <= BOUNDS[model]
+    assert tiny.relative_error(x_leaf.grad, dy_wide @ nearest(w, beside)) <= BOUNDS[model]
+    assert tiny.relative_error(w_leaf.grad, dy_wide.t() @ nearest(x, beside)) <= BOUNDS[model]
 
 
 def test_the_combinations_are_six_and_each_is_used() -> None:
@@ -124,17 +123,18 @@ def test_the_run_says_what_it_multiplies_in_and_that_fp8_is_emulated() -> None:
 def test_a_model_trains_and_recomputation_changes_no_bit(
     matmul: str, gradient: str | None, model: str, adapters: bool
 ) -> None:
-    batch = make_batch(random_documents([20, 12]))
+    batch = tiny.batch(tiny.documents([20, 12]))
     found, losses = [], []
     for block in (False, True):
-        engine = make_engine(
-            lora=lora() if adapters else None,
+        engine = tiny.engine(
+            lora=tiny.lora() if adapters else None,
             dtype=MODEL[model],
             recipe=surogate_recipe(),
             recipe_options=prepared(matmul, gradient, model),
-            recompute=Recompute(block=block),
+            optimizer=tiny.ADAMW,
+            recompute=block,
         )
-        found.append(gradients(engine, [batch]))
+        found.append(tiny.gradients(engine, [batch]))
         for group in engine.parameters.groups:
             group.grad.zero_()
         losses.append([engine.train_step([batch], step=step, lr=1e-2).read()[0] for step in range(4)])

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_model_qwen3.model import build
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from surogate_recipe_fp8.gemm import linear, pack
-from tiny_engine import gradients, lora, make_batch, make_engine, random_documents, relative_error, tiny_config
 from torch import Tensor
 
 from surogate_core.bundles import Kernel, KernelPack, RecipeSettings
@@ -26,26 +24,21 @@ from surogate_core.kernels import ops
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import KernelTable, references
+from surogate_core.testing import tiny
 
 RECIPE = surogate_recipe()
 OPTIONS = RECIPE.prepare(FP8Options(), RecipeSettings(fp8_amax_history=3), torch.device("cpu"))
 # What a device that multiplies FP8 would say; the products of this one are the reference's.
 NATIVE = replace(RECIPE, scaled_margin=lambda options: options.margin)
 SHAPE = PanelShape(inputs=256, outputs=(512, 256), rank=16, scale=2.0, dropout=0.25, salts=(3, 5), frozen=False)
-CONFIG = tiny_config(
-    num_hidden_layers=1,
-    vocab_size=64,
-    hidden_size=256,
-    intermediate_size=256,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=128,
-)
-TABLES = {
-    "cos": Signature((128, 64), torch.float32, torch.device("cpu")),
-    "sin": Signature((128, 64), torch.float32, torch.device("cpu")),
-    "cu_seqlens": Signature((8,), torch.int32, torch.device("cpu")),
+CONFIG = {
+    **tiny.CONFIG,
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
 }
+TABLES = {"cu_seqlens": Signature((8,), torch.int32, torch.device("cpu"))}
 
 
 def kernels() -> Iterable[Kernel]:
@@ -109,15 +102,16 @@ def test_a_panel_is_the_recipes_products_and_the_adapters(delayed: bool, dropout
         if 3 <= number < 5:
             assert torch.equal(found, expected)
         else:
-            assert relative_error(found, expected) < 1e-5, number
+            assert tiny.relative_error(found, expected) < 1e-5, number
 
 
 @cache
 def engine(panels: bool) -> Engine:
-    return make_engine(
+    return tiny.engine(
         CONFIG,
         tokens=128,
-        lora=lora(16),
+        optimizer=tiny.ADAMW,
+        lora=tiny.lora(16),
         packs=[TORCH_PACK, PACK] if panels else [TORCH_PACK],
         recipe=NATIVE,
         recipe_options=OPTIONS,
@@ -125,7 +119,7 @@ def engine(panels: bool) -> Engine:
 
 
 def batches(step: int) -> list[Any]:
-    return [make_batch(random_documents([50, 60], seed=2 * step + i), tokens=128) for i in range(2)]
+    return [tiny.batch(tiny.documents([50, 60], seed=2 * step + i), tokens=128) for i in range(2)]
 
 
 def test_an_engine_plans_packs_and_trains_with_panels() -> None:
@@ -134,8 +128,8 @@ def test_an_engine_plans_packs_and_trains_with_panels() -> None:
     assert not expected.parameters.panels
     names = {tuple(tuple(s.name for s in p.slots) for p in panels) for panels in found.parameters.panels.values()}
     assert names == {(("q", "k", "v"), ("o",), ("gate", "up"), ("down",))}
-    one = gradients(found, batches(0), step=0), gradients(expected, batches(0), step=0)
-    assert all(relative_error(one[0][name], value) < 1e-3 for name, value in one[1].items() if value.any())
+    one = tiny.gradients(found, batches(0), step=0), tiny.gradients(expected, batches(0), step=0)
+    assert all(tiny.relative_error(one[0][name], value) < 1e-3 for name, value in one[1].items() if value.any())
     losses = [[e.train_step(batches(0), step=0, lr=1e-3).read()[0]] for e in (found, expected)]
     # A code that rounds the other way moves what comes behind it, the more the longer the training.
     states = [e.recipe_state.rows for e in (found, expected) if e.recipe_state is not None]
@@ -165,7 +159,7 @@ def test_the_adapters_of_a_panel_are_loaded_after_each_step() -> None:
 
 
 def planned(config: dict[str, Any], first: int) -> dict[str, tuple[Panel, ...]]:
-    found = pieces(build(config), lora=lora(16), max_seqlen=128)
+    found = pieces(tiny.TinyModel(config), lora=tiny.lora(16), max_seqlen=128)
     return plan_panels(
         found,
         recipe=NATIVE,

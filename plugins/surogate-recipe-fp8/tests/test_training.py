@@ -8,31 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw.adamw import AdamW
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from surogate_recipe_fp8.gemm import Prepared, linear, multiply, pack
-from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error, tiny_config
 from torch import Tensor
 
-from surogate_core.bundles import Objective, OptimizerSpec, RecipeSettings
+from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
-from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.errors import MachineError
 from surogate_core.formats.fp8 import E4M3, E5M2, quantise
 from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.testing import tiny
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()
 OPTIONS = RECIPE.prepare(FP8Options(), RecipeSettings(fp8_amax_history=3), CPU)
 SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
 State = Mapping[str, Mapping[str, Tensor]]
-MODES = {"full": None, "lora": lora(dropout=0.1)}
+MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
@@ -60,10 +56,10 @@ def test_products_are_of_the_quantised_operands(delayed: bool, frozen: bool) -> 
     y.backward(dy)
     xq, wq = dequantised(x, E4M3, used[0]), dequantised(w, E4M3, used[1])
     dyq = dequantised(dy, E5M2, used[2])
-    assert relative_error(y, xq @ wq.t()) < 1e-6
-    assert relative_error(x_leaf.grad, dyq @ wq) < 1e-6
+    assert tiny.relative_error(y, xq @ wq.t()) < 1e-6
+    assert tiny.relative_error(x_leaf.grad, dyq @ wq) < 1e-6
     if not frozen:
-        assert relative_error(weight.grad, dyq.t() @ xq) < 1e-6
+        assert tiny.relative_error(weight.grad, dyq.t() @ xq) < 1e-6
     seen = [x.abs().max().item(), 0.0 if frozen else w.abs().max().item(), dy.abs().max().item()]
     assert row.grad is not None
     assert row.grad.tolist() == seen
@@ -88,7 +84,7 @@ def snapshot(engine: Engine) -> State:
 def made_once(mode: str, fp8: bool, block: bool, plain_first: int, plain_last: int) -> tuple[Engine, State]:
     recipe = {"recipe": RECIPE, "recipe_options": OPTIONS} if fp8 else {}
     layers = {"plain_first": plain_first, "plain_last": plain_last}
-    made = make_engine(lora=MODES[mode], recompute=Recompute(block=block), **recipe, **layers)
+    made = tiny.engine(lora=MODES[mode], optimizer=tiny.ADAMW, recompute=block, **recipe, **layers)
     return made, snapshot(made)
 
 
@@ -106,7 +102,7 @@ def assert_equal(found: State, expected: State) -> None:
 
 
 def batches(step: int) -> list[Any]:
-    return [make_batch(random_documents([20, 12], seed=2 * step + i)) for i in range(2)]
+    return [tiny.batch(tiny.documents([20, 12], seed=2 * step + i)) for i in range(2)]
 
 
 def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
@@ -207,12 +203,12 @@ def test_the_plan_counts_packed_weights_and_scales() -> None:
     made = engine("lora")
     assert made.recipe_state is not None
     prediction = predict(
-        build(tiny_config()),
+        tiny.TinyModel(tiny.CONFIG),
         settings=made.settings,
         recipe=RECIPE,
         recipe_options=OPTIONS,
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        objective=tiny.CROSS_ENTROPY,
+        optimizer=tiny.ADAMW,
         offloader=NO_OFFLOAD,
         kernels=KernelTable.build(CPU, [TORCH_PACK]),
         lora=MODES["lora"],
@@ -263,4 +259,4 @@ def test_native_products_agree_with_emulated_ones(format: torch.dtype) -> None:
     inverse = torch.tensor(0.01, device="cuda")
     for out in (torch.bfloat16, torch.float32):
         native, emulated = (multiply(a, b, inverse, inverse, out, native) for native in (True, False))
-        assert relative_error(native, emulated) < (2**-8 if out == torch.bfloat16 else 1e-3)
+        assert tiny.relative_error(native, emulated) < (2**-8 if out == torch.bfloat16 else 1e-3)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from surogate_recipe_nvfp4 import NVFP4Options, native, surogate_recipe
 from surogate_recipe_nvfp4.gemm import Coded, Prepared, Rounded, linear, operand, pack, wide_product
-from tiny_engine import relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.formats.nvfp4 import Operand
+from surogate_core.testing import tiny
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -102,7 +102,7 @@ def test_native_and_emulated_products_agree(monkeypatch: pytest.MonkeyPatch, fro
             assert frozen
         else:
             assert found is not None
-            assert relative_error(found, emulated) < 4e-3, "the native product is rounded to bf16"
+            assert tiny.relative_error(found, emulated) < 4e-3, "the native product is rounded to bf16"
 
 
 def test_sides_that_tensor_cores_do_not_take_are_emulated() -> None:

@@ -8,26 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import SMALL_CONFIG, SmallModel
 from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe, unavailable
 from surogate_recipe_nvfp4.gemm import FIRST_SALT, linear, pack, unpack
-from tiny_engine import lora, make_batch, make_engine, random_documents, relative_error
 from torch import Tensor
 
 from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
-from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import MachineError, UserError
 from surogate_core.formats.nvfp4 import BLOCK, hadamard, quantise
 from surogate_core.kernels import ops
+from surogate_core.testing import tiny
 
 CPU = torch.device("cpu")
 RECIPE = surogate_recipe()
 OPTIONS = RECIPE.prepare(NVFP4Options(), RecipeSettings(), CPU)
 SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=5)
 State = Mapping[str, Mapping[str, Tensor]]
-MODES = {"full": None, "lora": lora(dropout=0.1)}
+MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
 
 
 def wide(x: Tensor, **how: Any) -> Tensor:
@@ -56,16 +54,16 @@ def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) 
     y = linear(leaf, weight, slot, options)
     y.backward(dy)
     wq = wide(w, square=True, four_over_six=True)
-    assert relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
+    assert tiny.relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
     numbers = FIRST_SALT + 2 * SLOT.index, FIRST_SALT + 2 * SLOT.index + 1
     rotated = hadamard(dy.t())
     bits = [random_bits_of(t, seed, n) if stochastic else None for t, n in zip((dy, rotated), numbers, strict=True)]
     dyq = wide(dy, square=False, four_over_six=True, bits=bits[0])
-    assert relative_error(leaf.grad, dyq @ wq) < 1e-6
+    assert tiny.relative_error(leaf.grad, dyq @ wq) < 1e-6
     if not frozen:
         a = wide(rotated, square=False, four_over_six=False, bits=bits[1])
         b = wide(hadamard(x.t()), square=False, four_over_six=False)
-        assert relative_error(weight.grad, a @ b.t()) < 1e-6
+        assert tiny.relative_error(weight.grad, a @ b.t()) < 1e-6
 
 
 def test_four_over_six_can_be_turned_off() -> None:
@@ -74,8 +72,8 @@ def test_four_over_six_can_be_turned_off() -> None:
     w = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
     options = RECIPE.prepare(NVFP4Options(four_over_six=False), RecipeSettings(), CPU)
     expected = wide(x, square=False, four_over_six=False) @ wide(w, square=True, four_over_six=False).t()
-    assert relative_error(linear(x, w, slot, options), expected) < 1e-6
-    assert relative_error(linear(x, w, slot, OPTIONS), expected) > 1e-3
+    assert tiny.relative_error(linear(x, w, slot, options), expected) < 1e-6
+    assert tiny.relative_error(linear(x, w, slot, OPTIONS), expected) > 1e-3
 
 
 def test_a_packed_weight_holds_it_and_its_transpose() -> None:
@@ -97,7 +95,8 @@ def snapshot(engine: Engine) -> State:
 def made_once(mode: str, fp4: bool, block: bool, stochastic: bool) -> tuple[Engine, State]:
     options = RECIPE.prepare(NVFP4Options(), RecipeSettings(no_fp4_stochastic_rounding=not stochastic), CPU)
     recipe = {"recipe": RECIPE, "recipe_options": options} if fp4 else {}
-    made = make_engine(SMALL_CONFIG, build=SmallModel, lora=MODES[mode], recompute=Recompute(block=block), **recipe)
+    parts = {"build": tiny.SmallModel, "optimizer": tiny.ADAMW, "lora": MODES[mode], **recipe}
+    made = tiny.engine(tiny.SMALL_CONFIG, recompute=block, **parts)
     return made, snapshot(made)
 
 
@@ -109,7 +108,7 @@ def engine(mode: str, *, fp4: bool = True, block: bool = False, stochastic: bool
 
 
 def train(engine: Engine, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
-    batches = [make_batch(random_documents([20, 12], seed=i)) for i in range(2)]
+    batches = [tiny.batch(tiny.documents([20, 12], seed=i)) for i in range(2)]
     return [engine.train_step(batches, step=step, lr=lr).read() for step in steps]
 
 
@@ -148,9 +147,10 @@ def test_rounding_to_nearest_is_another_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_qwen3(mode: str) -> None:
+def test_a_model_with_attention(mode: str) -> None:
     """At a rate at which eight steps do not learn two rows by heart, where every digit counts."""
-    made = [make_engine(lora=MODES[mode], recipe=RECIPE, recipe_options=OPTIONS), make_engine(lora=MODES[mode])]
+    parts = {"lora": MODES[mode], "optimizer": tiny.ADAMW}
+    made = [tiny.engine(recipe=RECIPE, recipe_options=OPTIONS, **parts), tiny.engine(**parts)]
     fp4, plain = (train(one, range(8), lr=1e-3) for one in made)
     assert [loss for loss, _ in fp4] == pytest.approx([loss for loss, _ in plain], rel=0.15)
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# See `tiny_engine`.
+# Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
 torch.set_num_threads(1)
 
 Op = Callable[..., Tensor]

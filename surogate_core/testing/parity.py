@@ -1,6 +1,6 @@
-"""A family against transformers' class of it, on tiny random weights: what the families' tests share.
+"""A family against transformers' class of it, on tiny random weights: what the tests of model families share.
 
-On the path of pytest (`pythonpath` in pyproject.toml): ``from parity import Pair``.
+The tests of adapters need PEFT.
 """
 
 from __future__ import annotations
@@ -10,27 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from tiny_engine import (
-    TARGETS,
-    gradients,
-    lora,
-    make_batch,
-    make_engine,
-    random_documents,
-    relative_error,
-    tensor_source,
-    worst,
-)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surogate_core.dsl import Model
-from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.hf.export import Card, export_adapter, export_full
+from surogate_core.testing import tiny
+from surogate_core.testing.check import ensure
 
 TOLERANCE = 1e-5
 """Relative, in fp32; what is measured is near 1e-6."""
@@ -75,7 +63,7 @@ class Pair:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * (0.1 if p.ndim == 2 else 0.3))
-        return cls(reference=model, build=build, documents=random_documents(lengths, seed=100))
+        return cls(reference=model, build=build, documents=tiny.documents(lengths, seed=100))
 
     @property
     def tokens(self) -> int:
@@ -89,18 +77,19 @@ class Pair:
 
     def engine(self, extra: Mapping[str, Tensor] | None = None, **settings: Any) -> Engine:
         """An engine with the same weights."""
-        source = tensor_source({**self.state(), **(extra or {})})
+        source = tiny.tensor_source({**self.state(), **(extra or {})})
         config = self.reference.config.to_dict()
-        return make_engine(config, build=self.build, source=source, tokens=self.tokens, **settings)
+        parts = {"build": self.build, "optimizer": tiny.ADAMW, "source": source, **settings}
+        return tiny.engine(config, tokens=self.tokens, **parts)
 
     def logits_error(self) -> float:
         """The largest relative error of a document's logits, packed here and alone there."""
-        logits = self.engine().logits(make_batch(self.documents, tokens=self.tokens))
+        logits = self.engine().logits(tiny.batch(self.documents, tokens=self.tokens))
         start, errors = 0, []
         for document in self.documents:
             with torch.no_grad():
                 expected = self.reference(input_ids=torch.tensor([document])).logits[0]
-            errors.append(relative_error(logits[start : start + len(document)], expected))
+            errors.append(tiny.relative_error(logits[start : start + len(document)], expected))
             start += len(document)
         return max(errors)
 
@@ -114,49 +103,53 @@ class Pair:
         loss = torch.cat(losses).mean()
         loss.backward()
         expected = {name: p.grad for name, p in self.reference.named_parameters()}
-        assert all(g is not None and g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing"
-        engine = self.engine(recompute=Recompute(block=recompute), head_chunks=2)
-        batch = make_batch(self.documents, tokens=self.tokens)
-        assert engine.evaluate([batch])[0] == pytest.approx(loss.item(), rel=TOLERANCE)
-        return worst(gradients(engine, [batch]), expected)
+        ensure(all(g is not None and g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing")
+        engine = self.engine(recompute=recompute, head_chunks=2)
+        batch = tiny.batch(self.documents, tokens=self.tokens)
+        found, wanted = engine.evaluate([batch])[0], loss.item()
+        ensure(abs(found - wanted) <= TOLERANCE * abs(wanted), f"the loss is {found}, not {wanted}")
+        return tiny.worst(tiny.gradients(engine, [batch]), expected)
 
     def full_export_error(self, path: Path) -> float:
         """After a step, the logits of the exported model in transformers."""
         engine = self.engine()
-        batch = make_batch(self.documents, tokens=self.tokens)
+        batch = tiny.batch(self.documents, tokens=self.tokens)
         engine.train_step([batch], step=0, lr=1e-3).read()
         directory = export_full(
             path, engine.parameters.base_tensors(), config=self.reference.config.to_dict(), tokenizer=None,
             card=Card(title="tiny"), max_shard_bytes=20_000,
         )  # fmt: skip
-        loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
+        found: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        loaded, info = found
+        ensure(not info["missing_keys"], f"transformers misses {info['missing_keys']}")
+        ensure(not info["unexpected_keys"], f"transformers does not expect {info['unexpected_keys']}")
         return self._first_error(loaded, engine)
 
     def adapter_export_error(self, path: Path) -> float:
         """After a step from PEFT's adapters, the logits of the exported adapter in PEFT."""
+        from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
         state = self.state()
         torch.manual_seed(1)
-        settings = LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules=list(tiny.TARGETS), task_type="CAUSAL_LM")
         adapted = get_peft_model(self.reference, settings)
         prefix = "base_model.model."
         adapters = {n.removeprefix(prefix): t.clone() for n, t in get_peft_model_state_dict(adapted).items()}
         base = adapted.unload()
-        engine = self.engine({**state, **adapters}, lora=lora(4, scale=2.0))
-        batch = make_batch(self.documents, tokens=self.tokens)
+        engine = self.engine({**state, **adapters}, lora=tiny.lora(4, scale=2.0))
+        batch = tiny.batch(self.documents, tokens=self.tokens)
         for step in range(2):
             engine.train_step([batch], step=step, lr=1e-2).read()
         directory = export_adapter(
-            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, target_modules=TARGETS,
+            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, target_modules=tiny.TARGETS,
             base_model=None, card=Card(title="tiny"),
         )  # fmt: skip
         plain = self._first_error(base, engine)
-        assert plain > 100 * TOLERANCE, "the adapter must matter"
+        ensure(plain > 100 * TOLERANCE, "the adapter must matter")
         return self._first_error(PeftModel.from_pretrained(base, str(directory)).eval(), engine)
 
     def _first_error(self, loaded: Any, engine: Engine) -> float:
         first = self.documents[0]
         with torch.no_grad():
             expected = loaded(input_ids=torch.tensor([first])).logits[0]
-        return relative_error(engine.logits(make_batch([first], tokens=self.tokens))[: len(first)], expected)
+        return tiny.relative_error(engine.logits(tiny.batch([first], tokens=self.tokens))[: len(first)], expected)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from surogate_kernels_triton import surogate_kernel_pack
-from tiny_engine import gradients, lora, make_batch, make_engine, noisy_source, random_documents, tiny_config, worst
+from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.testing import tiny
 
 pytestmark = pytest.mark.gpu
 CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)
@@ -23,14 +24,14 @@ OPS = {"adapted_linears", "attention", "cross_entropy", "norm_rope", "swiglu"}
 
 def batches(step: int) -> list[Any]:
     return [
-        make_batch(random_documents(lengths, vocab=509, seed=10 * step + i), tokens=TOKENS, borders=BORDERS)
+        tiny.batch(tiny.documents(lengths, vocabulary=509, seed=10 * step + i), tokens=TOKENS, borders=BORDERS)
         for i, lengths in enumerate(((100, 1, 90, 40), (130, 17)))
     ]
 
 
 def source(spec: TensorSpec) -> Tensor:
     """Values that bf16 holds exactly."""
-    return noisy_source(std=0.05)(spec).bfloat16().float()
+    return tiny.random_source(std=0.05)(spec).bfloat16().float()
 
 
 def engine(device: str = "cuda", *, dropout: float = 0.1, packs: Any = None, full: bool = False, **more: Any) -> Engine:
@@ -40,7 +41,7 @@ def engine(device: str = "cuda", *, dropout: float = 0.1, packs: Any = None, ful
         device=device,
         tokens=TOKENS,
         borders=BORDERS,
-        lora=None if full else lora(16, dropout=dropout),
+        lora=None if full else tiny.lora(16, dropout=dropout),
         source=source,
         head_chunks=2,
         packs=packs or [TORCH_PACK, surogate_kernel_pack()],
@@ -53,13 +54,13 @@ def engine(device: str = "cuda", *, dropout: float = 0.1, packs: Any = None, ful
 def test_gradients_are_those_of_the_cpu(recompute: bool, full: bool) -> None:
     """As near to fp32 on the CPU as the core's own kernels are, give or take a half."""
     policy = Recompute(block=recompute)
-    exact = gradients(engine("cpu", packs=[TORCH_PACK], full=full), batches(0))
+    exact = tiny.gradients(engine("cpu", packs=[TORCH_PACK], full=full), batches(0))
     found = engine(recompute=policy, full=full)
     chosen = {op for (op, _), kernel in found.programs.kernels.chosen.items() if kernel == "triton"}
     assert chosen - {"adamw_update"} == (OPS - {"adapted_linears"} | {"rms_norm"} if full else OPS)
     plain = engine(recompute=policy, packs=[TORCH_PACK], full=full)
-    error, name = worst({n: g.cpu() for n, g in gradients(found, batches(0)).items()}, exact)
-    other, _ = worst({n: g.cpu() for n, g in gradients(plain, batches(0)).items()}, exact)
+    error, name = tiny.worst({n: g.cpu() for n, g in tiny.gradients(found, batches(0)).items()}, exact)
+    other, _ = tiny.worst({n: g.cpu() for n, g in tiny.gradients(plain, batches(0)).items()}, exact)
     assert error <= 1.5 * other, f"{name}: {error:.1e}, the core's own kernels {other:.1e}"
 
 
@@ -74,9 +75,9 @@ def test_losses_follow_the_cpu() -> None:
 
 def test_an_engine_repeats_bit_for_bit() -> None:
     e = engine()
-    first = gradients(e, batches(0))
+    first = tiny.gradients(e, batches(0))
     for _ in range(3):
-        again = gradients(e, batches(0))
+        again = tiny.gradients(e, batches(0))
         assert all(torch.equal(g, first[name]) for name, g in again.items())
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
-from tiny_engine import lora, make_batch, make_engine, noisy_source, random_documents, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import RecipeSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.testing import tiny
 from surogate_core.train.checkpoint import CheckpointDir
 
 pytestmark = pytest.mark.gpu
@@ -37,8 +38,8 @@ def engine(mode: str) -> Engine:
         device="cuda",
         tokens=TOKENS,
         borders=BORDERS,
-        lora=lora(16, dropout=0.1) if mode == "lora" else None,
-        source=noisy_source(std=0.05),
+        lora=tiny.lora(16, dropout=0.1) if mode == "lora" else None,
+        source=tiny.random_source(std=0.05),
         packs=[TORCH_PACK, import_module("surogate_kernels_triton").surogate_kernel_pack()],
         recipe=recipe,
         recipe_options=options,
@@ -52,7 +53,7 @@ def batches(step: int) -> list[MicroBatch]:
     """Two micro-batches with padding."""
     documents = ([100, 1, 90, 40], [130, 17])
     return [
-        make_batch(random_documents(lengths, vocab=512, seed=2 * step + i), tokens=TOKENS, borders=BORDERS)
+        tiny.batch(tiny.documents(lengths, vocabulary=512, seed=2 * step + i), tokens=TOKENS, borders=BORDERS)
         for i, lengths in enumerate(documents)
     ]
 

@@ -10,12 +10,12 @@ from itertools import pairwise
 from types import ModuleType
 from typing import ClassVar
 
-import op_cases
 import pytest
 import torch
-from op_cases import Compared, compare, random
 
 from surogate_core.kernels import ops
+from surogate_core.testing import op_cases
+from surogate_core.testing.op_cases import Compared, compare, random
 
 Attention = Callable[..., torch.Tensor]
 

@@ -1,16 +1,15 @@
-"""The embedded tokenizer with chat templates in the shapes that users bring; for the tests of data set formats."""
+"""A tokenizer with chat templates in the shapes that users bring; for the tests of data set formats."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 
-from surogate_dataset_chat import EMBEDDED_TOKENIZER
-from transformers import PreTrainedTokenizerBase
-from transformers.tokenization_utils_base import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surogate_core.data.templates import TURN_ENDS, template_text
-from surogate_core.data.tokenizer import load_tokenizer
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
@@ -65,14 +64,28 @@ SPECIAL = """
 """.split()  # noqa: SIM905
 
 
-@cache
-def templated(name: str) -> tuple[PreTrainedTokenizerBase, str]:
-    """The embedded tokenizer with another template, and the token that ends a turn.
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of single bytes with ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHATML
+    return fast
 
-    "embedded" is its own template, "none" takes it away.
+
+@cache
+def templated(
+    name: str, make: Callable[[], PreTrainedTokenizerBase] = byte_tokenizer
+) -> tuple[PreTrainedTokenizerBase, str]:
+    """A tokenizer of `make` with the template of that name, and the token that ends a turn.
+
+    "own" leaves the tokenizer its own template, which ends turns with ``<|im_end|>``; "none" takes it away.
     """
-    tokenizer = load_tokenizer(EMBEDDED_TOKENIZER)
-    if name == "embedded":
+    tokenizer = make()
+    if name == "own":
         return tokenizer, "<|im_end|>"
     tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL], special_tokens=True)
     # As in Qwen3: these are tokens, but no control tokens.
