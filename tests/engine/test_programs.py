@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.engine.parameters import Piece
 from surogate_core.engine.programs import ProgramBuilder
-from tests.support.tiny_engine import make_batch, make_engine, random_documents, tiny_config
+from surogate_core.testing import tiny
 
 
 def test_a_layer_finds_its_program_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step works out no signature: its hash covers every tensor and slot of the layer."""
     engine = make_engine(tiny_config(num_hidden_layers=3))
-    batch = make_batch(random_documents([20, 9]), padding_id=60)
+    batch = tiny.batch(tiny.documents([20, 9]), padding_id=60)
     engine.train_step([batch], step=0, lr=1e-3)
     engine.evaluate([batch])
     asked: list[str] = []

@@ -10,9 +10,9 @@ import torch
 
 from surogate_core.batch import MicroBatch
 from surogate_core.data.sampler import StepLoader
+from surogate_core.testing import tiny
 from surogate_core.train.flops import Work
 from surogate_core.train.loop import Loop, _Prefetcher, _settled_objects
-from tests.support.tiny_engine import make_batch
 
 CPU = torch.device("cpu")
 WORK = Work(products_per_token=1.0, attention_per_pair=0.0)
@@ -24,7 +24,7 @@ class Batches:
     epoch = 0.0
 
     def __init__(self) -> None:
-        self.batch = make_batch([[1, 2, 3]])
+        self.batch = tiny.batch([[1, 2, 3]])
 
     def next_step(self) -> list[MicroBatch]:
         return [self.batch]
