@@ -33,32 +33,31 @@ INTRODUCTION = """\
 | `surogate plugins show NAME` | one plugin in full |
 | `surogate plugins new NAME --kind KIND` | write a package that installs, with tests, README and CI file |
 | `surogate plugins check [NAME …]` | run the conformance kit on one plugin, or on all; exit code 0 or 1 |
-| `surogate plugins check --matrix` | whether what is installed can be combined; exit code 0 or 1 |
-| `surogate plugins lock` | write the installed set, to the byte, to `surogate.lock` |
-| `surogate plugins verify` | compare the installed set with it; exit code 0, 1 (not equal) or 2 (no sound lock) |
+| `surogate plugins check --matrix` | try which installed plugins can be combined; exit code 0 or 1 |
+| `surogate plugins lock` | write the digests of all installed files to `surogate.lock` |
+| `surogate plugins verify` | compare the installed files with the lock; exit code 0, 1 (they differ) or 2 (no valid lock) |
 | `surogate plugins sbom` | print a bill of materials of the installed set, as CycloneDX 1.6 JSON |
 
-With 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins list` 0.46 s, and
-composing, checking and printing a configuration (`surogate --cfg job`) 1.03 s; without the 100 they take 0.04, 0.29 and
-0.78 s. Medians of whole processes on a machine with two cores, by `python benchmarks/plugin_cold_start.py`. These
-plugins import torch when they are used; one whose hooks import it adds the time that torch takes.
+Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) describes the import policies,
+[security.md](security.md) what they protect against.
 
-Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) has the policies,
-[security.md](security.md) what they protect from.
+Plugins start fast: with 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins list`
+0.46 s and `surogate --cfg job` 1.03 s; without the 100 they take 0.04, 0.29 and 0.78 s (medians on a machine with two cores,
+`python benchmarks/plugin_cold_start.py`). This holds for plugins that import torch only when they are used.
 
 ## The hook API
 
-The contract of [hooks.md](hooks.md) has a version, `surogate_core.API_VERSION`, which is raised when a hook changes so
-that a plugin written before would break. A plugin says which versions it was written for in the module that its entry
-point names, as a literal that is a version specifier:
+The contract of [hooks.md](hooks.md) has a version, `surogate_core.API_VERSION`. The version increases when a hook changes in a
+way that breaks existing plugins. A plugin states the versions that it supports in the module that its entry point names,
+as a literal version specifier:
 
 ```python
 SUROGATE_API = ">=1,<2"
 ```
 
-It is read from the source. A plugin that does not fit is set aside before it is imported; `surogate plugins list`, or a
-run that asks for what it offers, says why. A plugin that states nothing counts as written for `{unstated}`. There has
-been one version so far: nothing is deprecated, and nothing is adapted.
+Surogate reads it from the source. It does not import a plugin that does not support this version; `surogate plugins list`,
+or a run that selects the plugin, gives the reason. A plugin that states nothing counts as written for `{unstated}`. There
+has been one version so far, and nothing is deprecated.
 
 ## The conformance kit
 
@@ -77,14 +76,14 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in
-  fp32, where there is one; an export comes back with the same bits and loads in transformers; blocks are traced, full
+  fp32, if that class exists; an export is read back with the same bits and loads in transformers; blocks are traced, full
   and with adapters, under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient.
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;
   their magnitude is right to 3 % and to half their error; products of positive operands have errors of both signs, so
   rounding is not always downwards; zeros give zeros; the host reads no values; `plain` is true only if the product is
   plain; a packed frozen weight gives the same product; the state takes in the observed values, in place, and not in a
   skipped step; training, and a bit-equal resume. On a device without native support the checks run emulated.
-- `quant`: a weight comes back with a relative error of at most 0.25, into rooms of any pitch, from as many bytes as
+- `quant`: a weight is unpacked with a relative error of at most 0.25, into workspaces of any row pitch, from as many bytes as
   stated, with the same bits twice; zeros stay zeros, and values that are not finite do not become finite; training
   has the bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
 - `optimizer`: a step moves every master, moves none with a learning rate of 0, and never changes the padding between
@@ -113,28 +112,28 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
 - `launcher`: every rank of the job runs once, its exit code comes back, and an error in it is never exit code 0.
 
 The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does
-not apply on this machine is reported as skipped, with the reason: a kernel pack for NVIDIA GPUs needs a machine that
-has one. Those of this repository, and the products of its recipes, pass on an H200. In a plugin's own tests the
-pytest plugin gives one test for each check:
+not apply on this machine is reported as skipped, with the reason; for example, a kernel pack for NVIDIA GPUs needs an
+NVIDIA GPU. The kernel packs and recipes of this repository pass on an H200. In a plugin's own tests, a pytest plugin
+makes one test of each check:
 
 ```python
 # pytest -p surogate_core.testing.pytest_plugin
-SUROGATE_PLUGIN = "optimizer-lion"
+SUROGATE_PLUGIN = "optimizer-ademamix"
 
 
 def test_conformance(surogate_check):
     surogate_check.run()
 ```
 
-`surogate plugins new` writes that file too.
+`surogate plugins new` writes this file.
 
 ## Combinations
 
-`surogate plugins check --matrix` tries what is installed together: model family × recipe × optimizer × offloader × mode
-(full, adapters, pre-training; residuals kept or computed again), on a CPU, with each family's preset `tiny`. It is a
-pairwise design: every pair of choices is in a combination that trains a step with a finite loss, or is refused by name
-before anything is loaded. A pair that is refused hides no other: those beside it are tried in other combinations. With
-the plugins of this repository and an offloader of the tests:
+`surogate plugins check --matrix` combines the installed plugins: model family × recipe × optimizer × offloader × mode
+(full, adapters, pre-training; residuals kept or computed again), on a CPU, with the preset `tiny` of each family. The
+design is pairwise: every pair of choices is part of a combination that either trains a step with a finite loss or is
+refused by name before anything is loaded. If a pair is refused, the other pairs of its combination are tried elsewhere.
+With the plugins of this repository and an offloader of the tests:
 
 ```text
 {matrix}

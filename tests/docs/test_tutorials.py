@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,53 +27,39 @@ def shell(tmp_path: Path) -> Shell:
 
 
 @pytest.mark.slow
-def test_writing_a_plugin(shell: Shell) -> None:
-    """Write, build, install, list, use, remove."""
+def test_an_optimizer_and_a_family_from_nothing_to_wheels_that_train(shell: Shell) -> None:
+    """Write, build, install, check, use, remove."""
     shell.follow(DOCS / "writing-a-plugin.md")
-    assert '"event": "run_end"' in (shell.work / "lion-run/metrics.jsonl").read_text(encoding="utf-8")
-    assert not shutil.which("surogate-lion", path=str(shell.bin))
-
-
-@pytest.mark.slow
-def test_a_new_optimizer_from_nothing_to_a_wheel_that_trains(shell: Shell) -> None:
-    shell.follow(DOCS / "tutorial-optimizer.md")
-    metrics = (shell.work / "ademamix-run/metrics.jsonl").read_text(encoding="utf-8")
-    assert '"reason": "finished", "step": 2' in metrics
-
-
-@pytest.mark.slow
-def test_a_new_family_from_nothing_to_a_wheel_that_trains(shell: Shell) -> None:
-    shell.follow(DOCS / "tutorial-model.md")
-    for run in ("olmo2-run", "olmo2-lora"):
+    for run in ("ademamix-run", "olmo2-run", "olmo2-lora"):
         metrics = (shell.work / run / "metrics.jsonl").read_text(encoding="utf-8")
         assert '"reason": "finished", "step": 2' in metrics
 
 
-PACKAGES = [("tutorial-optimizer.md", "optimizer", "ademamix"), ("tutorial-model.md", "model", "olmo2")]
+PACKAGES = [("optimizer", "ademamix"), ("model", "olmo2")]
 
 
-def written(page: str, kind: str, name: str, tmp_path: Path) -> Path:
-    """The package of a page, without its commands."""
+def written(kind: str, name: str, tmp_path: Path) -> Path:
+    """A package of docs/writing-a-plugin.md, without its commands."""
     package = new_plugin(name, kind, tmp_path)
-    for block in blocks(DOCS / page):
-        if block.mark.startswith("file: "):
+    for block in blocks(DOCS / "writing-a-plugin.md"):
+        if block.mark.startswith(f"file: {package.name}/"):
             (tmp_path / block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
     return package
 
 
-@pytest.mark.parametrize(("page", "kind", "name"), PACKAGES)
-def test_the_package_is_small(page: str, kind: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), PACKAGES)
+def test_the_package_is_small(kind: str, name: str, tmp_path: Path) -> None:
     """Every line of its Python counts, those that `surogate plugins new` wrote too; its tests do not."""
-    package, most = written(page, kind, name, tmp_path), {"optimizer": 80, "model": 120}[kind]
+    package, most = written(kind, name, tmp_path), {"optimizer": 80, "model": 120}[kind]
     files = list(package.glob("src/**/*.py"))
     assert {f.name for f in files} >= {"__init__.py", f"{kind}.py"}
     assert sum(len(f.read_text(encoding="utf-8").splitlines()) for f in files) <= most
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "kind", "name"), PACKAGES)
-def test_the_package_passes_ruff_and_strict_types(page: str, kind: str, name: str, tmp_path: Path) -> None:
-    package = written(page, kind, name, tmp_path)
+@pytest.mark.parametrize(("kind", "name"), PACKAGES)
+def test_the_package_passes_ruff_and_strict_types(kind: str, name: str, tmp_path: Path) -> None:
+    package = written(kind, name, tmp_path)
     for command in (["ruff", "check", "--no-cache"], ["ruff", "format", "--no-cache", "--check"], ["mypy"]):
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=package, capture_output=True, text=True, timeout=280, check=False
@@ -87,9 +72,9 @@ def test_the_package_passes_ruff_and_strict_types(page: str, kind: str, name: st
 
 @pytest.fixture(scope="module")
 def olmo2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The module that docs/tutorial-model.md writes."""
+    """The module that docs/writing-a-plugin.md writes."""
     file = tmp_path_factory.mktemp("page") / "page_olmo2.py"
-    (text,) = (b.text for b in blocks(DOCS / "tutorial-model.md") if b.mark.endswith("/model.py"))
+    (text,) = (b.text for b in blocks(DOCS / "writing-a-plugin.md") if b.mark.endswith("/model.py"))
     file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("page_olmo2", file)
     assert spec is not None
