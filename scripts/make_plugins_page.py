@@ -35,29 +35,30 @@ INTRODUCTION = """\
 | `surogate plugins check [NAME …]` | run the conformance kit on one plugin, or on all; exit code 0 or 1 |
 | `surogate plugins check --matrix` | try which installed plugins can be combined; exit code 0 or 1 |
 | `surogate plugins lock` | write the digests of all installed files to `surogate.lock` |
-| `surogate plugins verify` | compare the installed files with the lock; exit code 0, 1 (they differ) or 2 (no valid lock) |
+| `surogate plugins verify` | compare the installed files with the lock; exit code 0, 1 (different) or 2 (no lock) |
 | `surogate plugins sbom` | print a bill of materials of the installed set, as CycloneDX 1.6 JSON |
 
 Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) describes the import policies,
 [security.md](security.md) what they protect against.
 
-Plugins start fast: with 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins list`
-0.46 s and `surogate --cfg job` 1.03 s; without the 100 they take 0.04, 0.29 and 0.78 s (medians on a machine with two cores,
-`python benchmarks/plugin_cold_start.py`). This holds for plugins that import torch only when they are used.
+Plugins start fast: with 100 more plugins than this repository has, `surogate --help` takes 0.04 s, `surogate plugins
+list` 0.46 s and `surogate --cfg job` 1.03 s; without the 100 they take 0.04, 0.29 and 0.78 s (medians on a machine
+with two cores, `python benchmarks/plugin_cold_start.py`). This holds for plugins that import torch only when they are
+used.
 
 ## The hook API
 
-The contract of [hooks.md](hooks.md) has a version, `surogate_core.API_VERSION`. The version increases when a hook changes in a
-way that breaks existing plugins. A plugin states the versions that it supports in the module that its entry point names,
-as a literal version specifier:
+The contract of [hooks.md](hooks.md) has a version, `surogate_core.API_VERSION`. The version increases when a hook
+changes in a way that breaks existing plugins. A plugin states the versions that it supports in the module that its
+entry point names, as a literal version specifier:
 
 ```python
 SUROGATE_API = ">=1,<2"
 ```
 
-Surogate reads it from the source. It does not import a plugin that does not support this version; `surogate plugins list`,
-or a run that selects the plugin, gives the reason. A plugin that states nothing counts as written for `{unstated}`. There
-has been one version so far, and nothing is deprecated.
+Surogate reads it from the source. It does not import a plugin that does not support this version; `surogate plugins
+list`, or a run that selects the plugin, gives the reason. A plugin that states nothing counts as written for
+`{unstated}`. There has been one version so far, and nothing is deprecated.
 
 ## The conformance kit
 
@@ -76,16 +77,16 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in
-  fp32, if that class exists; an export is read back with the same bits and loads in transformers; blocks are traced, full
-  and with adapters, under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient.
+  fp32, if that class exists; an export is read back with the same bits and loads in transformers; blocks are traced,
+  full and with adapters, under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient.
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;
   their magnitude is right to 3 % and to half their error; products of positive operands have errors of both signs, so
   rounding is not always downwards; zeros give zeros; the host reads no values; `plain` is true only if the product is
   plain; a packed frozen weight gives the same product; the state takes in the observed values, in place, and not in a
   skipped step; training, and a bit-equal resume. On a device without native support the checks run emulated.
-- `quant`: a weight is unpacked with a relative error of at most 0.25, into workspaces of any row pitch, from as many bytes as
-  stated, with the same bits twice; zeros stay zeros, and values that are not finite do not become finite; training
-  has the bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
+- `quant`: a weight is unpacked with a relative error of at most 0.25, into workspaces of any row pitch, from as many
+  bytes as stated, with the same bits twice; zeros stay zeros, and values that are not finite do not become finite;
+  training has the bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
 - `optimizer`: a step moves every master, moves none with a learning rate of 0, and never changes the padding between
   parameters; a step with `clip` equals a step with gradients multiplied by it; `weight_decay` pulls the weights of
   its group towards 0; the host reads no values; gradients that are not finite change nothing; the state loads into

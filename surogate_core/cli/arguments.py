@@ -36,7 +36,7 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 @dataclass(slots=True)
 class Arguments:
-    """What was typed after the command."""
+    """The words after the command."""
 
     overrides: list[str] = field(default_factory=list)
     config_file: Path | None = None

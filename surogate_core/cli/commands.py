@@ -9,4 +9,4 @@ PEERS_COMMANDS = {
     "preprocess": "tokenize",
     "export": "merge",
 }
-"""What other trainers call a command → what it is called here."""
+"""Name of a command in other trainers → its name here."""

@@ -1,4 +1,4 @@
-"""`surogate doctor`: versions, devices, and what this machine can run and why not the rest."""
+"""`surogate doctor`: versions, devices, what this machine can run, and the reasons for what it cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONAL_PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "peft", "wandb")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code is 0 also when something cannot run."""
-    parser = argparse.ArgumentParser(prog="surogate doctor", description="What this machine can run, and why not.")
+    parser = argparse.ArgumentParser(prog="surogate doctor", description="List what this machine can run.")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     arguments = parser.parse_args(list(argv))
     registry = load_plugins(import_policy())

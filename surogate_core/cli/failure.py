@@ -1,4 +1,4 @@
-"""How an error that nobody foresaw is reported."""
+"""The report of an unexpected error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def report_bug(error: BaseException, place: str = "") -> None:
-    """One line on stderr for an error that nobody foresaw, with its plugin; the traceback goes to the log."""
+    """Write one line on stderr for an unexpected error, with its plugin; the traceback goes to the log."""
     from surogate_core.logs import record_traceback
     from surogate_core.masking import masked
     from surogate_core.plugins.isolation import culprit

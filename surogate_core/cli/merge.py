@@ -19,9 +19,9 @@ usage: surogate merge --base-model DIR_OR_HUB_ID --checkpoint-dir DIR --output D
   --checkpoint-dir     a PEFT adapter, a run's output directory, or one checkpoint of a LoRA run
   --output             where to write; a Hugging Face directory that transformers and vLLM load
 
-A hub id may name a revision: OWNER/NAME@BRANCH_TAG_OR_COMMIT. Without one it is read at the commit that the
-adapter was trained on, where that is known, else at the head of the default branch.
-Weights keep the base's dtypes; quantised ones become bf16. An adapter from stacked LoRA brings those below it along.
+A hub id may name a revision: OWNER/NAME@BRANCH_TAG_OR_COMMIT. Without a revision it is read at the commit
+that the adapter was trained on, if that is known, otherwise at the head of the default branch.
+Weights keep the base's dtypes; quantised ones become bf16. An adapter from stacked LoRA includes the adapters below it.
 """
 
 FLAGS = ("--base-model", "--checkpoint-dir", "--output")
@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[int, int], None]]:
-    """Shows bytes done and in all: a bar on a terminal, else a line now and then."""
+    """Shows the bytes written and in total: as a bar on a terminal, otherwise as a line every few seconds."""
     if not sys.stderr.isatty():
         yield _Lines()
         return

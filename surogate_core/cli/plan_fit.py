@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "G": 2**30, "M": 2**20}
 MARGIN = 1.05
-"""The prediction times this must fit: workspaces and fragmentation come on top."""
+"""The prediction times this must fit, because workspaces and fragmentation need memory too."""
 BUS = 25e9
 """Bytes a second between host and GPU in one direction, assumed: PCIe 4.0 x16."""
 HOST = 50e9
@@ -31,7 +31,7 @@ HOST = 50e9
 BLOCKWISE = 16.0
 """Times that 8-bit AdamW takes of AdamW's time on a CPU: 8.0 against 0.5 ns a parameter on one core (EPYC)."""
 BUDGETS = (0.75, 0.5, 0.25)
-"""Of `recompute_budget`, that are proposed."""
+"""The values of `recompute_budget` that are proposed."""
 STREAMING = frozenset({"cpu_training", "offload_quants"})
 """Keys beside which no budget is proposed: the bus is what such a run waits for, not the arithmetic."""
 FEWEST_TOKENS = 256

@@ -1,4 +1,4 @@
-"""What this machine has of the places beside the device, for `surogate plan`."""
+"""The host memory and disk space of this machine, for `surogate plan`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Bytes that this machine has; None where it cannot be asked."""
+    """Bytes that this machine has; None if unknown."""
 
     host: int | None
-    """Of memory."""
+    """Host memory."""
     disk: int | None
     """Free on the disk of `directory`."""
     directory: str
-    """Where an offloader's files lie."""
+    """The directory of an offloader's files."""
 
     @classmethod
     def here(cls, config: RunConfig) -> Room:
-        """What there is now."""
+        """The free memory and space now."""
         directory = config.offload_dir or config.output_dir
         return cls(host=memory_of_machine(), disk=_free(directory), directory=directory)
 

@@ -30,14 +30,14 @@ def tokens_per_step(config: RunConfig) -> int:
 
 
 def totals(prediction: Prediction) -> str:
-    """Bytes in each place, for people; a disk is named only where something rests on it."""
+    """Bytes in each place, for people; a disk is named only if something is stored on it."""
     places = PLACES if prediction.total("disk") else PLACES[:2]
     return ", ".join(f"{place} {human_bytes(prediction.total(place))}" for place in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What else a plan says of the device."""
+    """The facts about the device in a plan."""
 
     flops: float
     """FLOP/s of a product."""
@@ -73,10 +73,10 @@ def as_json(
 
 
 def _on_top(settings: EngineSettings) -> str:
-    """What the total does not have; the figure is the largest of docs/memory.md, "On a CPU"."""
+    """A note on what the total does not include; the figure is the largest of docs/memory.md, "On a CPU"."""
     if settings.device.type == "cpu":
         return "a lower bound: holes in the heap took up to 34 % more in measured runs"
-    return "fragmentation comes on top"
+    return "fragmentation not included"
 
 
 def as_text(

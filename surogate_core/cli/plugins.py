@@ -126,7 +126,7 @@ def _rows() -> list[_Row]:
 
 
 def _unlocked(policy: ImportPolicy, installed: Sequence[InstalledPlugin]) -> dict[str, str]:
-    """Normalised distribution → how it is not what the policy's locks hold. The rest goes to stderr."""
+    """Normalised distribution → how it differs from the policy's locks. Other differences go to stderr."""
     found: dict[str, str] = {}
     for rule in policy.locks:
         try:

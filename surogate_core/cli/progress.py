@@ -90,7 +90,7 @@ class _Clock:
         now = time.monotonic()
         began = self._began.setdefault(event.task, self._last)
         self._last = now
-        if _finished(event):  # another may come by the same name
+        if _finished(event):  # another task may have the same name
             del self._began[event.task]
         return now - began
 

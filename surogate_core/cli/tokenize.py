@@ -1,4 +1,4 @@
-"""`surogate tokenize`: read, tokenise and pack the data of a run, and say what became of it; nothing is trained."""
+"""`surogate tokenize`: read, tokenise and pack the data of a run, and report the result; nothing is trained."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _terminated() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: whoever started it handles signals
+    except ValueError:  # not the main thread, whose owner handles signals
         yield
         return
     try:

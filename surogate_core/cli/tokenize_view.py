@@ -122,7 +122,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         if d["other_splits"]:
             others = Text(f"{d['key']} leaves out {list_some(d['other_splits'])}")
             console.print(others, soft_wrap=True)
-    if any(d["bad_rows"] > BAD_ROWS_SHOWN for d in report["datasets"]):  # else the warnings name each of them
+    if any(d["bad_rows"] > BAD_ROWS_SHOWN for d in report["datasets"]):  # otherwise the warnings name each of them
         console.print(f"Bad rows, {report['bad_row_count']:,} in all:", style="bold")
         for row in report["bad_rows"][:BAD_ROWS_LISTED]:
             console.print(Text(f"  {row['where']}: {row['reason']}"), soft_wrap=True)

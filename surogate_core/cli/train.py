@@ -235,7 +235,7 @@ class _Sweep:
 
 
 def _guarded(config: RunConfig, registry: Registry) -> int:
-    """One run of a sweep: its errors are reported and the sweep goes on."""
+    """One run of a sweep: its errors are reported and the sweep continues."""
     from surogate_core.cli.failure import report_bug
 
     try:

@@ -1,6 +1,6 @@
-"""Limits on what a chat template computes: it comes with the model, and one line can mean gigabytes or hours.
+"""Limits on what a chat template computes: the model's files contain it, and one line can mean gigabytes or hours.
 
-Jinja's sandbox keeps templates from files and processes, and a single `range` short. These bounds hold repetitions,
+Jinja's sandbox keeps templates from files and processes, and a single `range` short. These bounds limit repetitions,
 powers, all ranges of a rendering together, and its text.
 """
 
@@ -22,8 +22,8 @@ MAX_GROWTH = 16
 def bounded(template: str) -> str:
     """What to pass to transformers' renderer instead of the template: the same with limits, and a new count of steps.
 
-    Jinja computes constants while it compiles, so the bounds must be there before. The renderer compiles a comment,
-    and what that does is replaced by what the template does. Raises what Jinja raises for a template with mistakes.
+    Jinja computes constants while it compiles, so the bounds must be in place before. The renderer compiles a comment,
+    and the template's program then replaces the comment's. Raises Jinja's errors for a template with mistakes.
     """
     compile_ = _compiler()
     if compile_ is None:

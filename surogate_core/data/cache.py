@@ -1,9 +1,9 @@
-"""A directory of finished results, keyed by a digest of what shapes them.
+"""A directory of finished results, keyed by a digest of everything that determines them.
 
-An entry is built under a temporary name, synced and renamed, and records the sizes and checksums of its
-files: a killed build leaves nothing that is read, and a torn or damaged entry is built again. What a build
-that can be resumed leaves, `<key>.partial`, is handed to the next one. A lock per entry makes two
-runs that need the same one build it once.
+An entry is built under a temporary name, synced and renamed, and records the sizes and checksums of its files: a killed
+build leaves nothing that a later run would read, and a torn or damaged entry is built again. A resumable build leaves
+`<key>.partial`, from which the next build continues. A lock per entry makes two runs that need the same entry build it
+once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CacheEntry:
 
     path: Path
     facts: Mapping[str, Any]
-    """What its builder returned."""
+    """The facts that its builder returned."""
 
 
 class Cache:
@@ -109,7 +109,7 @@ class Cache:
         Raises `MachineError` when the disk is full and `UserError` when the cache cannot be written.
         """
         found = self.get(key, damaged=damaged, checked=checked)
-        if found is not None:  # needs no lock, so a cache that cannot be written serves too
+        if found is not None:  # needs no lock, so a cache that cannot be written can be used too
             return found
         with _disk_errors(self._dir):
             self._dir.mkdir(parents=True, exist_ok=True)
@@ -117,12 +117,12 @@ class Cache:
                 found = self.get(key)
                 if found is not None:
                     return found
-                # Whoever made these died: the lock is ours.
+                # The process that made these has ended, because the lock is ours.
                 for stale in (self._dir / key, *self._dir.glob(f"{key}.tmp-*")):
                     shutil.rmtree(stale, ignore_errors=True)
                 temporary = self._dir / (f"{key}.partial" if resumable else f"{key}.tmp-{uuid.uuid4().hex}")
                 temporary.mkdir(exist_ok=resumable)
-                (temporary / META).unlink(missing_ok=True)  # of a build that was killed between its seal and its name
+                (temporary / META).unlink(missing_ok=True)  # left if killed before the rename
                 finished = False
                 try:
                     facts = self._seal(temporary, build(temporary))
@@ -170,7 +170,9 @@ class Cache:
 
 
 def _wrong(directory: Path, meta: Mapping[str, Any], checked: Checked) -> str:
-    """What in an entry differs from what was written; empty if nothing does. Earlier versions wrote no checksums."""
+    """The first difference between an entry and its record; empty if there is none. Earlier versions wrote no
+    checksums.
+    """
     sealed = {name: value for name, value in meta.items() if name != "digest"}
     if set(meta) != {"files", "facts"} and digest_of(sealed) != meta["digest"]:
         return f"{META} is not what was written"

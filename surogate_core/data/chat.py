@@ -1,7 +1,7 @@
 """A tokenizer with its chat template: rendering and encoding without the overhead of one call a row.
 
-What does not change from row to row (special tokens, what the template puts around an assistant's
-turn) is found once and kept beside the tokenizer.
+Everything that is the same for all rows (special tokens, the text that the template puts around an assistant's turn) is
+computed once and kept with the tokenizer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         special = [(i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        # A token for what is unknown stands for text, unless it is the one that ends texts too (GPT-2).
+        # An unknown token represents text, unless it also ends texts (GPT-2).
         unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
         self.special_ids = (frozenset(tokenizer.all_special_ids) | {i for i, _ in special}) - unknown
         names = {token.content for _, token in special} | set(tokenizer.all_special_tokens)
@@ -67,7 +67,7 @@ class Encoder:
         """Special tokens that end what the tokenizer reads as one text."""
         self.cut_before = tuple(token.content for token in plain if not token.lstrip)
         self.named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        """What templates know special tokens as."""
+        """Names of the special tokens in templates."""
         self.backend: Tokenizer | None = None
         """The tokenizer below transformers' own, where it gives the same ids."""
         self.is_free_of_prefixes = False
@@ -164,7 +164,7 @@ _CHATS: WeakKeyDictionary[Any, dict[str, Chat]] = WeakKeyDictionary()
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """What is known of the tokenizer."""
+    """The cached properties of the tokenizer."""
     found = _ENCODERS.get(tokenizer)
     if found is None:
         found = _ENCODERS[tokenizer] = Encoder(tokenizer)
@@ -210,14 +210,14 @@ def _renderer() -> Callable[..., Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the template puts around an assistant's turn."""
+    """The texts that the template puts around an assistant's turn."""
 
     opening: str
     """The generation prompt, empty where the template has none."""
     ending: str
     """The text that ends a turn, without the white space behind it; empty where there is none."""
     closing: str
-    """What the template adds behind the ending of the last turn only."""
+    """The text that the template adds after the ending of the last turn only."""
 
 
 class Chat:
@@ -232,7 +232,7 @@ class Chat:
         self._frame: Frame | None = None
         self._takes_system: bool | None = None
         self.verdicts: dict[Hashable, str] = {}
-        """What the template leaves out of conversations of a shape: see `shown`."""
+        """The texts that the template drops from conversations of a shape: see `shown`."""
 
     def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """The conversation as the template writes it. Raises `RowError` when the template refuses it."""
@@ -275,7 +275,9 @@ class Chat:
         return text, spans
 
     def takes_system(self) -> bool:
-        """Whether the template shows a system turn; one that raises at it is left to say why at the row."""
+        """Whether the template shows a system turn. A template that raises counts as showing it: its error is reported
+        for the row.
+        """
         if self._takes_system is None:
             user, assistant = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
             try:
@@ -286,7 +288,7 @@ class Chat:
         return self._takes_system
 
     def frame(self) -> Frame:
-        """What the template puts around an assistant's turn, found by asking it."""
+        """The texts that the template puts around an assistant's turn, found by rendering samples."""
         if self._frame is None:
             self._frame = self._find_frame()
         return self._frame
@@ -322,7 +324,7 @@ class Chat:
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], list[Span]]:
         """The rendered text's ids, and the tokens that have a character in each of the ascending spans.
 
-        What follows a generation prompt is encoded apart from it, as in generation.
+        The text after a generation prompt is encoded separately from it, as in generation.
         """
         encoder = self.encoder
         if encoder.backend is None:
@@ -332,7 +334,7 @@ class Chat:
         places = [0, *dict.fromkeys(place for place in cuts if 0 < place < len(text)), len(text)]
         parts = [text[start:end] for start, end in pairwise(places)]
         if len(cuts) == len(borders) and GUARD not in text:
-            # No offsets are wanted, and the tokenizer is a third faster without.
+            # No offsets are needed, and the tokenizer is a third faster without them.
             encodings = encoder.backend.encode_batch_fast(parts, add_special_tokens=False)
             ids = [i for encoding in encodings for i in encoding.ids] if len(encodings) > 1 else encodings[0].ids
             token_at = dict(zip(places, accumulate(map(len, encodings), initial=0), strict=True))
@@ -361,7 +363,7 @@ class Chat:
         )
 
     def _encode_slowly(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], list[Span]]:
-        """For tokenizers that do not tell where a token lies in the text: as a whole by offsets, else part by part."""
+        """For tokenizers without offsets: the whole text if offsets can be derived, otherwise part by part."""
         text, spans = text.replace(GUARD, ""), [_unguarded(text, span) for span in spans]
         tokenizer = self._tokenizer()
         assert tokenizer is not None
@@ -374,7 +376,7 @@ class Chat:
 def encode_by_pieces(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]
 ) -> tuple[NDArray[np.int32], list[Span]]:
-    """The ids of the spans and of what lies between them, each encoded alone, and where the spans' ids are."""
+    """The ids of the spans and of the text between them, each encoded alone, and the ranges of the spans' ids."""
     ids: list[int] = []
     found: list[Span] = []
     at = 0
@@ -399,7 +401,8 @@ def _unguarded(text: str, span: Span) -> Span:
 def _tokens_of(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     """The tokens with a character in each of the spans."""
     places = np.asarray(offsets, np.int64).reshape(-1, 2)
-    # Empty tokens (a byte of a character told by the one before it) may break the order; running maxima mend it.
+    # Empty tokens (a byte of a character that the token before it covers) may break the order; running maxima restore
+    # it.
     starts, ends = np.maximum.accumulate(places[:, 0]), np.maximum.accumulate(places[:, 1])
     return [
         (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(starts, end, side="left")))
@@ -417,5 +420,5 @@ def with_default_system(
     if not (context.system or "").strip() or (messages and messages[0]["role"] in SYSTEM_ROLES):
         return
     if not chat_of(context.tokenizer, tools).takes_system():
-        raise RowError("the chat template leaves system prompts out, so `system` cannot be obeyed; set it to null")
+        raise RowError("the chat template drops system prompts, so `system` would have no effect; set it to null")
     messages.insert(0, {"role": "system", "content": context.system})

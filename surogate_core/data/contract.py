@@ -18,7 +18,7 @@ class FormatError(RuntimeError):
 
 
 def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: EncodeContext) -> Encoded:
-    """What the format makes of a row.
+    """Encode a row with its format.
 
     Raises `RowError` for a row that is unusable, and `FormatError` for anything else that the format raises, for a
     result that is not an `Encoded` of int32, for an id that the tokenizer does not have, and for labels that differ
@@ -44,7 +44,7 @@ def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: 
 
 
 def fault_of(document: object, vocabulary: int) -> str:
-    """What is wrong with what `encode` returned, or nothing. `vocabulary`: one more than the largest id."""
+    """The fault of a document that `encode` returned, or None. `vocabulary`: one more than the largest id."""
     if not isinstance(document, Encoded):
         return f"encode returned {type(document).__name__}, not Encoded"
     ids, labels = document.input_ids, document.labels

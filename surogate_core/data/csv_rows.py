@@ -90,7 +90,7 @@ def _rows(file: str, separator: str, records: Iterable[tuple[int, list[str] | Ro
 
 
 def _records(file: str, lines: _Lines, reader: Iterable[list[str]]) -> Iterator[tuple[int, list[str] | RowError]]:
-    """(first line, cells) of each row that is not blank. What cannot be read is a bad row for each of its lines."""
+    """(first line, cells) of each row that is not blank. Every unreadable line is a bad row."""
     rows = iter(reader)
     while True:
         first = lines.begin()
@@ -118,7 +118,7 @@ def _records(file: str, lines: _Lines, reader: Iterable[list[str]]) -> Iterator[
 
 
 def _header(where: str, cells: list[str], separator: str) -> list[str]:
-    """The columns' names. A column without one, which an index has, gets the name that pandas gives it."""
+    """The columns' names. A column without a name, such as an index, gets the name that pandas gives it."""
     if len(cells) == 1:
         other = next((c for c in ",;\t|" if c != separator and c in cells[0]), None)
         if other is not None:

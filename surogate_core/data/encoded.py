@@ -1,4 +1,4 @@
-"""What a dataset format is given and gives back: one row in, tokens and labels out.
+"""The input and the output of a data set format: one row in, tokens and labels out.
 
 Shape suffix: T tokens of one document.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TruncationStrategy = Literal["delete", "left", "right", "split"]
-"""What becomes of a document that is longer than a row."""
+"""How a document that is longer than a row is shortened or dropped."""
 
 LossScale = Literal["default", "last_round", "all"]
 """Which tokens of a conversation are trained: every assistant turn, those after the last user turn, every token."""
@@ -30,7 +30,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeContext:
-    """What a format may know besides the row. All of it is part of the shard cache's key."""
+    """What a format may read besides the row. All of it is part of the shard cache's key."""
 
     tokenizer: PreTrainedTokenizerBase
     """The run's tokenizer, with its chat template."""
@@ -45,7 +45,7 @@ class EncodeContext:
     max_length: int | None = None
     """Tokens of the longest document, at most `sequence_len`; None is that. Applied by the packer, as above."""
     loss_scale: LossScale = "default"
-    """Which tokens of a conversation are trained, where its messages do not say."""
+    """Which tokens of a conversation are trained, unless its messages decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 WORTH_PROCESSES = 8 << 20
 """Bytes of a data set from which the start of processes, a few seconds, is worth it."""
 MOST_PROCESSES = 16
-"""Of `dataloader_num_workers: auto`."""
+"""Largest number of processes of `dataloader_num_workers: auto`."""
 UNREAD_KEPT, LONGEST_NAME = 100, 60
 """How many unread fields are named, and the characters of a name: data may have any number."""
 _FEW = 8
@@ -90,7 +90,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class RowEncoder:
-    """What makes documents of the rows of one data set; can be pickled where the format can."""
+    """Makes documents of the rows of one data set. It can be pickled if the format can."""
 
     format: DatasetFormat
     options: Any

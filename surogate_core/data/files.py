@@ -31,7 +31,7 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in the name of a directory's file that say which split it is; without one it is `train`."""
+"""Words in a file's name that name its split; a file without such a word belongs to `train`."""
 
 _NO_DATA = re.compile(r"(readme|licen[cs]e|copying|notice|citation)(\.[a-z]+)?|.*\.md|dataset_infos?\.json", re.I)
 """Names of files that describe a data set; like hidden files, they are skipped without a note."""
@@ -41,7 +41,7 @@ _OTHER_BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe"
 
 
 class Kind(NamedTuple):
-    """What the name of a data file says of its content."""
+    """The kind of a data file, as its name states it."""
 
     suffix: str
     """Its own suffix in lower case, without that of a compression; a key of `READERS`."""
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
     @property
     def reader(self) -> str:
-        """What reads it."""
+        """The reader of the format."""
         return READERS[self.suffix]
 
 

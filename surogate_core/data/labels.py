@@ -1,4 +1,4 @@
-"""Which tokens of a rendered conversation are trained: the assistant's, and nobody else's.
+"""Decides which tokens of a rendered conversation are trained: those of the assistant only.
 
 Two ways to find them. A template with ``{% generation %}`` blocks says itself. Any other is asked
 what it renders before and after each assistant turn: what the turn adds is the assistant's
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LARGEST_WEIGHT = 1e6
-"""Of a message; more is a mistake, and would drown every other token."""
+"""Largest weight of a message. A larger one is probably a typo and would outweigh the rest of the batch."""
 
 _MARKER = "\U0010f0a3swapped\U0010f0a3"
 _MARK = re.compile("\U0010f0a1([0-9]+)\U0010f0a2")
-"""Of private-use characters, which no message and no template has."""
+"""Markers of private-use characters, which no message and no template contains."""
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
 class Override(NamedTuple):
-    """What a message says of its own training."""
+    """A message's own statement about its training."""
 
     train: bool | None = None
     weight: float | None = None
@@ -78,11 +78,11 @@ def tokenize_conversation(
     loss_scale: LossScale = "default",
     overrides: Sequence[Override] | None = None,
 ) -> Encoded:
-    """The rendered conversation; `overrides`, one a message, come before `loss_scale`.
+    """The rendered conversation; `overrides`, one per message, take precedence over `loss_scale`.
 
-    Control tokens that a message spells out are encoded as the text that they are. Raises `RowError`
-    when the template refuses the messages, leaves out something of them, and when the assistant's turns
-    cannot be told from the rest, `UserError` when the tokenizer has no chat template at all.
+    If a message contains the name of a control token, it is encoded as text. Raises `RowError` if the template refuses
+    the messages or drops a part of them, or if the assistant's turns cannot be distinguished from the rest, and
+    `UserError` if the tokenizer has no chat template.
     """
     chat = chat_of(tokenizer, tools)
     messages, tools = chat.encoder.guarded(list(messages)), chat.encoder.guarded(tools)
@@ -155,7 +155,7 @@ def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer:
 
 
 def _wanted_weights(messages: Messages, overrides: Sequence[Override] | None, loss_scale: LossScale) -> list[float]:
-    """What each message's tokens weigh."""
+    """The loss weight of each message's tokens."""
     last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     wanted = []
     for place, message in enumerate(messages):
@@ -165,7 +165,7 @@ def _wanted_weights(messages: Messages, overrides: Sequence[Override] | None, lo
             usual = True
         else:
             usual = is_assistant and (loss_scale == "default" or place > last_user)
-        # A weight alone makes nobody but the assistant trained: data sets give one to every message.
+        # A weight alone makes only the assistant's turns trained, because data sets give one to every message.
         trained = train if train is not None else usual or (is_assistant and weight is not None)
         wanted.append((1.0 if weight is None else weight) if trained else 0.0)
     return wanted
@@ -196,7 +196,7 @@ def _marked_spans(
 
 
 def _spans(chat: Chat, messages: Messages, tools: Tools, text: str, needed: Sequence[int]) -> dict[int, Span]:
-    """Where the needed messages lie: an assistant's turn with its end token, of another's turn the content."""
+    """The spans of the needed messages: an assistant's turn with its end token, the content of any other turn."""
     if not needed:
         return {}
     found = _all_at_once(chat, messages, tools, text, needed)
@@ -255,7 +255,7 @@ def _all_at_once(
 
 
 def _swap(message: Mapping[str, Any], turn: int, *, has_opening: bool) -> tuple[str, dict[int, str]] | None:
-    """A content of markers, and the text that each of them stands for; None where there is nothing to swap."""
+    """A content made of markers, and the text that each of them replaces; None if there is nothing to replace."""
     content = message.get("content")
     if not isinstance(content, str) or not content.strip():
         return None
@@ -264,7 +264,7 @@ def _swap(message: Mapping[str, Any], turn: int, *, has_opening: bool) -> tuple[
             return None  # what of the turn is rendered before the content would be left out
         thinking = _THINKING.fullmatch(content) if "<think>" in content else None
         if thinking is not None and has_opening:
-            # Templates take thinking apart, so the tags must stay; markers stand for what is in and behind them.
+            # Templates parse thinking, so the tags must stay; markers replace the text inside and after them.
             thought, rest = thinking.groups()
             if not thought.strip() or not rest.strip() or "<think>" in rest or "</think>" in rest:
                 return None
@@ -279,7 +279,7 @@ def _mark(number: int) -> str:
 
 
 def _match(text: str, other: Sequence[str], contents: Mapping[int, str]) -> dict[int, Span] | None:
-    """Where each swapped text lies, in order; None unless the pieces with the texts are exactly the real text."""
+    """The span of each replaced text, in order; None unless substitution gives exactly the real text."""
     if not text.startswith(other[0]):
         return None
     at = len(other[0])
@@ -320,11 +320,11 @@ def _one_by_one(chat: Chat, messages: Messages, tools: Tools, text: str, needed:
 
 
 def _turn_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: int, earliest: int) -> Span:
-    """Where the assistant's `turn` lies in the rendered conversation, its end token included."""
+    """The span of the assistant's `turn` in the rendered conversation, its end token included."""
     frame = chat.frame()
     before = _prefix(chat, messages[:turn], tools, text, add_generation_prompt=True)
     if before is not None and before == _prefix(chat, messages[:turn], tools, text):
-        before = None  # the template has no generation prompt to tell a turn's header from its text
+        before = None  # the template has no generation prompt that separates a turn's header from its text
     is_last = turn == len(messages) - 1
     after = text if is_last else _prefix(chat, messages[: turn + 1], tools, text)
     if before is None or after is None:
@@ -332,7 +332,7 @@ def _turn_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: in
         swapped[turn] = {"role": "assistant", "content": _MARKER}
         other = chat.render(swapped, tools)
         if _MARKER not in other:
-            raise RowError(f"the chat template leaves out message {turn + 1}, an assistant turn")
+            raise RowError(f"the chat template drops message {turn + 1}, an assistant turn")
     if before is not None:
         start = len(before)
     else:
@@ -354,7 +354,7 @@ def _turn_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: in
 
 
 def _content_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: int) -> Span:
-    """Where the content of a turn that is not the assistant's lies in the rendered conversation."""
+    """The span of the content of a turn of another role in the rendered conversation."""
     swapped = [*messages]
     swapped[turn] = {**messages[turn], "content": _MARKER}
     try:

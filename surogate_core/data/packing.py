@@ -28,7 +28,7 @@ WINDOW = 1 << 16
 
 
 class Piece(NamedTuple):
-    """A run of a document's tokens that stands in a row as a document of its own."""
+    """A contiguous range of a document's tokens that is a document of its own in a row."""
 
     document: int
     start: int
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSettings:
-    """What shapes rows."""
+    """The settings that determine rows."""
 
     sequence_len: int
     max_length: int | None = None
@@ -58,7 +58,7 @@ class PackSettings:
 
 @dataclass(slots=True, kw_only=True)
 class PackStats:
-    """What packing did, counted in documents unless said otherwise."""
+    """The result of packing, counted in documents unless stated otherwise."""
 
     documents: int = 0
     """Documents that were offered."""
@@ -80,7 +80,7 @@ class PackStats:
 
 
 class Lengths(Protocol):
-    """What the packer needs to know of the documents."""
+    """The lengths and label counts of documents, as the packer reads them."""
 
     def length(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each document."""
@@ -95,8 +95,8 @@ class Lengths(Protocol):
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of `lengths` grouped into bins whose sums are at most `capacity`.
 
-    Longest first, equal lengths in their order, each into the fullest bin that has room (the one
-    opened last among equals). Every length must lie in 1 … capacity. Memory depends on the documents alone.
+    Longest first, equal lengths in their order, each into the fullest bin with enough space (the one opened last among
+    equals). Every length must be in 1 … capacity. The memory needed depends only on the documents.
     """
     bins: list[list[int]] = []
     with_space: dict[int, list[int]] = {}

@@ -138,12 +138,12 @@ def prepare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split:
-    """Which documents are trained on, and which are held out."""
+    """The documents to train on, and the held-out documents."""
 
     kept: NDArray[np.int64]
     out: NDArray[np.int64]
     key: Mapping[str, Any]
-    """What shapes the split, for the cache's key."""
+    """Everything that determines the split, for the cache's key."""
     copies: int
     """Documents that are copies of earlier ones."""
 
@@ -408,7 +408,7 @@ class _Encoder:
 
 
 def _saved_state(directory: Path) -> dict[str, Any] | None:
-    """Where a build that was killed stood, if it came so far as to say."""
+    """The saved state of a build that was killed, if it had saved one."""
     try:
         state: dict[str, Any] = json.loads((directory / _STATE).read_bytes())
     except (FileNotFoundError, ValueError):  # a crash of the machine may leave it empty

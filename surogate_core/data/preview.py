@@ -29,7 +29,7 @@ EXAMPLE_DOCUMENTS = 1000
 """Documents among which a warning's example is looked for."""
 
 LEGEND = "⟦…⟧ trained (⟦×0.5 …⟧ with that loss weight), «…» a special token, ↵ a line's end, ⇥ a tab, · a space"
-"""What the marks of `plain` mean."""
+"""The legend of the marks of `plain`."""
 
 _UNFINISHED = "�"
 """What a decoder writes for the first bytes of a character whose other bytes are in the next token."""
@@ -70,7 +70,7 @@ class Segment:
     """Neighbouring tokens that are treated alike."""
 
     kind: Literal["token", "special", "gap"]
-    """``gap`` stands for tokens that are left out; its text says how many."""
+    """``gap`` replaces omitted tokens; its text has their number."""
     trained: bool
     weight: float
     parts: tuple[str, ...]
@@ -147,7 +147,7 @@ def _parts(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: 
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> str:
-    """The text of some tokens as it stands in the document: decoders treat the first token in a way of its own."""
+    """The text of some tokens as in the document; decoders treat the first token of a text differently."""
     text = _decode(tokenizer, ids[start:end])
     if start == 0:
         return text
@@ -172,7 +172,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def visible(text: str, *, line: str = "↵\n") -> str:
     """The text with its line ends, tabs and control characters to be seen, and spaces where they are easily missed.
 
-    `line` stands for a line's end.
+    `line` replaces a line's end.
     """
     shown = []
     for index, character in enumerate(text):

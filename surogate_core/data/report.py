@@ -1,4 +1,4 @@
-"""What became of the rows: counts, bad rows with their places, and warnings."""
+"""The report on the rows: counts, bad rows with their places, and warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAD_ROWS_KEPT = 1000
 BAD_ROWS_SHOWN = 5
 
 UNREAD_SHOWN = 10
-"""How many unread fields are named; the rest are counted."""
+"""Largest number of unread fields that are named; the rest are counted."""
 
 NOTHING_TRAINED_SHARE = 0.01
 """Below this share of trained tokens a data set is reported as (almost) untrained."""
@@ -56,7 +56,7 @@ class DatasetReport:
     tokens: int
     label_tokens: int
     cached: bool
-    """Whether its tokens came from the cache."""
+    """Whether its tokens were read from the cache."""
     chosen: str = ""
     """The type chosen from its rows and why, if the configuration says `auto`."""
     other_splits: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class DatasetReport:
 
     @property
     def trains_prompts(self) -> bool:
-        """Whether every token carries loss though nobody asked for that."""
+        """Whether every token carries loss although the configuration does not ask for that."""
         return self.trained_share == 1 and not self.prompts_are_meant
 
     @property

@@ -99,7 +99,7 @@ class StepLoader:
         return [self._next_micro_batch() for _ in range(self._micro_batches)]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON values."""
+        """The position in the stream, as JSON values."""
         return {
             "version": STATE_VERSION,
             "rows_taken": self._taken,

@@ -54,7 +54,7 @@ def _map(path: Path, dtype: DTypeLike) -> NDArray[Any]:
 class DocumentWriter:
     """Appends documents to the files of a shard; used as a context manager.
 
-    Its `state`, saved after `flush`, lets another one go on where it stood.
+    Another writer can continue from its `state`, saved after `flush`.
     """
 
     def __init__(self, directory: Path, state: Mapping[str, Any] | None = None):
@@ -63,7 +63,7 @@ class DocumentWriter:
         self.tokens: int = state["tokens"] if state else 0
         self.label_tokens: int = state["label_tokens"] if state else 0
         self.weight_values: list[float] = list(state["weight_values"]) if state else [0.0, 1.0]
-        """What the indices in `weights` stand for."""
+        """The loss weights that the indices in `weights` refer to."""
         self._content = bytes.fromhex(state["content"]) if state else b""
         sizes = {
             "tokens": 4 * self.tokens,
@@ -75,7 +75,7 @@ class DocumentWriter:
         self._files = {}
         for name, size in sizes.items():
             self._files[name] = file = self._stack.enter_context((directory / name).open("r+b" if state else "wb"))
-            if state:  # what was written after the state was saved is written again
+            if state:  # anything written after the state was saved is written again
                 file.truncate(size)
                 file.seek(size)
         if not state:
@@ -109,13 +109,13 @@ class DocumentWriter:
         return np.array([self.weight_values.index(value) for value in values], np.uint8)
 
     def flush(self) -> None:
-        """See to it that the documents so far survive a crash."""
+        """Sync the documents so far to disk, so that they survive a crash."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def state(self) -> dict[str, Any]:
-        """Where the writer stands, as JSON values."""
+        """The writer's position, as JSON values."""
         return {
             "documents": self.documents,
             "tokens": self.tokens,
@@ -211,7 +211,7 @@ class Row:
 
     input_ids: NDArray[np.int32]
     weights: NDArray[np.float32]
-    """What each token counts in the loss, 0 where it is not trained; float32."""
+    """Loss weight of each token, 0 if it is not trained; float32."""
     lengths: tuple[int, ...]
     """Tokens of each document, in order."""
 
@@ -242,7 +242,7 @@ class PackedRows:
         self.sequence_len = sequence_len
         self.padding_id = padding_id
         self.max_documents = self.stats.max_documents
-        """Bound of the documents in a row, padding counted; the run's loaders share one."""
+        """Largest number of documents in a row, padding included; all loaders of the run share it."""
         self.weighted = documents.weighted
         """Whether micro-batches carry loss weights; the run's loaders agree on it."""
 
@@ -283,9 +283,9 @@ def pack_documents(
 ) -> PackedRows:
     """Rows of the chosen documents (None: all), from the cache when they were packed before.
 
-    Each array of `chosen` is packed by itself, so that a document which is in several does not
-    meet itself in a row. `chosen_key` is a JSON-able value that represents `chosen` in the key.
-    `progress` receives the documents that are packed, and their total; `damaged` is that of `Cache.get`.
+    Each array of `chosen` is packed by itself, so that a row never has the same document twice. `chosen_key` is a
+    JSON-able value that represents `chosen` in the key. `progress` receives the documents that are packed, and their
+    total; `damaged` is that of `Cache.get`.
     """
     key = digest_of(
         {

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation. The model would be trained as if that text had never existed.
+"""Finds the texts that a chat template drops from a conversation. The model would be trained as if they did not exist.
 
 The conversation is rendered with a mark in place of each text. A mark that is missing from the result belongs to a
 text that the template drops. The answer depends on the conversation's shape only (its roles, properties and calls), so
@@ -66,7 +66,7 @@ class _Probe:
 
 
 def check_shown(chat: Chat, messages: Messages, tools: Tools) -> None:
-    """Raise `RowError` that names what the chat template leaves out of the conversation.
+    """Raise a `RowError` that names the texts that the chat template drops from the conversation.
 
     Must be shown: each content, the name and the arguments of each tool call, the name and the description of each
     tool, and whatever text a message has besides. A thought may be left out of earlier turns, as Qwen3's template
@@ -152,7 +152,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _verdict(chat: Chat, messages: Messages, tools: Tools) -> str:
-    """What the template leaves out, as the reason of a bad row; empty if it shows everything."""
+    """The dropped texts, as the reason of a bad row; empty if the template shows everything."""
     probe = _probe(messages, tools)
     try:
         rendered = chat.render(probe.messages, probe.tools)
@@ -177,7 +177,7 @@ def _is_shown_alone(chat: Chat, messages: Messages, tools: Tools, probe: _Probe,
 
 
 def _first_of_each_name(missing: Sequence[_Text]) -> Iterator[_Text]:
-    """The texts that a template may leave out of earlier turns: an assistant's texts except its contents and calls."""
+    """The texts that a template may drop from earlier turns: an assistant's texts except its contents and calls."""
     seen = {"content", _CALLS, _TOOLS}
     for text in missing:
         if text.name not in seen:
@@ -273,7 +273,7 @@ def _marked(probe: _Probe, value: Any, marks: list[str]) -> Any:
 
 
 def _reason(messages: Messages, missing: Sequence[_Text]) -> str:
-    """What is left out and what can be done, on one line."""
+    """The dropped texts and the fix, on one line."""
     places: dict[str, None] = {}
     for text in missing:
         places[_place(messages, text)] = None
@@ -286,7 +286,7 @@ def _reason(messages: Messages, missing: Sequence[_Text]) -> str:
         wishes.append(f"leave it out on purpose with ignored_properties: [{', '.join(ignored)}]")
     if _TOOLS in names:
         wishes.append("leave the tools out on purpose with tools_field: null")
-    return f"the chat template leaves out {listed}; {', or '.join(wishes)}"
+    return f"the chat template drops {listed}; {', or '.join(wishes)}"
 
 
 def _place(messages: Messages, text: _Text) -> str:

@@ -31,10 +31,10 @@ from surogate_core.errors import UserError, printable
 from surogate_core.files.paths import is_hub_id, is_url, resolve_package_path
 
 READERS_VERSION = 2
-"""Raised when the same files give other rows; part of the key of their tokens."""
+"""Incremented when the same files give other rows; part of the key of their tokens."""
 
 MOST_PASSES = 10_000
-"""Largest weight of a data set; anything larger is surely a mistake, and an epoch would have no end."""
+"""Largest weight of a data set; a larger one is probably a mistake, and an epoch would never end."""
 
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"} | dict.fromkeys(
     ("abfs", "az", "adl"), "abfs"
@@ -252,7 +252,7 @@ def _group_rows(path: str) -> list[int] | None:
 
 def _numbered(name: str, load: Callable[[], Any], skip: int = 0) -> Iterator[SourceRow]:
     """Rows of what `load` gives, a data set of the library, without the first `skip`."""
-    # What the library logs of a broken file is in our message too.
+    # Our message contains what the library logs about a broken file.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     done = skip
     try:

@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""What a tokenizer and its chat templates are made of, as glob patterns; the first three tell that there is one."""
+"""The files of a tokenizer and its chat templates, as glob patterns; the first three show that there is a tokenizer."""
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -49,7 +49,7 @@ def load_tokenizer(path: str, *, revision: str | None = None) -> PreTrainedToken
                 f"Fix: set `tokenizer` to the directory or hub id of the model's tokenizer."
             )
     elif local.exists():
-        raise UserError(f"tokenizer {path}: this is a file. Fix: name the directory it lies in.")
+        raise UserError(f"tokenizer {path}: this is a file. Fix: name its directory.")
     else:
         repo, revision = one_revision(path, revision, key="tokenizer")
         if not is_hub_id(repo):

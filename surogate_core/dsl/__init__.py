@@ -1,8 +1,8 @@
 """The language that model families are written in: dims, parameters, linear slots, blocks.
 
-A family declares what a block holds and writes its forward once, in plain torch ops and the
-ops of `surogate_core.kernels`; weight formats, adapters, recipes and recompute come in from
-outside, when the engine traces the block (`surogate_core.dsl.trace`).
+A family declares the parameters of a block and writes its forward once, in plain torch ops and the ops of
+`surogate_core.kernels`. The engine adds weight formats, adapters, recipes and recomputation when it traces the block
+(`surogate_core.dsl.trace`).
 """
 
 from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack

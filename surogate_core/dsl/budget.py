@@ -13,21 +13,22 @@ from torch import fx
 from surogate_core.dsl.values import flops, is_call, is_view, nbytes
 
 ARITHMETIC = 600e12
-"""FLOP/s of a product, assumed: what an H200 comes to in a step in bf16, roughly."""
+"""FLOP/s of a product, assumed: roughly the rate of an H200 in a bf16 step."""
 MEMORY = 3e12
-"""Bytes a second that are read or written, assumed."""
+"""Bytes per second that are read or written, assumed."""
 CANDIDATES = 12
 """Values, the largest, of which every subset is tried; smaller residuals are kept first."""
 
 Again = Callable[[frozenset[fx.Node]], set[fx.Node]]
-"""What is kept → the forward's nodes that the backward computes again."""
+"""The kept nodes → the forward's nodes that the backward computes again."""
 
 
 def chosen(kept: Sequence[fx.Node], others: Sequence[fx.Node], budget: float, again: Again) -> list[fx.Node]:
-    """The values of at most `budget` (0 to 1) of the bytes of `kept` with which the least time goes into the rest.
+    """The values to keep, at most `budget` (0 to 1) of the bytes of `kept`, so that recomputing the others takes the
+    least time.
 
     `kept`: the residuals where all may be kept. `others`: values that may be kept instead, such as a product of which
-    the backward wants two functions. None where not even the small ones of `kept` fit.
+    the backward wants two functions. Empty if not even the small ones of `kept` fit.
     """
     sizes = {node: nbytes(node) for node in (*kept, *others)}
     largest = sorted(sizes, key=lambda n: (-sizes[n], n.name))[:CANDIDATES]

@@ -67,7 +67,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """Which linear slots get an adapter, and what kind."""
+    """The linear slots that get an adapter, and its kind."""
 
     adapter: Adapter
     targets: frozenset[str]

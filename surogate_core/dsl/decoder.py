@@ -1,4 +1,4 @@
-"""What dense decoders of the Llama line share: which `config.json` they compute."""
+"""Checks that dense decoders of the Llama line share: which `config.json` they support."""
 
 from __future__ import annotations
 

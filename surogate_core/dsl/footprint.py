@@ -18,10 +18,10 @@ _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Of one layer."""
+    """Memory and work of one layer."""
 
     kept: tuple[Signature, ...]
-    """What stays between forward and backward besides inputs."""
+    """The tensors kept between forward and backward, inputs excluded."""
     forward_bytes: int
     """Most that exists at one time in the forward besides inputs; `kept` and the output are part of it."""
     backward_bytes: int
@@ -72,9 +72,9 @@ def joint_bytes(
 def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
     """Most bytes that values of the graph take at one time, each storage from its first value to its last use.
 
-    Inputs are not counted; what a custom op says that it has within is. Under Inductor only what goes into or comes
-    out of a call or a reduction exists in memory: other elementwise code is part of the kernels of those that read it,
-    which read its own sources then.
+    Inputs are not counted. The memory that a custom op declares for its inside is counted. Under Inductor only the
+    inputs and outputs of calls and reductions exist in memory: other elementwise ops are fused into the kernels of
+    their readers, which then read the sources of these ops.
     """
     nodes = list(graph.nodes)
     inputs = {s for n in nodes if n.op == "placeholder" for s, _ in storages(n)}
@@ -88,7 +88,7 @@ def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     fused: dict[fx.Node, set[int]] = {}
-    """What the kernels read that a node which is not in memory becomes a part of."""
+    """A node that is not in memory → the storages that the kernels read into which it is fused."""
     for place, node in enumerate(nodes):
         reads: set[int] = set()
         for source in node.all_input_nodes:

@@ -18,9 +18,9 @@ from surogate_core.caches import use_private_caches
 
 UNTIMED = {
     "deterministic": True,
-    # Of kernels without a reduction it would still time two.
+    # Otherwise it times two tilings of a kernel without a reduction.
     "triton.autotune_pointwise": False,
-    # What another process timed and left on disk would be taken without being asked.
+    # Otherwise it takes the results that another process timed and left on disk.
     "autotune_local_cache": False,
 }
 """Inductor's settings."""

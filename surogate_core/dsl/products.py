@@ -40,7 +40,7 @@ class Product:
 def add_products(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple[Tensor, Tensor]]:
     """Add those of (sum, gradient) that are products, and return the others.
 
-    Products follow each other as one where parts of one tensor meet one x and their sums stand in a row.
+    Merges consecutive products that share the same x and whose left factors and sums are contiguous.
     """
     plain: list[tuple[Tensor, Tensor]] = []
     products: list[tuple[Tensor, Product]] = []

@@ -65,7 +65,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """What cos and sin are multiplied by; yarn's attention factor, else 1."""
+        """Factor of cos and sin: yarn's attention factor, otherwise 1."""
         if self.kind != "yarn":
             return 1.0
         if self.parameters.get("attention_factor") is not None:
@@ -134,8 +134,8 @@ def scaled_config(
 ) -> dict[str, Any]:
     """The ``config.json`` with the RoPE scaling and the number of positions that a run asks for.
 
-    A kind by name stretches the model's positions to `positions`; a mapping is taken as it is, and its
-    ``factor`` may be left to `positions`. What transformers reads from the result is what is trained.
+    A kind's name stretches the model's positions to `positions`. A mapping is used unchanged, except that `positions`
+    may supply its ``factor``. transformers computes from the result the same values that are trained.
     """
     key, old = _parameters(config)
     if key == "rope_parameters" and not old:

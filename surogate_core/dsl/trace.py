@@ -33,7 +33,9 @@ Compiler = Literal["fx", "inductor"]
 Compiled = Callable[..., Sequence[Any]]
 
 CRUMB = 8
-"""Of an op's results the backward keeps those that it alone wants, if they are at most one part in so many."""
+"""With recomputation, an op's small outputs are kept instead of running the op again, if they are at most 1/CRUMB of
+its output bytes.
+"""
 
 _EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
 
@@ -60,19 +62,21 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What the backward computes again instead of receiving it."""
+    """The values that the backward computes again instead of receiving them."""
 
     block: bool
-    """Everything: kept are the inputs, and what a product makes that is small beside computing it again."""
+    """Everything, except the inputs and small outputs of products."""
     regions: frozenset[str] = frozenset()
     """Outputs of these regions (`kernels.ops.region`)."""
     budget: float = 1.0
-    """0 to 1: of the bytes of what would else be kept so much is; what is cheapest to compute again is not."""
+    """0 to 1: share of the bytes to keep, of those that would be kept otherwise. The values that are cheapest to
+    compute again are not kept.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A compiled graph and which of a longer argument list it takes."""
+    """A compiled graph, and the positions of its arguments in a longer list."""
 
     function: Compiled
     taken: tuple[int, ...]
@@ -146,12 +150,11 @@ def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joi
 
 
 def _drop_joins(graph: fx.Graph) -> None:
-    """Leave out concatenations of tensors that stand side by side in a buffer already.
+    """Remove concatenations of tensors that are already adjacent in a buffer.
 
-    What is joined may end in an empty tensor, room whose values do not matter: whatever the buffer
-    has there will do. Columns of a matrix may have more of the buffer behind them. A kernel that
-    writes several results into one buffer meets one that reads them from one so, and neither knows
-    of the other.
+    The concatenation may end in an empty tensor, a workspace whose values do not matter, so the buffer's own values
+    there are used. Columns of a matrix may have more of the buffer behind them. A kernel that writes several results
+    into one buffer meets one that reads them from one so, and neither knows of the other.
     """
     for node in list(graph.nodes):
         if node.target != torch.ops.aten.cat.default:
@@ -192,7 +195,7 @@ def _drop_joins(graph: fx.Graph) -> None:
 
 
 def _buffer(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, or None if it is no view."""
+    """The node that this node is a view of, or None."""
     if base_op(node) not in VIEWS:
         return None
     while base_op(node) in VIEWS:
@@ -251,9 +254,9 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
 
 
 def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
-    """Of the nodes computed `again`: results of ops of which nothing else is wanted, where they are a small part.
+    """The nodes computed `again` that are the only needed outputs of their op, and a small part of its output.
 
-    Such is x Aᵀ of the last projection of a block: it is kept, and the whole projection is not multiplied again.
+    For example, x Aᵀ of the last projection of a block is kept, so the projection is not computed again.
     """
     found: set[fx.Node] = set()
     for node in again:
@@ -277,7 +280,7 @@ def _forward_of(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _within(joint: fx.GraphModule, kept: frozenset[fx.Node]) -> set[fx.Node]:
-    """What a backward that receives `kept` computes."""
+    """The nodes that a backward computes if it receives `kept`."""
     within: set[fx.Node] = set()
     todo: list[fx.Node] = list(next(iter(reversed(joint.graph.nodes))).args[0][1:])
     while todo:
@@ -289,7 +292,7 @@ def _within(joint: fx.GraphModule, kept: frozenset[fx.Node]) -> set[fx.Node]:
 
 
 def _cut_at(joint: fx.GraphModule, kept: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs; the backward receives `kept`, and computes again what else it wants."""
+    """Forward and backward graphs; the backward receives `kept`, and computes its other inputs again."""
     nodes = list(joint.graph.nodes)
     outputs: list[fx.Node] = list(nodes[-1].args[0])
     *inputs, tangent = (n for n in nodes if n.op == "placeholder")
@@ -389,13 +392,15 @@ def _split(
 
 
 def _returned(forward: fx.GraphModule) -> list[fx.Node]:
-    """What a forward graph returns for the backward."""
+    """The outputs of a forward graph that the backward receives."""
     returned: list[fx.Node] = list(next(iter(reversed(forward.graph.nodes))).args[0])
     return returned[1:]
 
 
 def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float) -> list[fx.Node]:
-    """What is kept of `kept`, or instead of them, within the budget; where that is nothing, as for whole blocks."""
+    """The nodes to keep within the budget, from `kept` or in their place; if none fits, those of whole-block
+    recomputation.
+    """
     behind = _closure(kept)
     forward = _forward_of(joint) | behind
     others = [n for n in joint.graph.nodes if n in behind and n not in kept and _is_result(n)]
@@ -404,13 +409,13 @@ def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether it is a tensor that a kernel of its own makes."""
+    """Whether it is a tensor that a separate kernel computes."""
     made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
     return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Of the kept nodes that are parts of a value all of which is kept: the value."""
+    """For the kept nodes that are parts of a value whose parts are all kept: that value."""
     parts: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         base = node
@@ -469,9 +474,9 @@ def _copy_views(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 
 
 def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
-    """Tell min-cut which forward values the backward must compute again.
+    """Mark the forward values that min-cut must let the backward compute again.
 
-    Views and joins of such values are such values, whatever region they stand in.
+    Views and concatenations of marked values are marked too, in every region.
     """
     (output,) = (n for n in joint.graph.nodes if n.op == "output")
     forward = _closure(output.args[0][:1])

@@ -33,7 +33,7 @@ VIEWS = frozenset(
 )
 
 _CALLS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward", "sort", "index_put"})
-"""ATen ops that Inductor calls, as it does attention's and those of packs; the rest it fuses."""
+"""ATen ops that Inductor calls as kernels, like attention and the ops of packs; it fuses all others."""
 
 
 def base_op(node: fx.Node) -> Any:

@@ -183,5 +183,5 @@ def replaced_directory(final: Path, *, what: str, needed: int | None = None, fix
         if translated is None:
             raise
         raise translated from error
-    # What cannot be deleted now is a leftover for the next `recover`.
+    # The next `recover` deletes what cannot be deleted now.
     shutil.rmtree(old, ignore_errors=True)

@@ -13,7 +13,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """(id, revision) of ``owner/name@revision``; (`source`, None) of a local path and of an id without one."""
+    """(id, revision) of ``owner/name@revision``; (`source`, None) of a local path or an id without a revision."""
     repo, at, revision = source.partition("@")
     if at and revision and is_hub_id(repo) and not Path(source).expanduser().exists():
         return repo, revision
@@ -65,7 +65,7 @@ def fetch(repo: str, files: Sequence[str], *, revision: str | None, key: str) ->
             "Fix: correct it; a private repository needs `hf auth login`."
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        # The library also refuses a snapshot that lacks a file which nobody needs, such as a second tokenizer.
+        # The library also refuses a snapshot that lacks a file that is not needed, such as a second tokenizer.
         if (cached := _cached(repo, revision)) is not None:
             return cached
         have = _cached_revisions(repo)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 Opener = Callable[[str | Path, int], int]
-"""What the built-in `open` takes as its `opener`: (path, flags of `os.open`) → descriptor."""
+"""An `opener` of the built-in `open`: (path, flags of `os.open`) → descriptor."""
 
 
 def regular(path: str | Path, flags: int, mode: int = 0o666) -> int:

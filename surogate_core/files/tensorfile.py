@@ -29,7 +29,9 @@ PIECE_BYTES = 64 * 2**20
 """Most bytes of a tensor that are copied at one time."""
 
 _STAGING_BYTES = 8 * 2**20
-"""Host memory through which a tensor goes to another device or dtype: small, as it comes on top of the tensors."""
+"""Bytes of the buffer through which a tensor is copied to another device or dtype; small, because it is needed in
+addition to the tensors.
+"""
 
 _MAX_HEADER_BYTES = 100 * 10**6
 """The limit of the safetensors library."""
@@ -241,7 +243,7 @@ def write_tensors(
 ) -> tuple[int, str]:
     """Write a new safetensors file, not synced; returns its bytes and the xxh3-128 digest of what was written.
 
-    `wrote` is told the bytes of each piece.
+    `wrote` receives the bytes of each chunk.
     """
     # Wide dtypes first keep every tensor aligned to its element, which readers that map the file need.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -294,7 +296,7 @@ class TensorWriter:
 
     @staticmethod
     def _cost(name: str, tensor: Tensor) -> int:
-        # Offsets have at most 20 digits each; the rest is the entry's punctuation.
+        # Offsets have at most 20 digits each; the remainder is punctuation.
         return len(json.dumps(name)) + len(str(list(tensor.shape))) + 100
 
     def add(self, name: str, tensor: Tensor) -> None:

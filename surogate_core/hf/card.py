@@ -31,7 +31,7 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the model card says of the run."""
+    """The facts of the run for the model card."""
 
     title: str
     base_model: str | None = None
@@ -69,7 +69,7 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 
 def config_overrides(base: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be changed in the base's ``config.json`` to have the one that was trained.
+    """The keys of the base's ``config.json`` to change for the model that was trained.
 
     RoPE parameters carry their ``rope_theta``: transformers takes it from nowhere else when they are given.
     """
@@ -97,7 +97,7 @@ def write_card(directory: Path, card: Card, *, library: str, notes: list[str]) -
         if rows:
             lines += ["", f"## {heading}", "", "| | |", "| --- | --- |", *rows]
     if card.configuration:
-        lines += ["", "## Configuration", "", "What is not the default.", "", "```yaml"]
+        lines += ["", "## Configuration", "", "Keys that differ from their defaults.", "", "```yaml"]
         lines += [*write_yaml(masked_values(card.configuration)).rstrip().splitlines(), "```"]
     text = "\n".join(["---", *front, "---", "", *lines, ""])
     atomic.write_file(directory / "README.md", masked(text).encode())
@@ -117,7 +117,7 @@ def overrides_note(overrides: Mapping[str, Any]) -> str:
 
 
 def card_facts(card: Card) -> dict[str, Any]:
-    """What a later merge says again in its own card, as JSON values."""
+    """The facts that a later merge repeats in its own card, as JSON values."""
     kept = ("settings", "figures", "configuration", "base_files")
     return {f.name: masked_values(dict(getattr(card, f.name))) for f in fields(card) if f.name in kept}
 

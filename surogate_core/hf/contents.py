@@ -181,7 +181,7 @@ def check_contents(saved: Mapping[str, Any], files: Mapping[str, str], *, frozen
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What differs between two bases, in a few words; empty if nothing does."""
+    """The differences between two bases, in a few words; empty if there are none."""
     found = [
         f"{name} {'has other contents' if name in before and name in now else 'is only in one of them'}"
         for name in sorted(before.keys() | now.keys())

@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer: transformers' own way to save it."""
+    """A tokenizer as an export needs it: transformers' method that saves it."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files into a directory."""

@@ -64,7 +64,7 @@ class LoraAdapter:
     """A [rank, in] and B [out, rank] of each module, any float dtype, by PEFT's names after `prefix`."""
     prefix: str = ""
     base_fingerprint: str | None = None
-    """Of the base that it was trained on, where that is known."""
+    """The digests of the base that it was trained on, if they are known."""
     base_model: str | None = None
     """Hub id or directory of that base."""
     base_commit: str | None = None
@@ -132,7 +132,7 @@ class LoraAdapter:
         return self.tensors[self.prefix + name]
 
     def delta(self, module: str) -> Tensor:
-        """What it adds to a module's weight: [out, in] fp32, on the CPU."""
+        """The term that it adds to a module's weight: [out, in] fp32, on the CPU."""
         import torch
 
         a, b = (self.get(module + side).detach().to("cpu", torch.float32) for side in _SIDES)
@@ -179,7 +179,7 @@ def open_stack(path: Path, *, key: str = "adapter_path") -> list[LoraAdapter]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialAdapter:
-    """What a run begins with: ``adapter_path``."""
+    """The adapter that a run starts from: ``adapter_path``."""
 
     mode: str
     """``merge`` or ``trainable``."""
@@ -317,7 +317,7 @@ def _names(base: str) -> set[str]:
 
 
 def _unsupported(values: Mapping[str, Any]) -> list[str]:
-    """What the configuration asks for and is not read here, each by its name."""
+    """The settings of the adapter that are not supported, each by its name."""
     problems = []
     if values.get("peft_type", "LORA") != "LORA":
         problems.append(f"peft_type is {values['peft_type']!r}, and only LORA is read")
@@ -334,7 +334,7 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong_tensors(file: TensorFile, prefix: str, rank: int) -> list[str]:
-    """What is wrong with the names, shapes and dtypes of an adapter's tensors."""
+    """The faults in the names, shapes and dtypes of an adapter's tensors."""
     problems = []
     for name, info in file.infos.items():
         side = next((s for s in _SIDES if name.endswith(s)), None)

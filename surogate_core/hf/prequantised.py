@@ -1,7 +1,7 @@
 """Checkpoints whose projections are quantised: which tensors make up a weight, and what it is.
 
-Read are fine-grained FP8 (arXiv 2412.19437), NVFP4 as ModelOpt writes it, and MXFP4 (OCP microscaling formats, version
-1.0), by the ``quantization_config`` of a ``config.json``. Shape suffixes: O outputs, I inputs.
+Supports fine-grained FP8 (arXiv 2412.19437), NVFP4 as ModelOpt writes it, and MXFP4 (OCP microscaling formats, version
+1.0), as the ``quantization_config`` of a ``config.json`` states it. Shape suffixes: O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 STRIP = 1 << 22
 """Values that are dequantised at a time, about."""
 SKIP_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
-"""What the methods call the modules that are as they were."""
+"""The methods' keys that list the modules that are not quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Part:
     """One tensor of a quantised weight."""
 
     suffixes: tuple[str, ...]
-    """What its name has in place of ``.weight``, the first that is there."""
+    """Suffixes that replace ``.weight`` in its name; the first one that exists is read."""
     dtypes: tuple[str, ...]
     """Names in a safetensors file."""
     shape: Callable[[int, int], tuple[int, ...]]
@@ -46,7 +46,7 @@ class Scheme:
     skip: tuple[str, ...]
     """Modules that are not quantised: names, ends or beginnings of names, or patterns with ``*``."""
     rows: int = 1
-    """What the first row that is asked for is a multiple of."""
+    """Ranges of rows must begin at multiples of this number."""
     weight_format: str | None = None
     """The weight format that takes such tensors as they are."""
     block: tuple[int, int] | None = None

@@ -113,7 +113,7 @@ class ModelDir:
         return 2 * math.prod(self.shape(name))
 
     def info(self, name: str) -> TensorInfo:
-        """What the header says about a tensor."""
+        """The header's entry of a tensor."""
         return self._files[self._where[name]].infos[name]
 
     def header(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -178,7 +178,7 @@ class ModelDir:
         return tuple(spare)
 
     def _wrong_parts(self, parts: Mapping[str, str], outputs: int, inputs: int) -> list[str]:
-        """What is wrong with the tensors of a quantised weight."""
+        """The faults in the tensors of a quantised weight."""
         assert self.scheme is not None
         problems = []
         for part, name in parts.items():
@@ -213,10 +213,9 @@ class ModelDir:
 def locate(source: str | Path, *, revision: str | None = None, weights: bool = True, key: str = "model") -> Path:
     """The local directory of a model: `source` itself, or the snapshot of a hub id in the normal cache.
 
-    Of a repository only the configuration, the tokenizer and, with `weights`, the safetensors files that
-    make up the model are fetched. ``HF_HUB_OFFLINE`` is honoured. `key` is what named the source.
-    Raises `UserError` when there is no such directory or repository, and `MachineError` when the hub
-    cannot be reached.
+    From a repository only the configuration, the tokenizer and, with `weights`, the safetensors files of the model are
+    downloaded. ``HF_HUB_OFFLINE`` is honoured. `key` is the configuration key that named the source. Raises `UserError`
+    when there is no such directory or repository, and `MachineError` when the hub cannot be reached.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -288,7 +287,7 @@ def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[st
     files, problems = {}, []
     for name in names:
         if Path(name).name != name:
-            problems.append(f"{name}: a shard must lie in the directory itself")
+            problems.append(f"{name}: a shard must be in the directory itself")
         elif not (path / name).exists():
             problems.append(f"{path / name}: missing")
         else:

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("catalogue.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """Who publishes what; every value is the name of a distribution."""
+    """The distribution that publishes each bundle; every value is the name of a distribution."""
 
     options: dict[str, str]
     """``group/option`` of a config option."""

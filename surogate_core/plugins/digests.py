@@ -1,7 +1,7 @@
 """The files of an installed distribution, to the byte; nothing is imported.
 
 A digest covers the files that an import would read, wherever they are, and everything that the distribution installed.
-So it shows an altered file, an added one, and a package that comes before the installed one on `sys.path`.
+So it changes with an altered file, an added file, and a package that precedes the installed one on `sys.path`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _IN_ORDER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledFiles:
-    """What a distribution has installed."""
+    """The files that a distribution has installed."""
 
     elsewhere: bool
     """Whether a package or module of it is imported from outside of the installed files."""
@@ -65,7 +65,7 @@ def installed_files(dist: Distribution, modules: Iterable[str] = ()) -> Installe
             files.update(_below(found, unit.with_name(found.name)))
     for path in records:
         skipped = path.name in BY_INSTALLER and path.parent.suffix == ".dist-info"
-        # What an editable install puts there names a directory of this machine.
+        # The file of an editable install names a directory of this machine.
         if (
             skipped
             or "__pycache__" in path.parts

@@ -56,7 +56,7 @@ class InstalledPlugin:
 
 
 def canonical(name: str) -> str:
-    """The name without what people read over: case, and which of ``-_.`` stands between words (PEP 503)."""
+    """The name without differences that readers overlook: case, and which of ``-_.`` separates words (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -150,7 +150,8 @@ def import_policy(policy: PluginPolicy | None = None, environ: Mapping[str, str]
     if asked == "allowlist" or ALLOW_VARIABLE in environ:
         allow.append((ALLOW_VARIABLE, frozenset(_names(environ.get(ALLOW_VARIABLE, "")))))
     if asked == "locked":
-        # Not the configuration's `lock` and `allow_editable`: a configuration that somebody sent would loosen it.
+        # The configuration's `lock` and `allow_editable` do not apply: a configuration from someone else could loosen
+        # it.
         editable = environ.get(EDITABLE_VARIABLE, "").lower() in ("1", "true")
         file = environ.get(LOCK_VARIABLE) or DEFAULT_LOCK
         locks.append(LockRule(where=POLICY_VARIABLE, file=file, allow_editable=editable))

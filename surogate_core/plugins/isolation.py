@@ -35,14 +35,14 @@ class Remark:
 
     plugin: InstalledPlugin
     text: str
-    """What it did, e.g. ``took 1.3 s to import``."""
+    """The observation, e.g. ``took 1.3 s to import``."""
 
     def __str__(self) -> str:
         return f"{self.plugin.label} {self.text}"
 
 
 class _Stdout(io.TextIOWrapper):
-    """What a plugin gets as `sys.stdout`. If it keeps it, what it writes later goes where it belongs."""
+    """A plugin's `sys.stdout` while it is observed. If the plugin keeps it, later text goes to the real one."""
 
     def __init__(self) -> None:
         self._kept = io.BytesIO()
@@ -53,7 +53,7 @@ class _Stdout(io.TextIOWrapper):
         return sys.stdout.write(text) if self.over else super().write(text)
 
     def end(self) -> str:
-        """What was written so far; what follows is not kept."""
+        """Return the text so far; later text is not recorded."""
         self.over = True
         return self._kept.getvalue().decode("utf-8", errors="replace")
 

@@ -59,7 +59,7 @@ class Lock:
     api: int
     distributions: Mapping[str, LockedDistribution]
     scope: Scope = "plugins"
-    """Which distributions are locked in addition to the plugins'."""
+    """The distributions that are locked in addition to the plugins'."""
     started: tuple[str, ...] = ()
     """Code that libraries or Python start by themselves; see `started_code`."""
 
@@ -317,7 +317,7 @@ def requirements(lock: Lock, wheels: Path | None = None) -> tuple[str, list[str]
     """Requirements for pip and uv with the hashes of wheels, and the distributions whose wheel's hash is not known.
 
     The hash is the one that the installer recorded, or that of the wheel in the directory `wheels`. A requirement
-    without one is written without: with ``--require-hashes`` pip and uv refuse it.
+    without a known hash is written without one; with ``--require-hashes`` pip and uv refuse it.
     """
     lines = ["# Install with: pip install --no-deps --require-hashes -r FILE (or: uv pip install …)"]
     unknown = []

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What the packages of a kind have in common."""
+    """The properties that all packages of a kind share."""
 
     what: str
     """The kind in words."""
@@ -81,7 +81,7 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
         "CLASS": "".join(part.capitalize() for part in name.split("-")),
         "API": f">={API_VERSION},<{API_VERSION + 1}",
         "CORE": f"{major}.{minor}",
-        # Before 1.0 a minor version may change what a plugin stands on.
+        # Before 1.0 a minor version may change the plugin API.
         "NEXT": f"{major}.{int(minor) + 1}",
     }
     package = f"src/{module}"

@@ -1,6 +1,6 @@
-"""Where the plugin policy comes from: the configuration, the environment, and a file of the machine's owner.
+"""The sources of the plugin policy: the configuration, the environment, and a file of the machine's owner.
 
-Each source can only forbid. What one forbids no other allows, so a user cannot loosen the machine's policy.
+Each source can only forbid. No source allows what another forbids, so a user cannot loosen the machine's policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LockRule:
     """A lock that the installed plugins must equal before one of them is imported."""
 
     where: str
-    """Who asks for it."""
+    """The source of the rule."""
     file: str
     allow_editable: bool
 
@@ -42,7 +42,7 @@ class SystemPolicy:
 
 
 def system_policy_file() -> Path:
-    """``policy.toml`` of the machine: in ``/etc/surogate`` on Linux, else in the system's configuration directory.
+    """``policy.toml`` of the machine: in ``/etc/surogate`` on Linux, otherwise in the system's configuration directory.
 
     On Linux platformdirs would follow ``XDG_CONFIG_DIRS``, which a user sets.
     """

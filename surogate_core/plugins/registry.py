@@ -38,7 +38,7 @@ class Broken:
 
     plugin: InstalledPlugin
     doing: str
-    """What it failed in, e.g. ``when it was imported``."""
+    """When it failed, e.g. ``when it was imported``."""
     error: BaseException
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Missing:
 
 @dataclass(slots=True, kw_only=True)
 class Registry:
-    """What the loaded plugins offer. Made by `load_plugins`."""
+    """The offers of the loaded plugins. Made by `load_plugins`."""
 
     manager: pluggy.PluginManager
     policy: ImportPolicy
@@ -84,7 +84,7 @@ class Registry:
     """Plugins that were not imported, with the reason."""
     broken: dict[str, Broken] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
-    """What plugins did besides: printed, started threads, took long to import."""
+    """Side effects of plugins: printed text, started threads, slow imports."""
     search_path: list[tuple[str, str]] = field(default_factory=list)
     """(plugin name, Hydra search path), in the order of loading; the core's own is not in it."""
     options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
@@ -162,8 +162,8 @@ class Registry:
     def explain_missing(self, group: str, name: str, known: Iterable[str]) -> Missing:
         """Why `name` is not to be had in a group (or kind), and what to do.
 
-        In order: a broken plugin offers it; a blocked one does; one that is not installed does;
-        else the nearest known name.
+        In order: a broken plugin offers it; a blocked one does; one that is not installed does; otherwise the nearest
+        known name.
         """
         for broken in self.broken.values():
             if _offers(broken.plugin, group, name):

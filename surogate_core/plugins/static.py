@@ -1,4 +1,4 @@
-"""What a plugin offers, read from its files without importing it.
+"""The static view of a plugin: its offers, read from its files without importing it.
 
 Hooks are the functions decorated with ``hookimpl``; config options are the files
 ``conf/<group>/<name>.yaml``; bundle names are those written as text in the calls that make
@@ -21,7 +21,7 @@ _KIND_OF_CLASS = {bundle_type.__name__: kind for kind, (_, bundle_type) in KINDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticView:
-    """What can be known of a plugin without importing it."""
+    """The facts about a plugin that its files show without an import."""
 
     hooks: tuple[str, ...] = ()
     options: Mapping[tuple[str, str], Path] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a report says of a run, apart from its form: figures, phases, advice, data."""
+"""The contents of a report, independent of its format: figures, phases, advice, data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FROM_ZERO = frozenset({"tokens_per_second", "peak_memory_bytes", *(series for _,
 """Series whose axis begins at 0, so that a small change of a large amount looks small."""
 
 COMPARED = ("outcome", "steps", "loss", "held-out loss", "throughput", "peak memory")
-"""What of the summary stands in the table that compares runs."""
+"""The rows of the summary that the table of compared runs shows."""
 
 
 PLUGIN_HEADER = ("plugin", "distribution", "version")
@@ -159,12 +159,12 @@ def advice(run: RunRecord) -> Rows:
 
 
 def notices(run: RunRecord) -> list[str]:
-    """Notes of the start, warnings, and what became of the learning rate."""
+    """Notes of the start, warnings, and changes of the learning rate."""
     return [*map(str, run.start.get("notes") or ()), *(str(n.get("message")) for n in run.notices)]
 
 
 def data(run: RunRecord) -> Rows:
-    """What became of the rows, (what, count); empty for a run that left no summary."""
+    """The counts of rows by outcome, (outcome, count); empty for a run without a summary."""
     report = run.facts.get("data_report")
     if not isinstance(report, dict):
         return []
@@ -213,7 +213,7 @@ def marks(run: RunRecord) -> list[Mark]:
 
 
 def titles(runs: Sequence[RunRecord]) -> list[str]:
-    """Names that tell the runs apart."""
+    """Names that distinguish the runs."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
 

@@ -59,10 +59,10 @@ class Mark:
 
 
 def kept_places(heights: NDArray[np.float64], limit: int = POINTS) -> NDArray[np.int64]:
-    """Which at most `limit` values a curve keeps, rising.
+    """Indices of the at most `limit` values that a curve keeps, in ascending order.
 
-    Of each of `limit` // 2 stretches the lowest and the highest, so that no spike is lost, and the first and the
-    last of all. A value that is not finite counts as the highest.
+    Each of `limit` // 2 intervals keeps its lowest and its highest value, so no spike is lost. The first and the last
+    value are kept too. A value that is not finite counts as the highest.
     """
     count = len(heights)
     if count <= limit:

@@ -16,7 +16,7 @@ polyline { fill: none; stroke-width: 1.5; } .grid { stroke: #e5e7eb; } .band { o
 HEAD = 26
 """Height of a chart's title."""
 KEY = 170
-"""Width of a curve's name in the legend; three stand in a line."""
+"""Width of a curve's name in the legend; a line has three names."""
 
 
 def stacked(figures: Sequence[tuple[str, Sequence[Curve]]]) -> str:

@@ -1,4 +1,4 @@
-"""What a run has left in its directory, or is leaving there, in one value."""
+"""The record of a run, finished or in progress, read from its directory."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class RunRecord:
                 self.notices.append(record)
 
     def drop_after(self, step: int) -> None:
-        """Forget what is of later steps: the run goes on from `step`."""
+        """Drop everything after `step`, from which the run continues."""
         for table in (self._steps, self._evaluations, self._gpu):
             table.drop_after(step)
         self.phases = [p for p in self.phases if int(p.get("step", 0)) <= step]

@@ -37,7 +37,7 @@ POLL_SECONDS = 1.0
 """Time between two looks at a file that may grow."""
 
 SLICE_BYTES = 1 << 20
-"""What is read of a file before others may run."""
+"""Bytes that are read from a file before other threads may run."""
 
 CURVES = (*contents.CURVES[:1], *contents.CURVES[2:], *contents.MORE_CURVES)
 """As in the report, but held-out losses are drawn with the loss."""
@@ -146,7 +146,7 @@ RECENT_STEPS = 20
 def figures(
     runs: Sequence[RunRecord], *, begin: float = -math.inf, end: float = math.inf, smooth: float = 0.0
 ) -> dict[str, Any]:
-    """What changes while a run goes on: curves between two steps, at most `POINTS` points each, phases and advice.
+    """The changing part of the page: curves between two steps, at most `POINTS` points each, phases and advice.
 
     The latest figures are those of the run, whatever the stretch is. Where `smooth` (0 to 0.999) is not 0, the
     curves of `SMOOTHED` have a third list, of means over all steps of the run.
@@ -159,7 +159,7 @@ def figures(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What of the curves is asked for."""
+    """The part of the curves that a request asks for."""
 
     begin: float
     end: float
@@ -204,7 +204,7 @@ def _figures(title: str, run: RunRecord, part: _Part) -> dict[str, Any]:
 
 
 def texts(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """What changes with a start only: configuration, data, plugins."""
+    """The fixed part of the page: configuration, data, plugins."""
     return {
         "runs": [
             {"config": run.config_text, "data": contents.data(run), "plugins": contents.plugins(run)} for run in runs
@@ -213,7 +213,7 @@ def texts(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def layout() -> dict[str, Any]:
-    """What the page's script is to know: which curves there are, and the colours."""
+    """The constants of the page's script: its curves and colours."""
     return {
         "curves": [
             {"title": title, "series": series, "unit": unit, "zero": series in contents.FROM_ZERO}

@@ -52,7 +52,7 @@ def test_the_total_is_of_the_kinds_that_rest_there(capsys: Any) -> None:
 
 def test_the_total_says_what_it_does_not_have(capsys: Any) -> None:
     assert "; a lower bound: holes in the heap took up to 34 % more in measured runs" in text(capsys, "device=cpu")
-    assert "; fragmentation comes on top" in text(capsys, "--gpu", "h200")
+    assert "; fragmentation not included" in text(capsys, "--gpu", "h200")
 
 
 def test_a_disk_is_named_where_something_rests_on_it(capsys: Any) -> None:

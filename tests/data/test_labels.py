@@ -122,7 +122,7 @@ def test_a_tokenizer_without_offsets_encodes_part_by_part(templated: Callable[..
         ("{{ raise_exception('pairs only') }}", "refuses the conversation: pairs only"),
         ("{{ messages[0].nothing.at.all }}", "refuses the conversation"),
         ("{% for m in messages %}{{ m.role }}", "refuses the conversation"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out message 2"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "drops message 2"),
         ("{% for m in messages | reverse %}{{ m.role + m.content }};{% endfor %}", "does not show where"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_content_that_is_not_shown_cannot_be_trained(templated: Callable[..., 
     tokenizer.chat_template = before.replace("+ message.content + '<|im_end|>\\n' }}", "+ '<|im_end|>\\n' }}")
     assert tokenizer.chat_template != before
     try:
-        with pytest.raises(RowError, match=r"leaves out message 1 \(user\), message 3 \(user\);"):
+        with pytest.raises(RowError, match=r"drops message 1 \(user\), message 3 \(user\);"):
             weighed(tokenizer, MULTI_TURN, overrides=[Override(train=True), *[Override()] * 3])
     finally:
         tokenizer.chat_template = before

@@ -79,7 +79,7 @@ def use(templated: Callable[..., Any]) -> Iterator[Callable[[str], Any]]:
 def test_what_is_left_out_is_named(use: Any, template: str, messages: Any, tools: Any, lost: str) -> None:
     with pytest.raises(RowError) as caught:
         tokenize_conversation(use(template), messages, tools)
-    assert f"the chat template leaves out {lost}" in str(caught.value)
+    assert f"the chat template drops {lost}" in str(caught.value)
     assert "key `template`" in str(caught.value)
 
 
@@ -87,7 +87,7 @@ def test_the_reason_says_how_to_leave_it_out_on_purpose(use: Any) -> None:
     with pytest.raises(RowError) as caught:
         tokenize_conversation(use("own"), [USER, {**REASONED, "mood": "calm", **CALL, "content": "Hm."}], TOOLS)
     assert str(caught.value) == (
-        "the chat template leaves out the tools, reasoning_content of message 2 (assistant), mood of message 2 "
+        "the chat template drops the tools, reasoning_content of message 2 (assistant), mood of message 2 "
         "(assistant) and 1 more; use a chat template that shows it (key `template`), or leave it out on purpose with "
         "ignored_properties: [mood, reasoning_content, tool_calls], or leave the tools out on purpose with "
         "tools_field: null"

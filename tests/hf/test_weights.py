@@ -170,7 +170,7 @@ def test_index_that_is_not_of_these_shards(tmp_path: Path) -> None:
         ModelDir.open(model)
     index["weight_map"] = {"w": "../../etc/passwd"}
     (model / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match="must lie in the directory itself"):
+    with pytest.raises(UserError, match="must be in the directory itself"):
         ModelDir.open(model)
     (model / INDEX).write_text("{}")
     with pytest.raises(UserError, match="weight_map"):

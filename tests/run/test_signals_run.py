@@ -194,7 +194,7 @@ def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     assert (tmp_path / "cut" / "checkpoint-1").is_dir()
-    assert "The same command again goes on from here." in out
+    assert "Run the same command again to resume." in out
     # It was evaluated before the first step only: there is nothing to compare.
     assert "Held-out loss" not in out
     assert err == ""

@@ -293,7 +293,7 @@ def test_the_configuration_scales_and_says_who_the_assistant_is(context: EncodeC
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("mistral-pairs", "Only user and assistant roles"), ("deaf", "leaves system prompts out, so `system` cannot be")],
+    [("mistral-pairs", "Only user and assistant roles"), ("deaf", "drops system prompts, so `system` would")],
 )
 def test_a_template_that_takes_no_system_turn(templated: Any, name: str, reason: str) -> None:
     tokenizer, _ = templated(name)

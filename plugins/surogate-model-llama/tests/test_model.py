@@ -42,7 +42,7 @@ SHAPES = {
     "3.1-8b": (4096, 32, 32, 8, 14336, 128256, 5e5, False),
     "3.1-70b": (8192, 80, 64, 8, 28672, 128256, 5e5, False),
 }
-"""Of the config.json files of meta-llama/Llama-3.*."""
+"""From the config.json files of meta-llama/Llama-3.*."""
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ SHAPES = {
     "32b": (5120, 64, 40, 8, 27648, 152064, 1e6, False),
     "72b": (8192, 80, 64, 8, 29568, 152064, 1e6, False),
 }
-"""Of the config.json files of Qwen/Qwen2.5-*."""
+"""From the config.json files of Qwen/Qwen2.5-*."""
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

@@ -358,7 +358,7 @@ def test_summaries() -> None:
     failed = replace(END, reason="failed", first_eval_loss=None, export_path=None, message="out of memory")
     assert text.summary(failed) == ["Failed after 120 steps, 1:23."]
     signalled = replace(failed, reason="signal", message="")
-    assert text.summary(signalled)[1] == "The same command again goes on from here."
+    assert text.summary(signalled)[1] == "Run the same command again to resume."
     worse = replace(END, first_eval_loss=2.0, last_eval_loss=1e4, message="")
     assert text.summary(worse)[1] == "Held-out loss 2.0000 → 10000.0000, perplexity 7.389 → inf."
 

@@ -26,7 +26,7 @@ TURN_ENDS = {
 """The shipped templates, and the token that ends a turn; None is the tokenizer's end-of-text token."""
 
 _CONTROL = re.compile(r"<\|\w+\|>")
-"""What is a special token wherever a template writes it."""
+"""Texts that are special tokens wherever a template writes them."""
 _MORE = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "mistral": ("[INST]", "[/INST]"),

@@ -31,7 +31,7 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
-"""What the roles of ShareGPT and its relatives are called elsewhere."""
+"""Role name in ShareGPT and similar formats → the usual name."""
 
 
 def choose(rows: Sequence[Row], options: NoOptions) -> FormatChoice:

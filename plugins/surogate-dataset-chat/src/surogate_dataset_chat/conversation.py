@@ -116,7 +116,7 @@ def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[
 
 def _system(row: Mapping[str, Any], options: ConversationOptions) -> str:
     if options.system_field == SYSTEM and SYSTEM not in row:
-        return ""  # nobody asked for it by name, so a field of nearly that name is none of its misspellings
+        return ""  # the field is a default, so a similar name in the row is not a misspelling of it
     return optional_text(row, options.system_field)
 
 
@@ -125,7 +125,7 @@ def _renamed(number: int, raw: Mapping[str, Any], options: ConversationOptions) 
     renamed = {source: name for name, source in options.message_property_mappings.items()}
     message: dict[str, Any] = {}
     for source, value in raw.items():
-        # Columns that some rows lack come out of Parquet and Arrow as nulls.
+        # Parquet and Arrow give null for columns that some rows lack.
         if value is None or source in options.ignored_properties:
             continue
         name = str(renamed.get(source, source))

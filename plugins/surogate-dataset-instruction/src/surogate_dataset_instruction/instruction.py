@@ -27,13 +27,15 @@ class InstructionOptions:
     input_field: str | None = None
     """Field that holds the instruction's input; null, and a row in which it is empty, have none."""
     system_prompt_type: Literal["field", "fixed"] | None = None
-    """Where the system prompt comes from: a field of the row, or `system_prompt`; null is no system prompt."""
+    """Source of the system prompt: a field of the row, or `system_prompt`; null is no system prompt."""
     system_prompt_field: str | None = None
     """Field that holds the system prompt; a row in which it is empty has none."""
     system_prompt: str | None = None
     """The system prompt of every row."""
     prompt_format: str | None = None
-    """The prompt, with {system}, {instruction}, {input}; null: the tokenizer's chat template, else Alpaca's format."""
+    """The prompt, with {system}, {instruction}, {input}; null: the tokenizer's chat template, or Alpaca's format if it
+    has none.
+    """
     prompt_format_no_input: str | None = None
     """The prompt of rows without an input; null: `prompt_format` with nothing for {input}."""
 

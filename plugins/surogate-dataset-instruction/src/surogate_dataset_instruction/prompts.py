@@ -9,7 +9,7 @@ from collections.abc import Mapping
 PLACEHOLDERS = ("system", "instruction", "input", "output")
 
 ALPACA = "{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-"""What serves a tokenizer that has no chat template (github.com/tatsu-lab/stanford_alpaca)."""
+"""The format for a tokenizer without a chat template (github.com/tatsu-lab/stanford_alpaca)."""
 ALPACA_NO_INPUT = "{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_SYSTEM = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "

@@ -1,4 +1,4 @@
-"""The rules: which key each is about, what it says, and how often."""
+"""The rules: the key that each is about, its advice, and how often it is given."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from surogate_core.events import Advice
 from surogate_monitor_adaptive.windows import Detector
 
 COOLDOWN = 200
-"""Steps between two advices of one rule."""
+"""Steps between two pieces of advice of one rule."""
 
 HIGH_LR = 0.5
-"""Share of the peak learning rate from which on a rate is high."""
+"""Share of the peak learning rate above which a rate is high."""
 
 AFTER_WARMUP = 100
 """Steps after the warm-up in which trouble is blamed on it."""
@@ -24,7 +24,7 @@ SETTLING = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is said when a rule fires."""
+    """The advice of a rule."""
 
     key: str
     message: str
@@ -115,18 +115,18 @@ RULES: Mapping[str, Rule] = {
         suggestion="raise warmup_steps",
     ),
 }
-"""Rule → what it says; the last six are the advisor's."""
+"""Rule → its advice; the last six rules are the advisor's."""
 
 
 @dataclass(slots=True)
 class Advisor(Detector):
-    """Tells each rule's advice, at most once in `COOLDOWN` steps."""
+    """Gives each rule's advice, at most once in `COOLDOWN` steps."""
 
     told: dict[str, int] = field(default_factory=dict)
-    """Rule → the step at which it was told last."""
+    """Rule → the step of its last advice."""
 
     def tell(self, step: int, rule: str, evidence: Mapping[str, Any], *, suggestion: str = "") -> list[Advice]:
-        """The rule's advice, unless it was told lately."""
+        """The rule's advice; None during its cooldown."""
         if rule in self.told and step - self.told[rule] < COOLDOWN:
             return []
         self.told = {**self.told, rule: step}

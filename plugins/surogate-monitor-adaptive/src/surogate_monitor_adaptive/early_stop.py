@@ -1,4 +1,4 @@
-"""When to end a run before its last step."""
+"""Decides when to end a run before its last step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from surogate_monitor_adaptive.windows import Detector, deviation, mean, relative
 
 EVALUATIONS = 5
-"""Held-out losses that a score is made from, and evaluations in a row that must agree."""
+"""Number of held-out losses in a score, and of consecutive evaluations that must agree."""
 
 CONVERGED = 0.85
 """Convergence score above which a run has converged."""
@@ -21,7 +21,7 @@ FULL_IMPROVEMENT = 0.05
 """Relative improvement over the held-out losses at which improvement counts as 1."""
 
 EFFICIENCY = 0.5
-"""Share of the highest fall of loss a FLOP below which the rest is not worth it."""
+"""Share of the highest loss decrease per FLOP below which a run is not worth its compute."""
 
 DIVERGING_STEPS = 200
 PLATEAU_STEPS = 500
@@ -51,13 +51,13 @@ class EarlyStop(Detector):
     flops: list[float] = field(default_factory=list)
     """FLOPs of the run at each of them."""
     converged: int = 0
-    """Evaluations in a row with a score above `CONVERGED`."""
+    """Consecutive evaluations with a score above `CONVERGED`."""
     inefficient: int = 0
     best_efficiency: float = 0.0
-    """Highest fall of the loss a FLOP over `EVALUATIONS` evaluations."""
+    """Highest decrease of the loss per FLOP over `EVALUATIONS` evaluations."""
 
     def at_evaluation(self, loss: float, flops: float) -> str | None:
-        """Take a held-out loss; why the run should stop."""
+        """Take a held-out loss; return the reason to stop, if any."""
         if not math.isfinite(loss):
             return None
         kept = EVALUATIONS + 1
@@ -78,7 +78,7 @@ class EarlyStop(Detector):
         return None
 
     def at_step(self, *, diverging: int, plateau: int) -> str | None:
-        """Take how many steps the run has been in each phase; why it should stop."""
+        """Take the number of steps in each phase; return the reason to stop, if any."""
         if diverging >= DIVERGING_STEPS:
             return f"the loss has been rising for {diverging} steps"
         if plateau >= PLATEAU_STEPS:

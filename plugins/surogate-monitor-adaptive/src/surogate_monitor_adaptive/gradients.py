@@ -8,25 +8,29 @@ from dataclasses import dataclass, field
 from surogate_monitor_adaptive.windows import Detector, mean, push, relative, slope
 
 WINDOW = 20
-"""Gradient norms that are looked at."""
+"""Number of gradient norms in the window."""
 
 ACCELERATION = 1.0
 """Rise of the trend over the window, as a share of the mean, above which the norm accelerates."""
 
 HALVES = 1.5
-"""And the newer half's median over the older's: one outlier bends a line, but no median."""
+"""The same for the ratio of the halves' medians, because one outlier tilts a line, but not a median."""
 
 USUAL_WINDOW = 100
-"""And over the median of so many norms: one that falls for a while and comes back rises to where it was."""
+"""Length of the longer window, whose median the norms must exceed too: a norm that falls and recovers does not
+accelerate.
+"""
 
 SETTLED = 50
-"""Norms before an acceleration is told: those of the first steps go up and down with the learning rate's warm-up."""
+"""Norms before an acceleration is reported, because early norms rise and fall with the learning rate's warm-up."""
 
 VANISHED = 0.01
 """Share of the highest window mean below which gradients have vanished."""
 
 UNLEARNED = 0.5
-"""Share of the first window's mean loss above which the model has not simply learned all there is."""
+"""Share of the first window's mean loss above which small gradients do not mean that the model has learnt
+everything.
+"""
 
 
 def acceleration_of(norms: Sequence[float]) -> float:
@@ -51,7 +55,7 @@ def _middle(values: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class GradientTracker(Detector):
-    """Mean, maximum and trend of the norm, one value a step."""
+    """Mean, maximum and trend of the norm, one value per step."""
 
     norms: list[float] = field(default_factory=list)
     usual: list[float] = field(default_factory=list)
@@ -78,11 +82,11 @@ class GradientTracker(Detector):
 
     @property
     def vanishing(self) -> bool:
-        """Whether gradients are all but gone while the loss is still high."""
+        """Whether gradients have almost vanished while the loss is still high."""
         if len(self.norms) < WINDOW or self.first_loss is None:
             return False
         return mean(self.norms) < VANISHED * self.highest_mean and mean(self.losses) > UNLEARNED * self.first_loss
 
     def figures(self) -> dict[str, float]:
-        """Mean, maximum and trend a step of the window."""
+        """Mean, maximum and trend per step of the window."""
         return {"mean": mean(self.norms), "max": max(self.norms), "trend": slope(self.norms)}

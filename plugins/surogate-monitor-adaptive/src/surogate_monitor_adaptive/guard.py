@@ -1,4 +1,4 @@
-"""The loss guard: when the loss or the gradient jumps, and what becomes of the learning rate."""
+"""The loss guard: detects jumps of loss or gradient, and reduces the learning rate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ WINDOW = 100
 """Steps without a jump that a new one is compared with."""
 
 FEWEST = 20
-"""Fewest of them to compare with so."""
+"""Fewest such steps for a comparison by mean and σ."""
 
 EARLY_RATIO = 2.0
-"""With fewer, a loss jumps above so many means, and `LEAST_RISE` above: a rate that is far too high shows at once."""
+"""With fewer steps, a loss jumps above this multiple of the mean and `LEAST_RISE` above it, so a rate that is far too
+high is noticed at once.
+"""
 
 EARLIEST = 2
 """Steps before a loss can jump."""
@@ -27,25 +29,25 @@ LEAST_RISE = 0.5
 
 NORM_RATIO = 10.0
 NORM_LIMIT = 100.0
-"""A gradient norm jumps above `NORM_RATIO` means, or above `NORM_LIMIT` where the mean is not."""
+"""A gradient norm jumps above `NORM_RATIO` times the mean, or above `NORM_LIMIT` if the mean is below it."""
 
 NEW_LEVEL = 50
-"""Jumps in a row after which the new level is taken for normal."""
+"""Consecutive jumps after which the new level counts as normal."""
 
 SCALE = 0.5
 TEMPORARY = 2
 FADE_STEPS = 50
 PERMANENT = 5
-"""`TEMPORARY` reductions blend back over `FADE_STEPS`; up to `PERMANENT` more are for good."""
+"""`TEMPORARY` reductions fade over `FADE_STEPS`; up to `PERMANENT` more are permanent."""
 
 GRACE = 10
-"""Steps that a reduction is given to work before the next."""
+"""Least number of steps between two reductions."""
 
 Kind = Literal["loss", "gradient", "not finite"]
 
 
 def jump(loss: float, norm: float, losses: Sequence[float], norms: Sequence[float]) -> Kind | None:
-    """What of a step is out of the ordinary, beside earlier losses and gradient norms."""
+    """The unusual figures of a step, compared with earlier losses and gradient norms."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "not finite"
     if len(losses) < EARLIEST:
@@ -63,7 +65,7 @@ def jump(loss: float, norm: float, losses: Sequence[float], norms: Sequence[floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """Multiply the learning rate by `scale`, for good when `fade_steps` is 0."""
+    """Multiply the learning rate by `scale`, permanently if `fade_steps` is 0."""
 
     scale: float
     fade_steps: int
@@ -73,7 +75,7 @@ class Reduction:
 
 @dataclass(slots=True)
 class LossGuard(Detector):
-    """Jumps over a run, one step at a time, and the reductions that answer them."""
+    """Detects jumps over a run, one step at a time, and decides the reductions."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -82,7 +84,7 @@ class LossGuard(Detector):
     last_reduction: int | None = None
 
     def observe(self, loss: float, norm: float) -> Kind | None:
-        """Take a step; what of it jumps."""
+        """Take a step; return its figures that jump."""
         kind = jump(loss, norm, self.losses, self.norms)
         self.jumps_in_a_row = self.jumps_in_a_row + 1 if kind else 0
         if kind == "not finite":
@@ -90,7 +92,7 @@ class LossGuard(Detector):
         if self.jumps_in_a_row >= NEW_LEVEL:
             self.losses, self.norms, self.jumps_in_a_row = [], [], 0
         if not self.jumps_in_a_row:
-            # A jump is kept out of what the next is compared with.
+            # The next steps are not compared with a jump.
             push(self.losses, loss, WINDOW)
             push(self.norms, norm, WINDOW)
         return kind
@@ -101,7 +103,7 @@ class LossGuard(Detector):
         return self.reductions >= TEMPORARY + PERMANENT
 
     def reduce(self, step: int) -> Reduction | None:
-        """The answer to a jump at `step`; None while the last one may still work, and when none is left."""
+        """The reduction for a jump at `step`; None soon after the last one, and if none is left."""
         if self.exhausted or (self.last_reduction is not None and step - self.last_reduction < GRACE):
             return None
         self.reductions, self.last_reduction = self.reductions + 1, step

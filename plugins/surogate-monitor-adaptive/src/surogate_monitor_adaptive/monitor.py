@@ -1,4 +1,6 @@
-"""The monitor: events to the detectors, what they find to the advisor, controls only when asked."""
+"""The monitor: passes events to the detectors and their findings to the advisor; returns controls only if
+configured.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ from surogate_monitor_adaptive.routing import RoutingMonitor
 from surogate_monitor_adaptive.windows import Detector, mean
 
 GUARDED = "the guard halves the rate; if this comes again, lower learning_rate or max_grad_norm"
-"""What `loss_spike` suggests where `auto_lr_reduction` is on already."""
+"""The suggestion of `loss_spike` if `auto_lr_reduction` is already on."""
 
 
 SETTLED, OVERRUN, FAR = 100, 0.2, 1.25
-"""Delayed scales are overrun where, past `SETTLED` steps, so large a share of tensors saturated, one of them `FAR`."""
+"""Delayed scales are overrun if, past `SETTLED` steps, this share of tensors saturated, one of them by `FAR`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +43,14 @@ class AdaptiveOptions:
     """Options of the adaptive monitor."""
 
     phases: bool = True
-    """Tell changes of phase."""
+    """Report changes of phase."""
     advice: bool = True
-    """Tell advice."""
+    """Give advice."""
 
 
 @dataclass(slots=True)
 class Counters(Detector):
-    """What the monitor itself remembers."""
+    """The monitor's own state."""
 
     total_tokens: int = 0
     loss_before_reductions: float | None = None
@@ -58,10 +60,10 @@ class Counters(Detector):
 
 
 class AdaptiveMonitor:
-    """Phases and advice over the run's events; scales the rate and stops the run only where the config says so.
+    """Phases and advice from the run's events. It scales the rate and stops the run only if the configuration says so.
 
-    All that it depends on is in the events and in its state, so that a run that goes on from a checkpoint is
-    told and controlled as if it had never been interrupted.
+    It depends only on the events and on its state, so a resumed run gets the same advice and controls as one that was
+    never interrupted.
     """
 
     def __init__(self, options: AdaptiveOptions, info: RunInfo):
@@ -78,7 +80,7 @@ class AdaptiveMonitor:
         self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
 
     def on_event(self, event: Event) -> Control | None:
-        """What the event gives rise to; None for most."""
+        """The control that answers the event; None for most events."""
         match event:
             case RunStart():
                 return self._run_start(event)
@@ -93,7 +95,7 @@ class AdaptiveMonitor:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What every detector remembers."""
+        """The state of every detector."""
         return {name: detector.state() for name, detector in self._detectors().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +125,7 @@ class AdaptiveMonitor:
     def _step_end(self, event: StepEnd) -> Control | None:
         step, loss, norm = event.step, event.loss, event.grad_norm
         self._counters.total_tokens = event.total_tokens
-        # Before the guard takes the step: what was usual until now.
+        # The usual loss until now, before the guard takes the step.
         before = self._guard.losses
         told: list[Event] = []
         jump = self._guard.observe(loss, norm)

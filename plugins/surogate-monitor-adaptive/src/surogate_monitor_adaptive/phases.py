@@ -1,4 +1,4 @@
-"""Which phase the training is in, and whether it stands on a plateau."""
+"""Detects the phase of the training, and plateaus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOW = 100
 """Losses whose two halves are compared."""
 
 WARMUP = 50
-"""Steps at the beginning that say nothing."""
+"""Steps at the beginning without a phase."""
 
 CONVERGING = 0.001
 """Relative improvement above which the loss converges."""
@@ -27,20 +27,20 @@ UNSTABLE = 0.15
 """Coefficient of variation above which the phase is unstable."""
 
 CONFIRMED = 25
-"""Steps that another phase must last before it is believed: noise crosses the bounds for a few steps."""
+"""Steps that a new phase must last before it is reported, because noise crosses the bounds for a few steps."""
 
 RISE_ERRORS = 3.0
-"""Standard errors by which the loss must have risen before a divergence is told."""
+"""Standard errors by which the loss must have risen before a divergence is reported."""
 
 PLATEAU_PATIENCE = 3
-"""Checks in a row without an improvement."""
+"""Consecutive checks without an improvement."""
 
 PLATEAU_COOLDOWN = 200
-"""Steps between two plateaus that are told."""
+"""Steps between two reported plateaus."""
 
 
 def improvement_of(losses: Sequence[float]) -> float:
-    """Fall of the mean from the first half of the window to the second, relative to the first."""
+    """Decrease of the mean from the first half of the window to the second, relative to the first."""
     half = len(losses) // 2
     before, after = mean(losses[:half]), mean(losses[-half:])
     return relative(before - after, before)
@@ -49,8 +49,8 @@ def improvement_of(losses: Sequence[float]) -> float:
 def phase_of(losses: Sequence[float]) -> Phase:
     """The phase that a window of losses, oldest first, is in.
 
-    The coefficient of variation is that of the newer half around its own line, so that a loss that falls
-    quickly does not pass for an unstable one.
+    The coefficient of variation is that of the newer half around its regression line, so a loss that falls quickly does
+    not count as unstable.
     """
     if len(losses) <= WARMUP:
         return "warmup"
@@ -84,7 +84,7 @@ class PhaseDetector(Detector):
     candidate_since: int = 0
 
     def observe(self, step: int, loss: float) -> PhaseChange | None:
-        """Take a finite loss; the change of phase that it confirms."""
+        """Take a finite loss; return the change of phase that it confirms, if any."""
         push(self.losses, loss, WINDOW)
         now = phase_of(self.losses)
         if now != self.candidate:
@@ -110,7 +110,7 @@ class PlateauDetector(Detector):
     quiet_until: int = 0
 
     def observe(self, step: int, loss: float) -> bool:
-        """Take a finite loss; whether a plateau is to be told now."""
+        """Take a finite loss; return whether to report a plateau now."""
         self.losses = [*self.losses, loss]
         if len(self.losses) < WINDOW // 2:
             return False

@@ -54,7 +54,7 @@ class Detector:
     """Something that watches a stream; its fields are JSON values, and all that it remembers."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return asdict(self)
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ class ConsoleOptions:
     first: Annotated[int, Ge(0)] = 5
     """Plain lines: steps at the beginning that each get a line."""
     every: Annotated[int, Ge(1)] = 10
-    """Plain lines: after those, one line every so many steps."""
+    """Plain lines: after those, steps between two lines."""
     seconds: Annotated[float, Ge(0)] = 1.0
     """Plain lines: and one line when this long has passed since the last."""
     refresh_per_second: Annotated[float, Gt(0)] = 4.0

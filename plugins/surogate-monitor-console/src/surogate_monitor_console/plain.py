@@ -123,7 +123,7 @@ class PlainView:
 
     def _progress(self, event: Progress) -> None:
         now = self._clock()
-        # Of each task: when it began, and when it last had a line.
+        # Task → (time of its beginning, time of its last line).
         times = self._tasks.setdefault(event.task, [now, now])
         done = 0 < event.total <= event.done
         if now - times[1] >= PROGRESS_SECONDS or (done and times[1] > times[0]):

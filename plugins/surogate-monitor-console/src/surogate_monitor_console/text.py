@@ -75,7 +75,7 @@ def sparkline(losses: Sequence[float], width: int = 24) -> str:
 
 
 def run_facts(event: RunStart, info: RunInfo) -> list[str]:
-    """What is trained, how, and for how long: three lines."""
+    """The model, the training and its length, in three lines."""
     config = info.config
     share = 100 * event.trainable_parameters / event.parameters if event.parameters else 0.0
     trained = (
@@ -121,7 +121,7 @@ def speed_of_light(share: float | None) -> str:
 
 
 def gpu_line(event: GpuStats) -> str:
-    """What the driver said, in one line."""
+    """The GPU telemetry, in one line."""
     return (
         f"GPU {event.utilization:.0%} busy · {size(event.memory_used_bytes)} of {size(event.memory_total_bytes)} · "
         f"{event.power_watts:.0f} W · {event.temperature_celsius:.0f} °C · {event.sm_clock_mhz:.0f} MHz"
@@ -129,7 +129,7 @@ def gpu_line(event: GpuStats) -> str:
 
 
 def precision_line(event: PrecisionStats) -> str:
-    """What saturated and underflowed; empty where nothing did."""
+    """The shares of saturated and underflowed tensors; empty if there are none."""
     told = [
         f"{what} {', '.join(f'{role} {share:.2%}' for role, share in shares.items() if share)}"
         for what, shares in (("saturated", event.saturated), ("underflowed", event.underflowed))
@@ -141,7 +141,7 @@ def precision_line(event: PrecisionStats) -> str:
 
 
 def advice_line(event: Advice) -> str:
-    """What was seen, and the key to change."""
+    """The finding, and the key to change."""
     return f"step {event.step}: {event.message} Advice on {event.key}: {event.suggestion}."
 
 
@@ -166,8 +166,8 @@ def summary(event: RunEnd) -> list[str]:
     if event.export_path is not None:
         lines.append(f"Exported to {event.export_path}")
     if event.reason == "signal":
-        lines.append("The same command again goes on from here.")
-    # Why a run failed is said by the command itself, once, at the very end.
+        lines.append("Run the same command again to resume.")
+    # The command itself prints the reason of a failure once, at the very end.
     if event.message and event.reason != "failed":
         lines += event.message.splitlines()
     return lines

@@ -42,7 +42,7 @@ class MlflowOptions:
 
 
 class MlflowMonitor:
-    """Metrics, parameters, and phases and advice as tags; a resumed run goes on under the same id."""
+    """Metrics, parameters, and phases and advice as tags; a resumed run continues under the same id."""
 
     def __init__(self, options: MlflowOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.
@@ -82,7 +82,7 @@ class MlflowMonitor:
         return None
 
     def state(self) -> dict[str, Any]:
-        """The id under which a resumed run goes on."""
+        """The id under which a resumed run continues."""
         return {"id": self._id}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ class _Sender:
         self._waiting.put(RunTag(name, text[:PARAM_CHARACTERS]))
 
     def close(self) -> None:
-        """Send the rest, for `LAST_SECONDS` at most; raises what went wrong."""
+        """Send the rest, for `LAST_SECONDS` at most; raises the error of the sending thread."""
         self._closed.set()
         self._thread.join(LAST_SECONDS)
         self._check()

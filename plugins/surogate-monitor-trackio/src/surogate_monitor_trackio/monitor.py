@@ -25,7 +25,7 @@ class TrackioOptions:
 
 
 class TrackioMonitor:
-    """Metrics, the configuration, phases and advice; a resumed run goes on under the same name."""
+    """Metrics, the configuration, phases and advice; a resumed run continues under the same name."""
 
     def __init__(self, options: TrackioOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.

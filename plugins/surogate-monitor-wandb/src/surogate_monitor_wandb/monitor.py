@@ -25,7 +25,7 @@ class WandbOptions:
 
 
 class WandbMonitor:
-    """Scalars over `step`, the configuration, phases and advice; a resumed run goes on under the same id."""
+    """Scalars over `step`, the configuration, phases and advice; a resumed run continues under the same id."""
 
     def __init__(self, options: WandbOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.

@@ -91,7 +91,7 @@ class WebMonitor:
         return Control(events=(Notice(level="info", message=message),))
 
     def _history(self, step: int) -> RunRecord:
-        """What the metrics say of the steps up to `step`; nothing where there are none."""
+        """The metrics of the steps up to `step`; empty if there are none."""
         try:
             found = read_run(self._output)
         except UserError:

@@ -1,7 +1,8 @@
-"""Stores in memory-mapped files: on a GPU a thread brings tensors through pinned buffers, beside the computation.
+"""Stores in memory-mapped files: on a GPU a thread copies tensors through pinned buffers, overlapped with the
+computation.
 
-Jobs are done by one thread in the order in which they are given, so what is written is read whole. Device memory is
-allocated on the compute stream and given back when no copy uses it any more.
+One thread does the jobs in their order, so a read never overtakes a write. Device memory is allocated on the compute
+stream and freed when no copy uses it any more.
 """
 
 from __future__ import annotations
@@ -89,19 +90,21 @@ class _Here:
 
 
 class WeightStore:
-    """Tensors rest in files; those that the host holds already, as a view of such a file does, stay there, live."""
+    """Keeps tensors in files. A tensor that is already in host memory, such as a view of such a file, stays there,
+    live.
+    """
 
     def __init__(self, device: torch.device, directory: str | None):
         self._device, self._directory = device, directory
         self._lane = _Lane(device) if device.type == "cuda" else None
         self._homes: dict[str, tuple[Tensor, ...]] = {}
         self._written = WeakIdKeyDictionary()
-        """Tensor that was put → its home: a tied weight has one."""
+        """Tensor that was put → its file's tensor; a tied weight has only one."""
         self._on_disk = 0
         self._here: dict[str, _Here] = {}
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Write the tensors to a file, but for contiguous ones of the host."""
+        """Write the tensors to a file, except contiguous ones on the host."""
         self._homes[key] = tuple(self._home(t) for t in tensors)
 
     def _home(self, tensor: Tensor) -> Tensor:
@@ -138,21 +141,21 @@ class WeightStore:
             here.filled = None
 
     def release(self, key: str) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         here = self._here.pop(key, None)
         if here is not None:
             self._join(here)
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
-        """Bytes held, by place; what lived on the host already is not counted."""
+        """Bytes held, by place; tensors that were already on the host are not counted."""
         on_device = sum(t.nbytes for here in self._here.values() for t in here.tensors) if self._lane else 0
         return {"device": on_device, "host": 2 * BUFFER if self._lane else 0, "disk": self._on_disk}
 
 
 class GradientStore(WeightStore):
-    """Sums that come to the device for a piece's backward and go back to their file after it.
+    """Gradient sums that are copied to the device for a piece's backward and back to their file after it.
 
-    In an optimizer step's first micro-step none are read: they begin as zeros.
+    The first micro-step of an optimizer step reads none and starts from zeros.
     """
 
     def __init__(self, device: torch.device, directory: str | None):

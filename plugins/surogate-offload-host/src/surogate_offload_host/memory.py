@@ -18,8 +18,8 @@ _MAPPED = 2
 class HostBlock:
     """Zeroed bytes of host memory, page-locked where the device is a GPU, for as long as one of its tensors lives.
 
-    Not from torch's pinned allocator: that rounds sizes up to a power of two. Raises `MachineError` when the machine
-    will not lock so many pages.
+    torch's pinned allocator is not used, because it rounds sizes up to a power of two. Raises `MachineError` if the
+    machine does not lock that many pages.
     """
 
     def __init__(self, nbytes: int, device: torch.device):

@@ -1,8 +1,8 @@
-"""Stores in pinned host memory: copies run on side streams beside the computation.
+"""Stores in pinned host memory: copies run on side streams, overlapped with the computation.
 
-All device memory is allocated on the compute stream and given back on it, after it has waited for the copies: so the
-allocator's order holds without `record_stream`, and a CUDA graph can capture it all. Streams fork from the compute
-stream and join it by events only; host buffers are made once and never move.
+All device memory is allocated and freed on the compute stream, after it has waited for the copies. So the allocator's
+order is right without `record_stream`, and a CUDA graph can capture everything. Streams fork from the compute stream
+and join it by events only; host buffers are made once and never move.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_offload_host.memory import HostBlock
 
 _ALIGNMENT = 256
-"""Bytes that a tensor's place in a buffer is a multiple of."""
+"""Alignment in bytes of a tensor in a buffer."""
 _PADDING = FLAT_ALIGNMENT * 4
-"""Bytes that may lie between tensors that are copied as one."""
+"""Largest gap in bytes between tensors that are copied as one."""
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each once, in any order of dimensions."""
+    """Whether the elements fill a contiguous range of memory, each once, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -43,7 +43,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Tensors of one host storage that follow each other there: they are copied as one, and stand so on the device."""
+    """Adjacent tensors of one host storage; they are copied as one, and are adjacent on the device too."""
 
     home: Tensor
     """[n] uint8 on the host."""
@@ -52,12 +52,12 @@ class _Stretch:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where its first element is or, of an empty one, would be."""
+    """Address of its first element; of an empty tensor, the address that it would have."""
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _stretches(homes: Sequence[Tensor]) -> tuple[_Stretch, ...]:
-    """The stretches that tensors of the host form, each tensor in one."""
+    """The contiguous ranges that the host tensors form, each tensor in one."""
     ordered = sorted(range(len(homes)), key=lambda i: _address(homes[i]))
     runs: list[list[int]] = []
     for i in ordered:
@@ -77,7 +77,7 @@ def _stretches(homes: Sequence[Tensor]) -> tuple[_Stretch, ...]:
 
 
 def _near(above: Tensor, below: Tensor) -> bool:
-    """Whether one begins where the other ends, but for what aligns it."""
+    """Whether one begins where the other ends, except for the alignment gap."""
     if above.untyped_storage().data_ptr() != below.untyped_storage().data_ptr() or not above.nbytes:
         return False
     return 0 <= _address(below) - _address(above) - above.nbytes <= _PADDING
@@ -92,7 +92,7 @@ class _Side:
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Launch on the side stream what may begin when all that was launched so far is done."""
+        """Launch on the side stream, after everything launched so far."""
         if self._stream is None:
             yield
             return
@@ -101,7 +101,7 @@ class _Side:
             yield
 
     def done(self) -> torch.cuda.Event | None:
-        """Marks what was launched here so far."""
+        """An event after everything launched here so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, event: torch.cuda.Event | None) -> None:
@@ -119,7 +119,7 @@ class _Copies:
 
 
 class WeightStore:
-    """Tensors rest in host memory, and are copied to the device for each use."""
+    """Keeps tensors in host memory, and copies them to the device for each use."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -127,7 +127,7 @@ class WeightStore:
         """Host tensors by key, with the strides of the device's."""
         self._stretches: dict[str, tuple[_Stretch, ...]] = {}
         self._locked = WeakIdKeyDictionary()
-        """Tensor that was put → its host tensor: a tied weight has one."""
+        """Tensor that was put → its host tensor; a tied weight has only one."""
         self._blocks: list[HostBlock] = []
         self._in = _Side(device)
         self._here: dict[str, _Copies] = {}
@@ -164,7 +164,7 @@ class WeightStore:
         self._here[key] = _Copies(tensors, self._in.done())
 
     def _rooms(self, key: str) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """(the key's tensors on the device, not filled; what they are views of, a stretch each)."""
+        """(the key's uninitialised tensors on the device; the buffers that they are views of, one per range)."""
         tensors: dict[int, Tensor] = {}
         rooms = []
         for stretch in self._stretches[key]:
@@ -185,7 +185,7 @@ class WeightStore:
         return copies.tensors
 
     def release(self, key: str) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         copies = self._here.pop(key, None)
         if copies is not None:
             self._in.join(copies.mark)
@@ -197,7 +197,7 @@ class WeightStore:
 
 
 class ResidualStore(WeightStore):
-    """Tensors are copied out as they are put and back for the backward; at most two keys' are on their way out.
+    """Copies tensors out when they are put and back for the backward; at most two keys are being copied out.
 
     The last key that was put is still on the device when it is fetched, and is not copied back. Tensors that do not
     fill their memory (broadcast ones) stay on the device.
@@ -226,7 +226,7 @@ class ResidualStore(WeightStore):
         self._leaving = key, _Copies(tuple(dense), self._out.done())
 
     def _buffers(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Room for the tensors in one block."""
+        """A buffer for the tensors, in one allocation."""
         sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
         block = HostBlock(sum(sizes), self._device)
         self._blocks.append(block)
@@ -237,7 +237,7 @@ class ResidualStore(WeightStore):
         )
 
     def prefetch(self, key: str) -> None:
-        """Start the copies to the device, unless the tensors are there still."""
+        """Start the copies to the device, unless the tensors are still there."""
         if self._leaving is not None and self._leaving[0] == key:
             self._here[key] = self._leaving[1]
             self._leaving = None
@@ -258,7 +258,7 @@ class ResidualStore(WeightStore):
         self._staying.pop(key, None)
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
-        """Bytes held, by place; those that stay, and those that are on their way out, are on the device too."""
+        """Bytes held, by place; tensors that stay, or that are being copied out, count on the device too."""
         leaving = sum(t.nbytes for t in self._leaving[1].tensors) if self._leaving is not None else 0
         staying = sum(t.untyped_storage().nbytes() for tensors in self._staying.values() for t in tensors.values())
         places = super().nbytes()
@@ -266,9 +266,10 @@ class ResidualStore(WeightStore):
 
 
 class GradientStore(WeightStore):
-    """Sums that come to the device for a piece's backward and go back after it; at most one key's are on their way out.
+    """Gradient sums that are copied to the device for a piece's backward and back after it; at most one key is being
+    copied out.
 
-    In an optimizer step's first micro-step none come: they begin as zeros.
+    The first micro-step of an optimizer step copies none and starts from zeros.
     """
 
     def __init__(self, device: torch.device):
@@ -292,7 +293,7 @@ class GradientStore(WeightStore):
         homes = self._homes[key]
         begun = [home.data_ptr() in self._begun for home in homes]
         if any(begun):
-            self._settle()  # a tied tensor may be on its way out
+            self._settle()  # a tied tensor may be in the middle of its copy to the host
         tensors, rooms = self._rooms(key)
         self._rooms_here[key] = rooms
         coming = []
@@ -321,7 +322,7 @@ class GradientStore(WeightStore):
         self._leaving = _Copies(copies.tensors, self._out.done())
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
-        """Bytes held, by place; those that are on their way out are on the device too."""
+        """Bytes held, by place; tensors that are being copied out count on the device too."""
         leaving = sum(t.nbytes for t in self._leaving.tensors) if self._leaving is not None else 0
         places = super().nbytes()
         return {**places, "device": places["device"] + leaving}

@@ -35,7 +35,7 @@ EPSILON = 1e-8
 def polar(m_BRC: Tensor) -> Tensor:
     """About U Vᵀ of each matrix M = U S Vᵀ, in bf16, by Polar Express: every S becomes about 1.
 
-    Singular values above about a thousandth of ‖M‖_F come out within [0.7, 1.2]; 0 stays 0.
+    Singular values above about a thousandth of ‖M‖_F become values within [0.7, 1.2]; 0 stays 0.
     """
     tall = m_BRC.shape[1] > m_BRC.shape[2]
     x = m_BRC.mT if tall else m_BRC
@@ -66,8 +66,8 @@ class NorMuon:
         M = β1·M + (1−β1)·G;  O = polar(M);  v = β2·v + (1−β2)·mean over columns of O²
         Ô = O / (√v + ε), scaled to ‖O‖_F;  W −= lr · (√max(1, R/C)·Ô + wd·W)
 
-    With `normuon_cautious_wd` (arXiv 2510.12402) only elements with Ô ⊙ W ≥ 0 decay. All else is 8-bit AdamW.
-    A gradient element that is not finite counts as 0, and a skipped step changes nothing.
+    With `normuon_cautious_wd` (arXiv 2510.12402) only elements with Ô ⊙ W ≥ 0 decay. All other parameters use 8-bit
+    AdamW. A gradient element that is not finite counts as 0, and a skipped step changes nothing.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: NorMuonOptions):
@@ -117,7 +117,8 @@ class NorMuon:
         o_BRC = polar(stack.momentum_BRC)
         squares_BR = long_norm(o_BRC).square_()
         stack.variance_BR.lerp_(squares_BR / o_BRC.shape[2], (1 - beta2) * (1 - skip))
-        # Of a row all elements have one factor: its norm and the matrix's need no further look at the elements.
+        # All elements of a row have the same factor, so its norm and the matrix's norm need no second pass over the
+        # elements.
         inverse_BR = 1 / (stack.variance_BR.sqrt() + EPSILON)
         norm_B = squares_BR.sum(dim=1).sqrt()
         # clamp: of a matrix whose gradients were all 0, both norms are.
