@@ -27,6 +27,7 @@ def shell(tmp_path: Path) -> Shell:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_optimizer_and_a_family_from_nothing_to_wheels_that_train(shell: Shell) -> None:
     """Write, build, install, check, use, remove."""
     shell.follow(DOCS / "writing-a-plugin.md")
