@@ -122,7 +122,7 @@ def test_the_wishes_of_a_template_are_respected(use: Any) -> None:
         "{{ c.function | tojson }}{% endfor %}" + PLAIN.removeprefix("{% for m in messages %}")
     )
     assert tokenize_conversation(use(strict), [USER, CALL, RESULT, ANSWER]).label_tokens > 0
-    with pytest.raises(RowError, match=r"leaves out name of message 1 \(user\)"):
+    with pytest.raises(RowError, match=r"drops name of message 1 \(user\)"):
         tokenize_conversation(use(strict), [{**USER, "name": "Ada"}, CALL, RESULT, ANSWER])
 
 
