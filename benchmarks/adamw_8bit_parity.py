@@ -18,7 +18,7 @@ import bitsandbytes
 import surogate_kernels_cuda
 import torch
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.kernels.registry import KernelTable, using
 
@@ -32,7 +32,7 @@ def compare(kernel: str, values: int, steps: int, decay: float) -> str:
     start = torch.randn(values, generator=generator, device=device)
     shapes = {"w": (0, (values,))}
     group = ParamGroup(name="w", master=start.clone(), grad=torch.zeros_like(start), shapes=shapes, weight_decay=decay)
-    ours = BlockwiseAdamW([group], OptimizerSettings())
+    ours = BlockwiseAdamW([group])
     twin = torch.nn.Parameter(start.clone())
     theirs = bitsandbytes.optim.AdamW8bit([twin], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay)
     packs = [surogate_kernels_cuda.surogate_kernel_pack()] if kernel == "cuda" else []

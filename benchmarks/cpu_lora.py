@@ -39,11 +39,11 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     """A function that takes one optimizer step and returns the loss."""
     import torch
     from surogate_model_qwen3.model import build
-    from surogate_optimizer_adamw.adamw import AdamW
+    from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
     from surogate_recipe_bf16 import linear
 
     from surogate_core.batch import MicroBatch
-    from surogate_core.bundles import Objective, OptimizerSettings, OptimizerSpec, Recipe
+    from surogate_core.bundles import Objective, Recipe
     from surogate_core.dsl.declare import LoRA
     from surogate_core.dsl.slots import Adapter
     from surogate_core.dsl.trace import Recompute
@@ -76,9 +76,8 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
         recipe=Recipe(name="bf16", linear=linear),
         recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
-        optimizer_settings=OptimizerSettings(),
-        optimizer_options=None,
+        optimizer=surogate_optimizer(),
+        optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, [TORCH_PACK]),

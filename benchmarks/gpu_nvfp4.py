@@ -24,10 +24,10 @@ import surogate_recipe_nvfp4
 import torch
 from surogate_kernels_cuda import nvfp4
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw.adamw import AdamW
+from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, NoOptions, Objective, OptimizerSettings, OptimizerSpec, RecipeSettings
+from surogate_core.bundles import KernelPack, NoOptions, Objective, RecipeSettings
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
@@ -133,9 +133,8 @@ def training(recipe: Any, options: Any, packs: list[KernelPack]) -> dict[str, An
         recipe=recipe,
         recipe_options=options,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
-        optimizer_settings=OptimizerSettings(),
-        optimizer_options=None,
+        optimizer=surogate_optimizer(),
+        optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, packs),

@@ -32,7 +32,7 @@ from surogate_offload_host import surogate_offloader
 from surogate_recipe_bf16 import surogate_recipe
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Objective, OptimizerSettings, TensorKind
+from surogate_core.bundles import Objective, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
@@ -166,7 +166,6 @@ def make_engine(options: argparse.Namespace, device: torch.device) -> Engine:
         recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=optimizer,
-        optimizer_settings=OptimizerSettings(),
         optimizer_options=optimizer.options(),
         offloader=offloader,
         offloader_options=None,

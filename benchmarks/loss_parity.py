@@ -43,12 +43,13 @@ import parity_text
 import torch
 from safetensors.torch import load_file, save_file
 from surogate_model_qwen3.model import build
+from surogate_optimizer_adamw import AdamWOptions
 from surogate_optimizer_normuon import NorMuonOptions
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, RecipeSettings
+from surogate_core.bundles import KernelPack, Objective, RecipeSettings
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
@@ -276,8 +277,9 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
         recipe_options=recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=optimizer,
-        optimizer_settings=OptimizerSettings(adamw_beta2=0.95),
-        optimizer_options=NorMuonOptions(rest_lr_factor=REST) if chosen == "normuon" else optimizer.options(),
+        optimizer_options=(
+            NorMuonOptions(rest_lr_factor=REST, adamw_beta2=0.95) if chosen == "normuon" else AdamWOptions(beta2=0.95)
+        ),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, packs_of(device)),

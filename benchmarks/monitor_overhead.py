@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw.adamw import AdamW
+from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
 from surogate_recipe_bf16 import surogate_recipe
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Monitor, Objective, OptimizerSettings, OptimizerSpec
+from surogate_core.bundles import Monitor, Objective
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
@@ -83,9 +83,8 @@ def make_engine(tokens: int) -> Engine:
         recipe=surogate_recipe(),
         recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
-        optimizer_settings=OptimizerSettings(),
-        optimizer_options=None,
+        optimizer=surogate_optimizer(),
+        optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, [TORCH_PACK]),

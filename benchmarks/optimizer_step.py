@@ -23,7 +23,7 @@ import surogate_optimizer_adamw_8bit
 import surogate_optimizer_normuon
 import torch
 
-from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSettings, OptimizerSpec, ParamGroup
+from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.kernels.registry import KernelTable, using
 
@@ -131,7 +131,7 @@ def measure_gpu(name: str, dtype: torch.dtype, repeats: int) -> None:
         for label, table in (("packs", KernelTable.build(device, packs)), ("torch", KernelTable(device=device))):
             if label == "torch" and spec.name == "adamw":
                 continue
-            optimizer = spec.build(groups, OptimizerSettings(), spec.options())
+            optimizer = spec.build(groups, spec.options())
             state = sum(t.nbytes for t in optimizer.state().values())
             with using(table):
                 ms = on_gpu(stepper(optimizer, device), repeats)
@@ -160,7 +160,7 @@ def measure_cpu(values: int, dtype: torch.dtype, repeats: int) -> None:
             weight_decay=0.1,
             seed=seed,
         )
-        step = stepper(spec.build([group], OptimizerSettings(), spec.options()), device)
+        step = stepper(spec.build([group], spec.options()), device)
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         times = []
         for _ in range(repeats + 2):

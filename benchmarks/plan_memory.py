@@ -39,7 +39,6 @@ from surogate_core.bundles import (
     KernelPack,
     Objective,
     Offloader,
-    OptimizerSettings,
     OptimizerSpec,
     Recipe,
     RecipeSettings,
@@ -289,7 +288,6 @@ def measure(name: str) -> Result:
     torch.cuda.reset_peak_memory_stats()
     engine = Engine(
         model,
-        optimizer_settings=OptimizerSettings(),
         optimizer_options=given["optimizer"].options(),
         offloader_options=None,
         source=source,

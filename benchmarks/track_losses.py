@@ -44,12 +44,12 @@ import numpy as np
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
-from surogate_optimizer_adamw.adamw import AdamW
+from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
 from surogate_recipe_bf16 import surogate_recipe
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, Objective, OptimizerSettings, OptimizerSpec
+from surogate_core.bundles import KernelPack, Objective
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
@@ -213,9 +213,8 @@ def make_engine(
         recipe=surogate_recipe(),
         recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
-        optimizer_settings=OptimizerSettings(),
-        optimizer_options=None,
+        optimizer=surogate_optimizer(),
+        optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
         offloader_options=None,
         kernels=KernelTable.build(device, packs),

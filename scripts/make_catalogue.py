@@ -18,10 +18,7 @@ from surogate_core.plugins.static import view_files  # noqa: E402
 
 
 def make() -> str:
-    """The catalogue's text.
-
-    Flat keys are those that a plugin lists as ``[tool.surogate] keys`` in its pyproject.toml.
-    """
+    """The catalogue's text; a flat key of several distributions is of the first."""
     options: dict[str, str] = {}
     bundles: dict[str, str] = {}
     keys: dict[str, str] = {}
@@ -33,7 +30,7 @@ def make() -> str:
             view = view_files(package / "__init__.py", package)
             options.update({f"{group}/{name}": distribution for group, name in view.options})
             bundles.update({f"{kind}/{name}": distribution for kind, name in view.bundles})
-        keys.update(dict.fromkeys(data.get("tool", {}).get("surogate", {}).get("keys", []), distribution))
+            keys = {**dict.fromkeys(view.flat_keys, distribution), **keys}
     tables = {"options": options, "bundles": bundles, "keys": keys}
     return json.dumps({name: dict(sorted(table.items())) for name, table in tables.items()}, indent=2) + "\n"
 

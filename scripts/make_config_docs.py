@@ -1,4 +1,6 @@
-"""Write docs/config.md from the schema. With --check nothing is written: exit 1 if it is not current."""
+"""Write docs/config.md from the schema and the flat keys of plugins.
+
+With --check nothing is written: exit 1 if it is not current."""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from surogate_core.config.docs import key_docs  # noqa: E402
+from surogate_core.plugins import load_plugins  # noqa: E402
+from surogate_core.plugins.catalogue import catalogue  # noqa: E402
 
 FILE = ROOT / "docs" / "config.md"
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Made by scripts/make_config_docs.py from surogate_core/config/schema.py; change those. -->
+<!-- Made by scripts/make_config_docs.py from surogate_core/config/schema.py and the plugins' options; change those. -->
 
 A run is set by flat keys. There are three places for them, the later ones winning:
 
@@ -61,6 +65,10 @@ The groups are `task`, `model`, `dataset`, `recipe`, `optimizer`, `offload`, `la
 A finished run has its whole configuration in `output_dir/config.yaml`; `surogate sft output_dir/config.yaml`
 repeats it.
 
+A plugin's option may have a flat key of its own: `adamw_beta1=0.95` and `optimizer.beta1=0.95` set the same option of
+`optimizer=adamw`. Setting both to different values is a mistake; the command line wins over the file. A flat key whose
+option belongs to nothing that is chosen has no effect, and the run says so.
+
 A config never names Python objects: `_target_` and its like are refused wherever they stand.
 
 ## Data sets
@@ -91,7 +99,8 @@ what that protects from, and what it does not.
 def make() -> str:
     """The page's text."""
     parts = [INTRODUCTION]
-    for section, docs in groupby(key_docs(), key=lambda d: d.section):
+    ours = {key: flat for key, flat in load_plugins().flat_keys().items() if key in catalogue().keys}
+    for section, docs in groupby(key_docs(ours), key=lambda d: d.section):
         rows = [
             f"| `{d.key}` | {d.type} | {f'`{d.default}`' if d.default else ''} | {d.text.replace('|', chr(92) + '|')} |"
             for d in docs

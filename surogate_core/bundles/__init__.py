@@ -3,7 +3,7 @@
 Every bundle has a `name`, unique within its kind: the name that a config selects it by
 (``recipe=bf16`` selects the `Recipe` whose name is ``bf16``). A bundle with `options` names a
 dataclass, one docstring a field; the config node of the group is validated against it, and an
-instance is passed to the bundle's callables.
+instance is passed to the bundle's callables. An option with the mark `Flat` has a flat key too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from surogate_core.bundles.models import ModelFamily
 from surogate_core.bundles.monitors import Monitor, MonitorSpec
 from surogate_core.bundles.objectives import Objective
 from surogate_core.bundles.offloaders import GradientStore, Offloader, Store, TensorKind
-from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSettings, OptimizerSpec, ParamGroup
-from surogate_core.bundles.options import NoOptions
+from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
+from surogate_core.bundles.options import Flat, NoOptions
 from surogate_core.bundles.recipes import RangedState, Recipe, RecipeSettings, RecipeState
 from surogate_core.bundles.weight_formats import WeightFormat, WeightSettings
 
@@ -27,6 +27,7 @@ __all__ = [
     "KINDS",
     "Bundle",
     "DatasetFormat",
+    "Flat",
     "FormatChoice",
     "GradientStore",
     "Job",
@@ -40,7 +41,6 @@ __all__ = [
     "Objective",
     "Offloader",
     "Optimizer",
-    "OptimizerSettings",
     "OptimizerSpec",
     "ParamGroup",
     "RangedState",

@@ -64,8 +64,8 @@ class OptimizerSpec:
 
     name: str
     """The value of `optimizer`."""
-    build: Callable[[Sequence[ParamGroup], OptimizerSettings, Any], Optimizer]
-    """(groups, the run's optimizer keys, options) → the optimizer with zeroed state."""
+    build: Callable[[Sequence[ParamGroup], Any], Optimizer]
+    """(groups, options) → the optimizer with zeroed state."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
     state_bytes_per_parameter: float = 8.0
@@ -74,15 +74,3 @@ class OptimizerSpec:
     """The `master_dtype`s that it can train; bf16 it writes by `surogate_core.kernels.rounding.write_master`."""
     adapters: bool = True
     """Whether it makes sense on adapters; one that does not is refused with `lora`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """The flat optimizer keys of the configuration that every optimizer may read."""
-
-    adamw_beta1: float = 0.9
-    adamw_beta2: float = 0.999
-    adamw_epsilon: float = 1e-8
-    normuon_momentum: float = 0.95
-    normuon_beta2: float = 0.95
-    normuon_cautious_wd: bool = True

@@ -202,7 +202,7 @@ class _Sweep:
         from surogate_core.config.compose import plain_values
         from surogate_core.config.resolve import check_values
 
-        checked = check_values(plain_values(config), self.registry, self.settings.where)
+        checked = check_values(plain_values(config), self.registry, self.settings.where, self.settings.is_set)
         hydra = HydraConfig.get()
         if not self.codes:
             # It repeats every override, as a run's config.yaml does.
@@ -260,10 +260,17 @@ def _help(task: str | None) -> str:
     import textwrap
 
     from surogate_core.config.docs import key_docs
+    from surogate_core.config.names import flat_keys
+    from surogate_core.plugins import load_plugins
 
+    try:
+        flat = flat_keys(load_plugins())
+    except SurogateError as error:
+        flat = {}
+        print(f"surogate: without the keys of plugins: {error}", file=sys.stderr)
     lines = [USAGE.format(form=f"{task} [FILE.yaml]" if task else "[sft|pt [FILE.yaml]]")]
     section = ""
-    for doc in key_docs():
+    for doc in key_docs(flat):
         if doc.section != section:
             section = doc.section
             lines.append(f"\n{section}:\n")

@@ -41,16 +41,6 @@ RECOMPUTE_BUDGET = Check(
 )
 
 
-def _needs_adaptive(key: str) -> Check:
-    return Check(
-        name=f"{key}_without_monitor",
-        key=key,
-        wrong=lambda v: v[key] and all(chosen.name != "adaptive" for chosen in v["monitor"]),
-        message="is set, but the monitor `adaptive`, which does it, is not chosen.",
-        fix="add adaptive to `monitor`",
-    )
-
-
 def _in_host_memory_already(key: str) -> Check:
     return Check(
         name=f"{key}_with_cpu_training",
@@ -280,8 +270,6 @@ CHECKS: tuple[Check, ...] = (
         message="is of frozen weights, and without `lora` there are none: trained ones are quantised for each use.",
         fix="persistent_quants: false, or lora: true",
     ),
-    _needs_adaptive("auto_lr_reduction"),
-    _needs_adaptive("early_stop"),
     Check(
         name="epochs_without_effect",
         key="epoch_adjustment",

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from surogate_core.conf_paths import CONFIG_NAME, conf_dir
 from surogate_core.config.interpolation import too_large
-from surogate_core.config.names import default_groups, schema_defaults
+from surogate_core.config.names import default_groups, flat_keys, schema_defaults
 from surogate_core.errors import ConfigError, PluginError, Problem
 from surogate_core.plugins.registry import Registry
 
@@ -57,11 +57,16 @@ def _hydras_plugins() -> Plugins:
 
 
 @contextmanager
-def _prepared(registry: Registry) -> Iterator[None]:
+def _prepared(registry: Registry, *, complete: bool = False) -> Iterator[None]:
+    """Hydra with our search path and the schema's defaults; `complete`: those of plugins' flat keys too.
+
+    A configuration of a run is composed without the latter, so that a flat key in it is one that is set.
+    """
     plugins = _hydras_plugins()
     if SurogateSearchPath not in plugins.discover(SearchPathPlugin):
         plugins.register(SurogateSearchPath)
-    ConfigStore.instance().store(name=SCHEMA, node=schema_defaults(), provider="surogate")
+    flat = {key: found.settings[0].default for key, found in flat_keys(registry).items()} if complete else {}
+    ConfigStore.instance().store(name=SCHEMA, node={**flat, **schema_defaults()}, provider="surogate")
     for group in default_groups().keys() - registry.options.keys():
         # Hydra can only leave out a group that exists; this one has lost its every plugin.
         ConfigStore.instance().store(name="unavailable", group=group, node={}, provider="surogate")
@@ -140,7 +145,7 @@ def run_hydra(
         return task(config)
 
     try:
-        with _prepared(registry):
+        with _prepared(registry, complete="--multirun" not in flags):
             hydra_main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base=VERSION_BASE)(surogate)()
     finally:
         sys.argv = argv

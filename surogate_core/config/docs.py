@@ -7,14 +7,20 @@ import dataclasses
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from surogate_core.config.schema import ModelSelection, PluginPolicy, RunConfig, Selection
+from surogate_core.config.schema import KEYS, ModelSelection, PluginPolicy, RunConfig, Selection
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.flat_keys import FlatKey
 
 _NODES: dict[str, type] = {"model": ModelSelection, "plugins": PluginPolicy}
+_CHOSEN_BY = {"quant": "qlora_format"}
+"""Kind → the key that chooses a bundle of it, where that has another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +37,41 @@ class KeyDoc:
     text: str
 
 
-def key_docs() -> Iterator[KeyDoc]:
-    """Every key of a run, in the schema's order; the fields of `model` and `plugins` follow them."""
-    for name, section in _sections().items():
-        hints = _types(RunConfig)
-        yield _doc(RunConfig, name, name, section, hints[name])
-        if name in _NODES:
-            for sub, hint in _types(_NODES[name]).items():
-                yield _doc(_NODES[name], sub, f"{name}.{sub}", section, hint)
+def key_docs(flat: Mapping[str, FlatKey] | None = None) -> Iterator[KeyDoc]:
+    """Every key of a run, in the schema's order; the fields of `model` and `plugins` follow them.
+
+    `flat`: the plugins' flat keys; each is in the section of the key that chooses its bundle, after the core's.
+    """
+    hints = _types(RunConfig)
+    sections = {name: section for name, section in _sections().items() if name in KEYS}
+    for section, names in groupby(sections, key=lambda name: sections[name]):
+        listed = list(names)
+        for name in listed:
+            yield _doc(RunConfig, name, name, section, hints[name])
+            if name in _NODES:
+                for sub, hint in _types(_NODES[name]).items():
+                    yield _doc(_NODES[name], sub, f"{name}.{sub}", section, hint)
+        for key, found in (flat or {}).items():
+            kind = found.settings[0].kind
+            if key not in KEYS and _CHOSEN_BY.get(kind, kind) in listed:
+                yield _flat_doc(found, section)
+
+
+def _flat_doc(flat: FlatKey, section: str) -> KeyDoc:
+    """A plugins' key: its text is that of the first bundle's option, and names the bundles that have it."""
+    from surogate_core.config.typed import type_text
+
+    first = flat.settings[0]
+    *names, last = [s.name for s in flat.settings]
+    named = f"{', '.join(names)} or {last}" if names else last
+    of = f"{_CHOSEN_BY.get(first.kind, first.kind)}={named}"
+    if first.option is None:
+        text = f"Short for {of}."
+    else:
+        assert first.options is not None
+        text = f"{field_docs(first.options).get(first.option, '')} An option of {of}.".lstrip()
+    default = first.default if isinstance(first.default, str) else json.dumps(first.default)
+    return KeyDoc(key=flat.key, section=section, type=type_text(flat.hint), default=default, text=text)
 
 
 @cache
@@ -61,7 +94,8 @@ def _doc(cls: type, name: str, key: str, section: str, type_text: str) -> KeyDoc
 
 
 def _types(cls: type) -> dict[str, str]:
-    from surogate_core.config.typed import field_types, type_text
+    from surogate_core.bundles.options import field_types
+    from surogate_core.config.typed import type_text
 
     words = {"optimizer": "an option", "recipe": "an option", "offload": "an option", "launcher": "an option"}
     words |= {"monitor": "a list of options", "model": "an option, a directory or a hub id"}

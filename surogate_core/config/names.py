@@ -11,13 +11,21 @@ from typing import Any
 import yaml
 
 from surogate_core.conf_paths import CONFIG_NAME, conf_dir
-from surogate_core.config import planned
+from surogate_core.config import planned, schema
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
-from surogate_core.errors import Problem
-from surogate_core.plugins.catalogue import catalogue
+from surogate_core.errors import PluginError, Problem
+from surogate_core.plugins.flat_keys import FlatKey
 from surogate_core.plugins.registry import Registry
 
-KEYS = frozenset(f.name for f in fields(RunConfig))
+KEYS = frozenset(schema.KEYS)
+"""The flat keys of the core."""
+MOVING = frozenset(
+    """
+    qlora_bnb qlora_fp8 qlora_fp4 qlora_bnb_block_size qlora_bnb_double_quant qlora_block_size qlora_four_over_six
+    matmul_dtype gradient_dtype fp8_amax_history fp4_backend no_fp4_stochastic_rounding
+    """.split()  # noqa: SIM905
+)
+"""Keys of the core that options of plugins take over: a plugin may declare them already."""
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
 PEERS_NAMES = {
@@ -63,6 +71,18 @@ def default_groups() -> Mapping[str, Any]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
+def flat_keys(registry: Registry) -> Mapping[str, FlatKey]:
+    """The flat keys of the installed plugins; raises `PluginError` for one that is a key of the core."""
+    found = registry.flat_keys()
+    for key in sorted(found.keys() & (KEYS - MOVING | default_groups().keys())):
+        setting = found[key].settings[0]
+        raise PluginError(
+            f"flat key {key!r} of {setting.kind} {setting.name} ({setting.plugin.label}) is a key of every run. "
+            f"Fix: update {setting.plugin.distribution}, or leave it out with plugins.block=[{setting.plugin.name}]."
+        )
+    return found
+
+
 def unknown_key(
     key: str, where: str, registry: Registry, known: Iterable[str] | None = None, value: Any = None
 ) -> Problem:
@@ -72,13 +92,12 @@ def unknown_key(
         meant = PEERS_SETTINGS[key]
         fix = meant.get(str(value).lower(), meant.get("", ""))
         return Problem(key=key, message="there is no such key.", where=where, fix=fix)
-    distribution = catalogue().keys.get(root)
-    if distribution is not None and distribution not in {p.distribution for p in registry.plugins.values()}:
-        message = f"its plugin {distribution} is not installed."
-        return Problem(key=key, message=message, where=where, fix=f"pip install {distribution}")
+    if known is None and (missing := registry.explain_missing_key(root)) is not None:
+        return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
     if known is None and root in planned.KEYS:
         return Problem(key=key, message=planned.MESSAGE, where=where)
-    names = sorted(known) if known is not None else sorted(KEYS | set(default_groups()) | set(registry.options))
+    every = KEYS | flat_keys(registry).keys() | default_groups().keys() | registry.options.keys()
+    names = sorted(known if known is not None else every)
     last = key.rpartition(".")[2] if known is not None else root
     near = [PEERS_NAMES[last]] if known is None and last in PEERS_NAMES else []
     near = near or get_close_matches(last, names, n=1, cutoff=0.7)
@@ -112,9 +131,9 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
 
 
 def schema_defaults() -> dict[str, Any]:
-    """Every flat key with its default; the nodes of groups come from their options."""
+    """Every flat key of the core with its default; the nodes of groups come from their options."""
     values: dict[str, Any] = {}
-    for field in fields(RunConfig):
+    for field in (f for f in fields(RunConfig) if f.name in KEYS):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if field.name in LIST_GROUPS or isinstance(default, Selection | ModelSelection):
             continue

@@ -17,7 +17,15 @@ from hydra.core.override_parser.types import Glob, Override
 from surogate_core.conf_paths import expanded
 from surogate_core.config.defaults_list import choose_defaults
 from surogate_core.config.grammar import KEY, LimitError, NotWritableError, encode, parse_override
-from surogate_core.config.names import KEYS, LIST_GROUPS, default_groups, schema_defaults, unknown_key, unknown_name
+from surogate_core.config.names import (
+    KEYS,
+    LIST_GROUPS,
+    default_groups,
+    flat_keys,
+    schema_defaults,
+    unknown_key,
+    unknown_name,
+)
 from surogate_core.config.own_options import add_directories, own_file
 from surogate_core.config.schema import INSTANTIATE_KEYS
 from surogate_core.config.yamlfile import YamlFile
@@ -84,6 +92,11 @@ class Settings:
         """The config groups, also those whose every plugin is missing."""
         return frozenset(self.registry.options) | frozenset(default_groups())
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The flat keys, also those of plugins."""
+        return KEYS | flat_keys(self.registry).keys()
+
     def _options(self, group: str) -> Mapping[str, ConfigOption]:
         return self.registry.options.get(group, {})
 
@@ -107,7 +120,7 @@ class Settings:
                 self._refuse_objects(key, where)
             elif key in self.groups:
                 self.choose_value(key, value, where)
-            elif key in KEYS:
+            elif key in self.keys:
                 self.put(key, value, where)
             else:
                 self.problems.append(unknown_key(key, where, self.registry, value=value))
@@ -172,7 +185,7 @@ class Settings:
             self._clear_group(key, chosen)
             self._choose_override(override)
             chosen.add(key)
-        elif root in KEYS:
+        elif root in self.keys:
             self._value_override(override)
         else:
             value = None if override.is_sweep_override() else override.value()
@@ -428,6 +441,10 @@ class Settings:
             known = value.key in KEYS and value.key not in self.groups
             lines.append(f"{'' if known else '++'}{value.key}={value.text}")
         return lines + [f"~{d.key}" for d in self.deletions]
+
+    def is_set(self, key: str) -> bool:
+        """Whether the file or the command line sets exactly this dotted key."""
+        return key in self.places
 
     def where(self, key: str) -> str:
         """Where a key of the composed config was set; the option's file for what a group brought."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from surogate_core.config.schema import PluginPolicy, RunConfig, Selection
+from surogate_core.bundles.options import field_types, flat_marks, flat_values
+from surogate_core.config.schema import KEYS, PluginPolicy, RunConfig, Selection
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins.registry import Registry
 
@@ -102,7 +103,7 @@ def check(overrides: Sequence[str], settings: Any) -> RunConfig:
         raise ConfigError([_placed(p, settings) for p in error.problems]) from error
     values, unresolved = resolved_values(composed)
     try:
-        config = check_values(values, settings.registry, settings.where)
+        config = check_values(values, settings.registry, settings.where, settings.is_set)
     except ConfigError as error:
         found = [_decoded(p, composed) for p in error.problems]
         raise ConfigError([*(_placed(p, settings) for p in unresolved), *found]) from error
@@ -127,12 +128,17 @@ def _decoded(problem: Problem, composed: Any) -> Problem:
     return problem
 
 
-def check_values(values: Mapping[str, Any], registry: Registry, where: Callable[[str], str]) -> RunConfig:
-    """Check a composed mapping; raises `ConfigError` with every mistake."""
+def check_values(
+    values: Mapping[str, Any], registry: Registry, where: Callable[[str], str], is_set: Callable[[str], bool]
+) -> RunConfig:
+    """Check a composed mapping; raises `ConfigError` with every mistake.
+
+    `where` and `is_set`: the place of a dotted key, and whether the user set exactly it.
+    """
     from surogate_core.config.validate import validate
     from surogate_core.plugins.discovery import import_policy
 
-    config, problems = validate(values, registry, where)
+    config, problems = validate(values, registry, where, is_set)
     if config is not None and import_policy(config.plugins) != registry.policy:
         message = "the policy must be known before plugins are loaded."
         fix = "set it in the config file, on the command line or in the environment"
@@ -197,20 +203,21 @@ def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginP
 def mistakes_without_plugins(args: Sequence[str], config_file: Path | None) -> list[Problem]:
     """The mistakes that can be found while the plugin policy is not known: in keys and values of the core's own."""
     from surogate_core.config.grammar import parse_override
-    from surogate_core.config.overrides import KEYS
-    from surogate_core.config.typed import Builder, field_types
+    from surogate_core.config.typed import Builder
     from surogate_core.plugins.catalogue import catalogue
-    from surogate_core.plugins.discovery import ImportPolicy
+    from surogate_core.plugins.discovery import ImportPolicy, installed_plugins
     from surogate_core.plugins.registry import load_plugins
+    from surogate_core.plugins.static import static_view
 
     core_alone = load_plugins(ImportPolicy(allow=(("", frozenset()),)))
     settings = gather(args, task=None, config_file=config_file, registry=core_alone)
-    plugins_keys = {*catalogue().keys, "plugins"}
+    declared = [static_view(plugin.module).flat_keys for plugin in installed_plugins()]
+    plugins_keys = {"plugins", *catalogue().keys}.union(*declared)
     own = [p for p in settings.problems if "=" not in p.key and p.key.partition(".")[0] not in plugins_keys]
     builder = Builder(settings.where, lambda key, known: Problem(key=key, message="there is no such key."))
     hints = field_types(RunConfig)
     for value in settings.values:
-        if value.key in KEYS - plugins_keys - settings.groups and not value.sweep and "${" not in value.text:
+        if value.key in {*KEYS} - plugins_keys - settings.groups and not value.sweep and "${" not in value.text:
             builder.value(hints[value.key], parse_override(f"{value.key}={value.text}").value(), value.key)
     return [*own, *builder.problems]
 
@@ -279,8 +286,20 @@ def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The configuration as flat keys and plain values, group nodes with `name` and their options."""
-    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+    """The configuration as flat keys and plain values, group nodes with `name` and the options without a flat key."""
+    values = {key: _plain(getattr(config, key)) for key in KEYS}
+    for _, selection in selections(config):
+        values |= {key: _plain(value) for key, value in flat_values(selection.options).items()}
+    return values | {key: _plain(value) for key, value in config.flat.items()}
+
+
+def selections(config: RunConfig) -> Iterator[tuple[str, Selection]]:
+    """(kind, what is chosen) of every `Selection` of the configuration."""
+    for key in KEYS:
+        value = getattr(config, key)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Selection):
+                yield key, item
 
 
 def config_from(values: Mapping[str, Any], registry: Registry) -> RunConfig:
@@ -306,7 +325,9 @@ def to_yaml(config: RunConfig) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Selection):
         options = {} if value.options is None else _plain(value.options)
-        return {"name": value.name, **options}
+        cls: type = type(value.options)
+        flat = flat_marks(cls) if value.options is not None else {}
+        return {"name": value.name, **{key: item for key, item in options.items() if key not in flat}}
     if is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(item) for name, item in asdict(value).items()}
     if isinstance(value, Mapping):

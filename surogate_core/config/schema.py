@@ -1,18 +1,19 @@
 """The keys of a run: one frozen dataclass, a docstring a field (docs/config.md is made from it).
 
-A key is here once what it controls works. Nodes of config groups (`recipe`, `optimizer`, …)
-are `Selection`s: the name picks a plugin's bundle and the other keys are that bundle's options.
+The keys of the core are here; a plugin marks an option of its own with `Flat` to give it a flat key. Nodes of config
+groups (`recipe`, `optimizer`, …) are `Selection`s: the name picks a plugin's bundle and the other keys are that
+bundle's options.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 
 Fraction = Annotated[float, Interval(ge=0, le=1)]
-Beta = Annotated[float, Interval(ge=0, lt=1)]
 INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 """Hydra's keys for calling Python objects; a config of ours never has them."""
 
@@ -70,7 +71,7 @@ class PluginPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that shapes a run."""
+    """Everything that shapes a run: a field is a key, except `flat`."""
 
     # ------------------------------------------------------------------ what is trained
     task: Literal["sft", "pt"] = "sft"
@@ -163,18 +164,6 @@ class RunConfig:
     """Decoupled weight decay of matrices; norms and biases have none."""
     max_grad_norm: Annotated[float, Interval(ge=0, le=1e30)] = 1.0
     """Global norm that gradients are clipped to; 0 does not clip."""
-    adamw_beta1: Beta = 0.9
-    """Decay of AdamW's first moment."""
-    adamw_beta2: Beta = 0.999
-    """Decay of AdamW's second moment."""
-    adamw_epsilon: Annotated[float, Interval(gt=0, le=1)] = 1e-8
-    """Added to AdamW's denominator."""
-    normuon_momentum: Beta = 0.95
-    """Decay of NorMuon's momentum."""
-    normuon_beta2: Beta = 0.95
-    """Decay of NorMuon's second moment of each row."""
-    normuon_cautious_wd: bool = True
-    """NorMuon decays only weights that its update moves towards zero."""
 
     # ----------------------------------------------------------------------------- LoRA
     lora: bool = True
@@ -289,10 +278,6 @@ class RunConfig:
     """Seed of the held-out split."""
 
     # ------------------------------------------------------------------------ automation
-    auto_lr_reduction: bool = False
-    """Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the rules."""
-    early_stop: bool = False
-    """End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria."""
     epoch_adjustment: bool = False
     """Replace `num_epochs` by what makes up 20 tokens for each parameter of the model."""
 
@@ -309,3 +294,10 @@ class RunConfig:
     # --------------------------------------------------------------------------- plugins
     plugins: PluginPolicy = field(default_factory=PluginPolicy)
     """Which plugins may be imported."""
+
+    flat: Mapping[str, Any] = field(default_factory=dict, metadata={"key": False})
+    """Flat keys of plugins that are set, apart from those that are in the options of a `Selection`."""
+
+
+KEYS = tuple(f.name for f in fields(RunConfig) if f.metadata.get("key", True))
+"""The keys of the core, in their order."""

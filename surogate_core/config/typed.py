@@ -12,12 +12,12 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from surogate_core.bundles.options import field_types
 from surogate_core.errors import Problem
 
 UnknownKey = Callable[[str, Iterable[str]], Problem]
@@ -108,13 +108,6 @@ class Builder:
 
     def _problem(self, key: str, message: str, fix: str = "") -> None:
         self.problems.append(Problem(key=key, message=message, where=self.where(key), fix=fix))
-
-
-@cache
-def field_types(cls: type) -> dict[str, Any]:
-    """Field name → its annotation, `Annotated` kept."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}

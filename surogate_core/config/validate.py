@@ -7,13 +7,15 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any
 
+from surogate_core.bundles.options import field_types
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.names import LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
-from surogate_core.config.schema import INSTANTIATE_KEYS, ModelSelection, RunConfig, Selection
-from surogate_core.config.typed import Builder, field_types
+from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
+from surogate_core.config.typed import Builder
 from surogate_core.errors import PluginError, Problem
 from surogate_core.plugins.registry import Registry
 
@@ -22,16 +24,19 @@ SELECTIONS = ("optimizer", "recipe", "offload", "launcher")
 
 
 def validate(
-    values: Mapping[str, Any], registry: Registry, where: Callable[[str], str]
+    values: Mapping[str, Any], registry: Registry, where: Callable[[str], str], is_set: Callable[[str], bool]
 ) -> tuple[RunConfig | None, list[Problem]]:
     """Check a composed mapping against the schema and against what the plugins offer."""
     check = _Validator(registry, where)
     check.refuse_objects(values, "")
     if check.problems:
         return None, check.problems
+    check.flat = FlatValues(values, registry, check.builder, is_set)
     built: dict[str, Any] = {}
-    hints = field_types(RunConfig)
+    hints = {key: hint for key, hint in field_types(RunConfig).items() if key in KEYS}
     for key, value in values.items():
+        if key in check.flat.keys and key not in KEYS:
+            continue
         if key not in hints and key in registry.options:
             message = f"{key} is not a key of a run: an option of {key} sets the run's keys directly."
             fix = "begin the option's file with `# @package _global_`"
@@ -55,6 +60,7 @@ def validate(
     check.problems.extend(check.builder.problems)
     check.offload(built)
     check.contradictions(built)
+    check.flat_keys(built)
     check.optimizer(built)
     check.weight_format(built)
     config = RunConfig(**built)
@@ -70,6 +76,8 @@ class _Validator:
         self.where = where
         self.problems: list[Problem] = []
         self.builder = Builder(where, self._unknown)
+        self.flat: FlatValues
+        """Set by `validate`."""
 
     def _unknown(self, key: str, known: Iterable[str]) -> Problem:
         return unknown_key(key, self.where(key), self.registry, known)
@@ -89,7 +97,7 @@ class _Validator:
     def defaults(self, built: dict[str, Any]) -> None:
         """Fill what no config file set."""
         for field in fields(RunConfig):
-            if field.name not in built:
+            if field.name in KEYS and field.name not in built:
                 default = field.default_factory() if field.default_factory is not MISSING else field.default
                 if isinstance(default, Selection):
                     default = self.selection(field.name, {"name": default.name}, field.name)
@@ -108,7 +116,11 @@ class _Validator:
             return None
         options = {k: v for k, v in value.items() if k != "name"}
         cls = self._options_type(kind, name, bundle.options, key)
-        return Selection(name=name, options=self.builder.dataclass(cls, options, f"{key}.")) if cls else None
+        if cls is None:
+            return None
+        options, problems = self.flat.merged(cls, options, key)
+        self.problems += problems
+        return Selection(name=name, options=self.builder.dataclass(cls, options, f"{key}."))
 
     def selections(self, kind: str, value: Any) -> list[Selection | None]:
         """The bundles of a list group, composed as one node each."""
@@ -272,6 +284,13 @@ class _Validator:
             if isinstance(name, str) and name not in self.registry.bundles("quant"):
                 names = self.registry.names("quant")
                 self.problems.append(unknown_name("quant", name, self.where(key), self.registry, names, key))
+
+    def flat_keys(self, built: dict[str, Any]) -> None:
+        """Keep the plugins' flat keys that no chosen bundle took; some must not be set without theirs."""
+        chosen = {kind: built[kind] if kind in LIST_GROUPS else [built[kind]] for kind in (*SELECTIONS, *LIST_GROUPS)}
+        sound = {kind: [s.name for s in found] for kind, found in chosen.items() if None not in found}
+        self.problems += self.flat.without_use(sound)
+        built["flat"] = self.flat.left()
 
     def contradictions(self, built: Mapping[str, Any]) -> None:
         """Run the table of checks, where the keys that they read are sound."""

@@ -19,7 +19,6 @@ from surogate_core.bundles import (
     Objective,
     Offloader,
     Optimizer,
-    OptimizerSettings,
     OptimizerSpec,
     RangedState,
     Recipe,
@@ -188,7 +187,6 @@ class Engine:
         recipe_options: Any,
         objective: Objective,
         optimizer: OptimizerSpec,
-        optimizer_settings: OptimizerSettings,
         optimizer_options: Any,
         offloader: Offloader,
         offloader_options: Any,
@@ -263,7 +261,7 @@ class Engine:
             trained = [spec.hf_name for spec in self.parameters.specs.values() if spec.trainable]
             self.norm = StreamedNorm(found, trained, settings.device)
         with placement.allocating("optimizer"):
-            self.optimizer: Optimizer = optimizer.build(self._groups, optimizer_settings, optimizer_options)
+            self.optimizer: Optimizer = optimizer.build(self._groups, optimizer_options)
         self.train_embedding = self.embed.specs[0].trainable
         self.training = training_schedule(len(layers), train_embedding=self.train_embedding)
         self.evaluation = evaluation_schedule(len(layers))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup
+from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
 from surogate_core.kernels.registry import op
 from surogate_core.kernels.rounding import PERIOD, write_master
 
@@ -183,12 +183,14 @@ class BlockwiseAdamW:
     def __init__(
         self,
         groups: Sequence[ParamGroup],
-        settings: OptimizerSettings,
         *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
         chosen: Callable[[str], bool] = lambda name: True,
     ):
         assert FLAT_ALIGNMENT % BLOCK == 0, "a block may not reach into the next parameter"
-        self.settings = settings
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         device = groups[0].master.device
         self.codes = (DynamicCode(signed=True, device=device), DynamicCode(signed=False, device=device))
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -239,16 +241,16 @@ class BlockwiseAdamW:
         # fp64, as 1 − 0.999 has lost four digits in fp32. At step 0 the corrections would be 0/0, and a skipped
         # first step must still change nothing.
         count = self.steps.double().clamp(min=1)
-        c1 = 1 - self.settings.adamw_beta1**count
-        root = (1 - self.settings.adamw_beta2**count).sqrt()
+        c1 = 1 - self.beta1**count
+        root = (1 - self.beta2**count).sqrt()
         rates = Rates(
             clip=clip,
             skip=skip,
             size=(lr * root / c1).float(),
-            epsilon=(root * self.settings.adamw_epsilon).float(),
+            epsilon=(root * self.epsilon).float(),
             lr=lr,
         )
-        betas = {"beta1": self.settings.adamw_beta1, "beta2": self.settings.adamw_beta2}
+        betas = {"beta1": self.beta1, "beta2": self.beta2}
         for chunk in self._chunks:
             adamw_8bit_update(chunk.grad_BK, chunk, rates, self.codes, **betas)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core import __version__
-from surogate_core.config.resolve import to_dict
+from surogate_core.bundles.options import flat_values
+from surogate_core.config.resolve import selections, to_dict
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.yamlfile import write_yaml
 from surogate_core.files import atomic
@@ -53,7 +54,11 @@ class Card:
 def changed_keys(config: RunConfig) -> dict[str, Any]:
     """The flat keys, and keys of groups, that differ from their defaults, except those that name places of the run."""
     values = {key: value for key, value in to_dict(config).items() if key not in OF_THE_PLACE}
-    return _changed(values, to_dict(RunConfig()))
+    defaults = to_dict(RunConfig())
+    for _, selection in selections(config):
+        if selection.options is not None:
+            defaults |= flat_values(type(selection.options)())
+    return _changed(values, defaults)
 
 
 def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Catalogue:
     bundles: dict[str, str]
     """``kind/name`` of a bundle."""
     keys: dict[str, str]
-    """Flat key that means something only with the plugin."""
+    """Flat key that the plugin's options declare; of several plugins, the first."""
 
     def distribution_of(self, group: str, name: str) -> str | None:
         """The distribution that offers the config option, or the bundle, of that name."""

@@ -28,6 +28,7 @@ from surogate_core.plugins.discovery import (
     core_plugin,
     installed_plugins,
 )
+from surogate_core.plugins.flat_keys import FlatKey, collect
 from surogate_core.plugins.isolation import Remark, observed
 from surogate_core.plugins.static import StaticView, config_options, search_path_dir, static_view
 
@@ -90,6 +91,7 @@ class Registry:
     options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
     """Config group → option → its file and owner."""
     _offers: dict[str, dict[str, Offered]] = field(default_factory=dict)
+    _flat_keys: dict[str, FlatKey] | None = None
     _told: set[str] = field(default_factory=set)
 
     # ------------------------------------------------------------------------- bundles
@@ -133,10 +135,20 @@ class Registry:
         self.get(kind, name)
         return self.bundles(kind)[name].plugin.name
 
+    def flat_keys(self) -> Mapping[str, FlatKey]:
+        """The flat keys that the plugins' options declare, by key.
+
+        Raises `PluginError` when two plugins declare one key with different types.
+        """
+        if self._flat_keys is None:
+            self._flat_keys = collect(self)
+        return self._flat_keys
+
     def check(self) -> None:
         """Call the hooks of every kind, so that every clash and every failure is found."""
         for kind in KINDS:
             self.bundles(kind)
+        self.flat_keys()
 
     def _call(self, hook: str, expected: type) -> Iterable[tuple[InstalledPlugin, Any]]:
         caller = getattr(self.manager.hook, hook)
@@ -189,6 +201,24 @@ class Registry:
         if not near and self.broken:
             message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."
         return Missing(message=message, fix=near[0] if near else "")
+
+    def explain_missing_key(self, key: str) -> Missing | None:
+        """Why a flat key of a plugin is not to be had, and what to do; None where no known plugin declares it.
+
+        In order: a broken plugin declares it; a blocked one does; one that is not installed does.
+        """
+        for broken in self.broken.values():
+            if key in static_view(broken.plugin.module).flat_keys:
+                fix = f"Repair or update {broken.plugin.distribution}; the traceback is in the log."
+                return Missing(message=f"{broken}.", fix=fix, broken=broken)
+        for plugin, reason in self.blocked.values():
+            if key in static_view(plugin.module).flat_keys:
+                fix = "Change the plugin policy." if self.policy.refusal(plugin.name) else ""
+                return Missing(message=f"{plugin.label} has it but is {reason}.", fix=fix)
+        distribution = catalogue().keys.get(key)
+        if distribution is None or distribution in {p.distribution for p in self.plugins.values()}:
+            return None
+        return Missing(message=f"its plugin {distribution} is not installed.", fix=f"pip install {distribution}")
 
     def untold(self) -> list[str]:
         """What is to be said of plugins that failed or did something besides, and was not returned before.

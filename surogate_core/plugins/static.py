@@ -2,7 +2,8 @@
 
 Hooks are the functions decorated with ``hookimpl``; config options are the files
 ``conf/<group>/<name>.yaml``; bundle names are those written as text in the calls that make
-bundles (``Recipe(name="bf16", …)``), so a name that is computed is not seen.
+bundles (``Recipe(name="bf16", …)``), and flat keys those in ``Flat("lion_beta1")`` and ``flag="qlora_bnb"``, so what is
+computed is not seen.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class StaticView:
     """(config group, option) → its file."""
     bundles: tuple[tuple[str, str], ...] = ()
     """(kind, name)."""
+    flat_keys: frozenset[str] = frozenset()
+    """Flat keys of its options, and those that choose a weight format."""
     config_dir: Path | None = None
     api: str | None = None
     """`SUROGATE_API` of the module, or None where it states none."""
@@ -68,10 +71,18 @@ def view_files(module: Path, package: Path, *, whole_package: bool = True) -> St
     if config_dir is None and whole_package:
         config_dir = package / "conf"
     files = sorted(package.rglob("*.py")) if whole_package else [module]
-    bundles = sorted({b for f in files for b in _bundles(f)})
+    found = [_offered(f) for f in files]
+    bundles = sorted({bundle for offered, _ in found for bundle in offered})
+    flat_keys = frozenset(key for _, keys in found for key in keys)
     options = config_options(config_dir) if config_dir is not None else {}
     return StaticView(
-        hooks=hooks, options=options, bundles=tuple(bundles), config_dir=config_dir, api=api, problem=problem
+        hooks=hooks,
+        options=options,
+        bundles=tuple(bundles),
+        flat_keys=flat_keys,
+        config_dir=config_dir,
+        api=api,
+        problem=problem,
     )
 
 
@@ -164,15 +175,16 @@ def _returned_text(function: ast.FunctionDef) -> str | None:
     return None
 
 
-def _bundles(file: Path) -> list[tuple[str, str]]:
+def _offered(file: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """(kind, name) of the bundles that a file makes, and the flat keys that it declares."""
     try:
         text = file.read_text(encoding="utf-8")
         # Parsing is what takes the time, and most files make no bundle.
-        if not any(name in text for name in _KIND_OF_CLASS):
-            return []
+        if not any(name in text for name in (*_KIND_OF_CLASS, "Flat(")):
+            return [], []
         tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError):
-        return []
+        return [], []
     constants = {
         target.id: node.value.value
         for node in tree.body
@@ -180,19 +192,23 @@ def _bundles(file: Path) -> list[tuple[str, str]]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or _last_name(node.func) not in _KIND_OF_CLASS:
-            continue
-        for keyword in node.keywords:
-            if keyword.arg != "name":
-                continue
-            name = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-            if isinstance(keyword.value, ast.Name):
-                name = constants.get(keyword.value.id)
-            if isinstance(name, str):
-                found.append((_KIND_OF_CLASS[_last_name(node.func)], name))
-    return found
+    bundles, flat_keys = [], []
+
+    def text_of(node: ast.expr) -> str | None:
+        value = node.value if isinstance(node, ast.Constant) else None
+        value = constants.get(node.id) if isinstance(node, ast.Name) else value
+        return value if isinstance(value, str) else None
+
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        called = _last_name(call.func)
+        named = {keyword.arg: text_of(keyword.value) for keyword in call.keywords}
+        if called in _KIND_OF_CLASS and (name := named.get("name")) is not None:
+            bundles.append((_KIND_OF_CLASS[called], name))
+        if called in _KIND_OF_CLASS and (flag := named.get("flag")) is not None:
+            flat_keys.append(flag)
+        if called == "Flat" and (key := text_of(call.args[0]) if call.args else named.get("key")) is not None:
+            flat_keys.append(key)
+    return bundles, flat_keys
 
 
 def _last_name(node: ast.expr) -> str:

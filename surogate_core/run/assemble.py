@@ -14,7 +14,6 @@ from torch import Tensor
 from surogate_core.bundles import (
     ModelFamily,
     Offloader,
-    OptimizerSettings,
     Recipe,
     RecipeSettings,
     WeightFormat,
@@ -420,14 +419,6 @@ def build_engine(
         recipe_options=recipe_options,
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
-        optimizer_settings=OptimizerSettings(
-            adamw_beta1=config.adamw_beta1,
-            adamw_beta2=config.adamw_beta2,
-            adamw_epsilon=config.adamw_epsilon,
-            normuon_momentum=config.normuon_momentum,
-            normuon_beta2=config.normuon_beta2,
-            normuon_cautious_wd=config.normuon_cautious_wd,
-        ),
         optimizer_options=config.optimizer.options,
         offloader=offloader,
         offloader_options=offloader.prepare(config.offload.options, config.offload_dir or config.output_dir),

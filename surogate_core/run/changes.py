@@ -21,18 +21,25 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     return restored
 
 
-def changes_note(saved: Mapping[str, Any], config: RunConfig, *, path: Path) -> str | None:
-    """One sentence with every key that differs from the checkpoint (its state, its `path`), old value → new value."""
+def changes_note(
+    saved: Mapping[str, Any], config: RunConfig, *, path: Path, flat: Mapping[str, Any] | None = None
+) -> str | None:
+    """One sentence with every key that differs from the checkpoint (its state, its `path`), old value → new value.
+
+    `flat`: the plugins' flat keys with their defaults, which a configuration need not have.
+    """
     if "config" not in saved:
         return None
     before, now = dict(_flat(saved["config"])), dict(_flat(recorded(config)))
-    defaults = dict(_flat(recorded(RunConfig())))
+    defaults = dict(_flat(recorded(RunConfig()) | dict(flat or {})))
     changed = []
     for key in sorted(before.keys() | now.keys()):
         if key in before and key in now and before[key] == now[key]:
             continue
         if key not in before and key in defaults and defaults[key] == now[key]:
-            continue  # A key that a later version brought, at its default.
+            continue  # A key that a later version or another plugin brought, at its default.
+        if key not in now and flat is not None and key in flat and before[key] == flat[key]:
+            continue  # A key of a plugin whose bundle is not chosen.
         old, new = shown(before, key), shown(now, key)
         changed.append(f"{key}: {old} → {new}" if old != new else f"{key}: changed")
     return f"Changed since {path} was saved: {'; '.join(changed)}." if changed else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
@@ -59,6 +60,8 @@ class Base:
     device: torch.device
     contents: Contents | None
     """Reads the digests of the weight files in the background; None for random weights. The run closes it."""
+    flat_defaults: Mapping[str, Any]
+    """Flat keys of the installed plugins with their defaults."""
     notes: tuple[str, ...]
 
     def files(self, show: Show) -> dict[str, str]:
@@ -96,13 +99,21 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show) -> Base:
     device = resolve_device(config)
     recipe, recipe_options = prepare_recipe(config, registry, device)
     notes = recipe_notes(config, recipe, recipe_options)
+    notes += no_effect_notes(config, registry, used=lambda key: False)
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
     contents = None
     if resolved.weights is not None:
         # In the background: a run that resumes nothing needs the digests only for its first checkpoint.
         contents = Contents(resolved.weights.files, digest_cache(config.data_cache_dir))
-    return Base(config=config, resolved=resolved, device=device, contents=contents, notes=tuple(notes))
+    return Base(
+        config=config,
+        resolved=resolved,
+        device=device,
+        contents=contents,
+        flat_defaults=flat_defaults(registry),
+        notes=tuple(notes),
+    )
 
 
 def checkpoint_to_resume(
@@ -131,7 +142,7 @@ def checkpoint_to_resume(
     check_commit(checkpoint.state, identity["base_commit"], path=checkpoint.path)
     notes += check_compatible(checkpoint.state, identity, path=checkpoint.path)
     note = check_contents(checkpoint.state, base.files(show), frozen=config.lora, path=checkpoint.path)
-    changed = changes_note(checkpoint.state, config, path=checkpoint.path)
+    changed = changes_note(checkpoint.state, config, path=checkpoint.path, flat=base.flat_defaults)
     notes += [n for n in (note, changed) if n]
     had = checkpoint.state.get("torch")
     if had != torch.__version__:

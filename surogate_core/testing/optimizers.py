@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSettings, OptimizerSpec, ParamGroup
+from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 from surogate_core.testing.hostreads import no_host_reads
@@ -57,7 +57,7 @@ def _parameters(group: ParamGroup, flat: Tensor) -> Tensor:
 
 def _made(spec: OptimizerSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Optimizer, list[ParamGroup]]:
     groups = _groups(seed, dtype)
-    return spec.build(groups, OptimizerSettings(), spec.options()), groups
+    return spec.build(groups, spec.options()), groups
 
 
 def _gradients(groups: list[ParamGroup], number: int) -> None:
@@ -136,7 +136,7 @@ def decays_weights(spec: OptimizerSpec) -> None:
     found = []
     for decays in (True, False):
         groups = _groups(decays=decays)
-        made = spec.build(groups, OptimizerSettings(), spec.options())
+        made = spec.build(groups, spec.options())
         _step(made, groups, 0, lr=0.1)
         found.append({group.name: group.master.clone() for group in groups})
     start = {group.name: group.master for group in _groups()}

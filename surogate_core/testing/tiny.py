@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from surogate_core.bundles import (
     KernelPack,
     Objective,
     Offloader,
-    OptimizerSettings,
     OptimizerSpec,
     ParamGroup,
     Recipe,
@@ -124,7 +123,7 @@ class SmallModel(TinyModel):
 class PlainDescent:
     """Gradient descent without state, for checks of everything but optimizers."""
 
-    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any):
+    def __init__(self, groups: Sequence[ParamGroup], options: Any):
         self.groups = groups
 
     def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
@@ -140,14 +139,14 @@ class PlainDescent:
 class TextbookAdamW:
     """AdamW (arXiv 1711.05101) as torch.optim.AdamW does it, for tests that compare with that or want a state."""
 
-    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any):
-        self.groups, self.settings = groups, settings
+    def __init__(self, groups: Sequence[ParamGroup], options: Any):
+        self.groups = groups
         self.moments = [(torch.zeros_like(g.grad), torch.zeros_like(g.grad)) for g in groups]
         self.steps = torch.zeros((), device=groups[0].master.device)
 
     def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
         """One update of every master."""
-        beta1, beta2 = self.settings.adamw_beta1, self.settings.adamw_beta2
+        beta1, beta2 = 0.9, 0.999
         keep = skip > 0
         self.steps += 1 - skip
         count = self.steps.clamp(min=1)
@@ -155,7 +154,7 @@ class TextbookAdamW:
             grad = group.grad * clip
             first.copy_(torch.where(keep, first, beta1 * first + (1 - beta1) * grad))
             second.copy_(torch.where(keep, second, beta2 * second + (1 - beta2) * grad * grad))
-            root = (second / (1 - beta2**count)).sqrt() + self.settings.adamw_epsilon
+            root = (second / (1 - beta2**count)).sqrt() + 1e-8
             moved = group.master * (1 - lr * group.weight_decay) - lr * (first / (1 - beta1**count)) / root
             group.master.copy_(torch.where(keep, group.master, moved))
 
@@ -209,7 +208,6 @@ class Parts:
     recipe_options: Any = None
     """What the recipe prepared; None: its options' defaults, prepared."""
     optimizer: OptimizerSpec = DESCENT
-    optimizer_settings: OptimizerSettings = field(default_factory=OptimizerSettings)
     offloader: Offloader = NO_OFFLOAD
     offload_dir: str | None = None
     """The offloader's directory of scratch files; None: the system's directory of temporary files."""
@@ -239,7 +237,6 @@ def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
         recipe_options=recipe.prepare(recipe.options(), RecipeSettings(), device) if options is None else options,
         objective=parts.objective,
         optimizer=parts.optimizer,
-        optimizer_settings=parts.optimizer_settings,
         optimizer_options=parts.optimizer.options(),
         offloader=offloader,
         offloader_options=offloader.prepare(offloader.options(), parts.offload_dir or tempfile.gettempdir()),

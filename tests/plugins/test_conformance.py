@@ -96,8 +96,8 @@ class Careless(tiny.PlainDescent):
 class Forgetful(tiny.PlainDescent):
     """Has state that it does not tell."""
 
-    def __init__(self, groups: Any, settings: Any, options: Any):
-        super().__init__(groups, settings, options)
+    def __init__(self, groups: Any, options: Any):
+        super().__init__(groups, options)
         self.steps = 0
 
     def step(self, *, lr: Any, clip: Any, skip: Any) -> None:

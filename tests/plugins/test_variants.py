@@ -47,7 +47,7 @@ def failures(kind: str, bundle: Any, *titles: str) -> str:
 class Adam:
     """A right optimizer with state; the variants change one thing."""
 
-    def __init__(self, groups: Any, settings: Any, options: Any):
+    def __init__(self, groups: Any, options: Any):
         self.groups = groups
         self.first = {g.name: torch.zeros_like(g.grad) for g in groups}
 

@@ -14,7 +14,7 @@ import torch
 from surogate_kernels_cuda import adamw_8bit
 from torch import Tensor
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 from surogate_core.formats import adamw_8bit as rule
 from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW
 from surogate_core.kernels.registry import KernelTable, using
@@ -99,8 +99,8 @@ def gradients(kind: str, like: Tensor, number: int) -> Tensor:
 def test_bits_of_steps(kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rule.CHUNK, device.type, 2048)
     group, twin = make_group(device, dtype), make_group(torch.device("cpu"), dtype)
-    settings = OptimizerSettings(adamw_beta1=0.85, adamw_beta2=0.97)
-    optimizer, reference = BlockwiseAdamW([group], settings), BlockwiseAdamW([twin], settings)
+    betas = {"beta1": 0.85, "beta2": 0.97}
+    optimizer, reference = BlockwiseAdamW([group], **betas), BlockwiseAdamW([twin], **betas)
     for number in range(6):
         twin.grad.copy_(gradients(kind, twin.grad, number))
         if number == 3:
@@ -130,7 +130,7 @@ def test_codes_at_every_border(device: torch.device, monkeypatch: pytest.MonkeyP
             shapes={"w": (0, (len(x),))},
             weight_decay=0.0,
         )
-        optimizer = BlockwiseAdamW([group], OptimizerSettings(adamw_beta1=0.0, adamw_beta2=0.0))
+        optimizer = BlockwiseAdamW([group], beta1=0.0, beta2=0.0)
         (exactly if found else fused)(optimizer, monkeypatch, clip=1.0)
         found.append(bits(group, optimizer))
     assert_same_bits(*found)
@@ -142,7 +142,7 @@ def test_a_skipped_step_changes_nothing(
     dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = make_group(device, dtype)
-    optimizer = BlockwiseAdamW([group], OptimizerSettings())
+    optimizer = BlockwiseAdamW([group])
     for number in range(2):
         group.grad.copy_(gradients("random", group.grad, number))
         fused(optimizer, monkeypatch)
@@ -161,7 +161,7 @@ def test_it_is_chosen_and_the_reference_on_a_gpu_has_its_bits(monkeypatch: pytes
     for dtype, resident in product((torch.float32, torch.bfloat16), (1, 528)):
         monkeypatch.setattr(adamw_8bit, "_resident", lambda device, count=resident: count)
         groups = [make_group(device, dtype) for _ in range(2)]
-        optimizers = [BlockwiseAdamW([group], OptimizerSettings()) for group in groups]
+        optimizers = [BlockwiseAdamW([group]) for group in groups]
         for number in range(3):
             for group, optimizer, named in zip(groups, optimizers, (True, False), strict=True):
                 group.grad.copy_(gradients("random", group.grad.cpu(), number))

@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from surogate_optimizer_adamw_8bit import surogate_optimizer
+from surogate_optimizer_adamw_8bit import AdamW8bitOptions, surogate_optimizer
 from surogate_optimizer_adamw_8bit.adamw_8bit import build
 from torch import Tensor
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 from surogate_core.formats import adamw_8bit as rule
 from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW, DynamicCode, dynamic_map
 from surogate_core.kernels import rounding
@@ -233,13 +233,13 @@ class Transcription:
 
 
 def test_hundred_steps_equal_a_transcription() -> None:
-    settings = OptimizerSettings(adamw_beta1=0.85, adamw_beta2=0.97, adamw_epsilon=1e-7)
+    options = AdamW8bitOptions(beta1=0.85, beta2=0.97, epsilon=1e-7)
     size = 4100
     (group,) = (ParamGroup(
         name="decayed", master=torch.zeros(4352), grad=torch.zeros(4352), shapes={"w": (0, (size,))}, weight_decay=0.1,
     ),)  # fmt: skip
     group.master[:size].normal_(generator=torch.Generator().manual_seed(0))
-    optimizer = build([group], settings, None)
+    optimizer = build([group], options)
     twin = Transcription(group.master[:size].tolist(), lr=1e-3, decay=0.1, betas=(0.85, 0.97), eps=1e-7)
     for number in range(100):
         set_gradients([group], number)
@@ -279,7 +279,7 @@ def test_hundred_steps_equal_bitsandbytes(bnb: ModuleType, decay: float, monkeyp
         shapes={"w": (0, shape)},
         weight_decay=decay,
     )
-    optimizer = build([group], OptimizerSettings(), None)
+    optimizer = build([group], AdamW8bitOptions())
     twin = torch.nn.Parameter(group.master.clone())
     reference = bnb.optim.AdamW8bit([twin], lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay)
     path = torch.zeros_like(group.master)
@@ -302,7 +302,7 @@ def test_hundred_steps_equal_bitsandbytes(bnb: ModuleType, decay: float, monkeyp
 def test_near_fp32_adamw() -> None:
     """Of the distance that AdamW goes in 50 steps, 8 bits change a few per cent; small tensors nothing."""
     groups = make_groups()
-    optimizer = build(groups, OptimizerSettings(), None)
+    optimizer = build(groups, AdamW8bitOptions())
     before = [g.master.clone() for g in groups]
     twins = [torch.nn.Parameter(g.master.clone()) for g in groups]
     reference = torch.optim.AdamW(
@@ -336,7 +336,7 @@ def test_near_fp32_adamw() -> None:
 @pytest.mark.parametrize("done", [0, 3], ids=["at the first step", "later"])
 def test_a_skipped_step_changes_nothing(bad: float, done: int) -> None:
     groups = make_groups()
-    optimizer = build(groups, OptimizerSettings(), None)
+    optimizer = build(groups, AdamW8bitOptions())
     for number in range(done):
         set_gradients(groups, number)
         step(optimizer, 1e-2)
@@ -349,7 +349,7 @@ def test_a_skipped_step_changes_nothing(bad: float, done: int) -> None:
     set_gradients(groups, 8)
     step(optimizer, 1e-2)
     twins = make_groups()
-    twin = build(twins, OptimizerSettings(), None)
+    twin = build(twins, AdamW8bitOptions())
     for number in [*range(done), 8]:
         set_gradients(twins, number)
         step(twin, 1e-2)
@@ -359,7 +359,7 @@ def test_a_skipped_step_changes_nothing(bad: float, done: int) -> None:
 def test_a_gradient_that_is_not_finite_reaches_nothing_even_unannounced() -> None:
     groups, twins = make_groups(), make_groups()
     for some, bad in ((groups, True), (twins, False)):
-        optimizer = build(some, OptimizerSettings(), None)
+        optimizer = build(some, AdamW8bitOptions())
         for number in range(3):
             set_gradients(some, number)
             for group in some:
@@ -373,7 +373,7 @@ def test_a_gradient_that_is_not_finite_reaches_nothing_even_unannounced() -> Non
 
 
 def after_three_steps(groups: list[ParamGroup]) -> dict[str, Tensor]:
-    optimizer = build(groups, OptimizerSettings(), None)
+    optimizer = build(groups, AdamW8bitOptions())
     for number in range(3):
         set_gradients(groups, number)
         step(optimizer, 1e-2)
@@ -403,7 +403,7 @@ def test_chunks_draw_the_same_bits_for_bf16_masters(monkeypatch: pytest.MonkeyPa
 def test_a_block_never_holds_two_tensors() -> None:
     """A tensor alone has the codes that it has in the group."""
     groups = make_groups()
-    optimizer = build(groups, OptimizerSettings(), None)
+    optimizer = build(groups, AdamW8bitOptions())
     set_gradients(groups, 0)
     step(optimizer, 1e-2)
     (group, _) = groups
@@ -411,7 +411,7 @@ def test_a_block_never_holds_two_tensors() -> None:
     size = -(-math.prod(shape) // BLOCK) * BLOCK
     grad, master = (t[offset : offset + size].clone() for t in (group.grad, group.master))
     alone = ParamGroup(name="decayed", master=master, grad=grad, shapes={"w": (0, shape)}, weight_decay=0.1)
-    other = build([alone], OptimizerSettings(), None)
+    other = build([alone], AdamW8bitOptions())
     step(other, 1e-2)
     for name in ("decayed.first.codes", "decayed.second.codes", "decayed.first.absmax", "decayed.second.absmax"):
         mine = other.state()[name]
@@ -420,12 +420,12 @@ def test_a_block_never_holds_two_tensors() -> None:
 
 def test_state_goes_into_another_optimizer_and_continues_bit_for_bit() -> None:
     groups = make_groups()
-    optimizer = build(groups, OptimizerSettings(), None)
+    optimizer = build(groups, AdamW8bitOptions())
     for number in range(5):
         set_gradients(groups, number)
         step(optimizer, 1e-2)
     others = make_groups(seed=9)
-    other = build(others, OptimizerSettings(), None)
+    other = build(others, AdamW8bitOptions())
     for group, mine in zip(others, groups, strict=True):
         group.master.copy_(mine.master)
     for name, tensor in other.state().items():
@@ -441,7 +441,7 @@ def test_state_is_what_the_plan_is_told() -> None:
     count = 1 << 20
     flat = torch.zeros(count)
     group = ParamGroup(name="w", master=flat, grad=flat.clone(), shapes={"w": (0, (1024, 1024))}, weight_decay=0.0)
-    state_bytes = sum(t.nbytes for t in build([group], OptimizerSettings(), None).state().values())
+    state_bytes = sum(t.nbytes for t in build([group], AdamW8bitOptions()).state().values())
     spec = surogate_optimizer()
     assert spec.name == "adamw_8bit"
     assert state_bytes == pytest.approx(spec.state_bytes_per_parameter * count, abs=4)
@@ -450,8 +450,8 @@ def test_state_is_what_the_plan_is_told() -> None:
 @pytest.mark.gpu
 def test_captured_steps_on_a_gpu_equal_the_cpu() -> None:
     cpu, cuda = make_groups(), make_groups(device="cuda")
-    exact = build(cpu, OptimizerSettings(), None)
-    optimizer = build(cuda, OptimizerSettings(), None)
+    exact = build(cpu, AdamW8bitOptions())
+    optimizer = build(cuda, AdamW8bitOptions())
     lr, clip, skip = (torch.tensor(x, device="cuda") for x in (1e-2, 0.5, 1.0))
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

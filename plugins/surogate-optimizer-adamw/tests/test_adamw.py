@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from surogate_optimizer_adamw import surogate_optimizer
+from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
 from surogate_optimizer_adamw.adamw import AdamW
 from torch import Tensor
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 
 SHAPES = {"decayed": ((17, 9), (64,)), "undecayed": ((33,),)}
 DECAY = {"decayed": 0.1, "undecayed": 0.0}
@@ -63,9 +63,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("clip", [1.0, 0.25])
 def test_fifty_steps_equal_torch(clip: float) -> None:
     """0.25 is a power of two, so that the two ways to scale a gradient round alike."""
-    settings = OptimizerSettings(adamw_beta1=0.85, adamw_beta2=0.97, adamw_epsilon=1e-7)
+    options = AdamWOptions(beta1=0.85, beta2=0.97, epsilon=1e-7)
     groups = make_groups()
-    optimizer = AdamW.build(groups, settings, None)
+    optimizer = AdamW(groups, options)
     twins = [torch.nn.Parameter(g.master.clone()) for g in groups]
     reference = torch.optim.AdamW(
         [{"params": [p], "weight_decay": g.weight_decay} for p, g in zip(twins, groups, strict=True)],
@@ -96,7 +96,7 @@ def test_fifty_steps_equal_torch(clip: float) -> None:
 def test_decay_reaches_only_its_group() -> None:
     groups = make_groups()
     before = [g.master.clone() for g in groups]
-    step(AdamW.build(groups, OptimizerSettings(), None), lr=0.1)
+    step(AdamW(groups, AdamWOptions()), lr=0.1)
     torch.testing.assert_close(groups[0].master, before[0] * (1 - 0.1 * 0.1))
     assert torch.equal(groups[1].master, before[1])
 
@@ -105,7 +105,7 @@ def test_decay_reaches_only_its_group() -> None:
 @pytest.mark.parametrize("done", [0, 3], ids=["at the first step", "later"])
 def test_a_skipped_step_changes_nothing(bad: float, done: int) -> None:
     groups = make_groups()
-    optimizer = AdamW.build(groups, OptimizerSettings(), None)
+    optimizer = AdamW(groups, AdamWOptions())
     for number in range(done):
         set_gradients(groups, number)
         step(optimizer, 1e-2)
@@ -118,7 +118,7 @@ def test_a_skipped_step_changes_nothing(bad: float, done: int) -> None:
     set_gradients(groups, 8)
     step(optimizer, 1e-2)
     twins = make_groups()
-    twin = AdamW.build(twins, OptimizerSettings(), None)
+    twin = AdamW(twins, AdamWOptions())
     for number in [*range(done), 8]:
         set_gradients(twins, number)
         step(twin, 1e-2)
@@ -127,12 +127,12 @@ def test_a_skipped_step_changes_nothing(bad: float, done: int) -> None:
 
 def test_state_goes_into_another_optimizer_and_continues_bit_for_bit() -> None:
     groups = make_groups()
-    optimizer = AdamW.build(groups, OptimizerSettings(), None)
+    optimizer = AdamW(groups, AdamWOptions())
     for number in range(5):
         set_gradients(groups, number)
         step(optimizer, 1e-2)
     others = make_groups(seed=9)
-    other = AdamW.build(others, OptimizerSettings(), None)
+    other = AdamW(others, AdamWOptions())
     for group, mine in zip(others, groups, strict=True):
         group.master.copy_(mine.master)
     for name, tensor in other.state().items():
@@ -146,7 +146,7 @@ def test_state_goes_into_another_optimizer_and_continues_bit_for_bit() -> None:
 
 def test_state_is_what_the_plan_is_told() -> None:
     groups = make_groups()
-    optimizer = AdamW.build(groups, OptimizerSettings(), None)
+    optimizer = AdamW(groups, AdamWOptions())
     count = sum(g.master.numel() for g in groups)
     spec = surogate_optimizer()
     assert spec.name == "adamw"

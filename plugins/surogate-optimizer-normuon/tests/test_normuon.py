@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from surogate_optimizer_normuon import NorMuonOptions, normuon, surogate_optimiz
 from surogate_optimizer_normuon.normuon import NorMuon, polar
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT, OptimizerSettings, ParamGroup
+from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 
 MEMBERS = {"embedding": (50, 40), "a": (40, 24), "b": (24, 40), "c": (40, 24), "d": (40, 24)}
@@ -58,8 +57,8 @@ def set_gradients(groups: list[ParamGroup], step: int) -> None:
             part(group, group.grad, name).copy_(value)
 
 
-def make(groups: list[ParamGroup], **settings: float | bool) -> NorMuon:
-    return NorMuon(groups, replace(OptimizerSettings(), **settings), NorMuonOptions())  # type: ignore[arg-type]
+def make(groups: list[ParamGroup], **options: float | bool) -> NorMuon:
+    return NorMuon(groups, NorMuonOptions(**options))  # type: ignore[arg-type]
 
 
 def step(optimizer: NorMuon, lr: float, clip: float = 1.0, skip: float = 0.0) -> None:
@@ -176,7 +175,7 @@ def test_steps_equal_a_transcription(exact: bool, cautious: bool, monkeypatch: p
         monkeypatch.setattr(normuon, "polar", lambda m: torch.stack([polar64(x) for x in m]).float())
     groups = make_groups()
     decayed = groups[0]
-    optimizer = make(groups, normuon_momentum=0.9, normuon_beta2=0.8, normuon_cautious_wd=cautious)
+    optimizer = make(groups, momentum=0.9, beta2=0.8, cautious_wd=cautious)
     start = {name: part(decayed, decayed.master, name).clone() for name in sorted(HIDDEN)}
     settings = {"lr": 1e-2, "decay": 0.1, "betas": (0.9, 0.8), "cautious": cautious}
     twins = {name: Transcription(w, **settings) for name, w in start.items()}  # type: ignore[arg-type]
@@ -196,8 +195,8 @@ def test_steps_equal_a_transcription(exact: bool, cautious: bool, monkeypatch: p
 
 def test_the_rest_is_8_bit_adamw() -> None:
     groups, twins = make_groups(), make_groups()
-    optimizer = NorMuon(groups, OptimizerSettings(), NorMuonOptions(rest_lr_factor=0.5))
-    twin = BlockwiseAdamW(twins, OptimizerSettings())
+    optimizer = NorMuon(groups, NorMuonOptions(rest_lr_factor=0.5))
+    twin = BlockwiseAdamW(twins)
     for number in range(5):
         set_gradients(groups, number)
         set_gradients(twins, number)

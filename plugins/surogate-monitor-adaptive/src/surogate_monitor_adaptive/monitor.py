@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from surogate_core.bundles import Flat
 from surogate_core.events import (
     Control,
     EvalEnd,
@@ -42,6 +43,10 @@ SETTLED, OVERRUN, FAR = 100, 0.2, 1.25
 class AdaptiveOptions:
     """Options of the adaptive monitor."""
 
+    auto_lr_reduction: Annotated[bool, Flat("auto_lr_reduction", needed=True)] = False
+    """Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the rules."""
+    early_stop: Annotated[bool, Flat("early_stop", needed=True)] = False
+    """End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria."""
     phases: bool = True
     """Report changes of phase."""
     advice: bool = True
@@ -69,8 +74,8 @@ class AdaptiveMonitor:
     def __init__(self, options: AdaptiveOptions, info: RunInfo):
         config = info.config
         self._options = options
-        self._reduces = bool(config.get("auto_lr_reduction", False))
-        self._stops = bool(config.get("early_stop", False))
+        self._reduces = options.auto_lr_reduction
+        self._stops = options.early_stop
         self._peak_lr = float(config.get("learning_rate", 0.0))
         self._warmup_keys = int(config.get("warmup_steps", 0)), float(config.get("warmup_ratio", 0.0))
         self._warmup = 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Interval
 
 from surogate_core import bundles, hookimpl
 
@@ -16,6 +19,18 @@ STATE_BYTES = 2 * (1 + 4 / bundles.FLAT_ALIGNMENT)
 """Two codes, and two fp32 absmax for each block."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW8bitOptions:
+    """Options of `optimizer=adamw_8bit`."""
+
+    beta1: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("adamw_beta1")] = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("adamw_beta2")] = 0.999
+    """Decay of AdamW's second moment."""
+    epsilon: Annotated[float, Interval(gt=0, le=1), bundles.Flat("adamw_epsilon")] = 1e-8
+    """Added to AdamW's denominator."""
+
+
 @hookimpl
 def surogate_config_path() -> str:
     """Where the option `optimizer=adamw_8bit` is."""
@@ -26,12 +41,16 @@ def surogate_config_path() -> str:
 def surogate_optimizer() -> bundles.OptimizerSpec:
     """AdamW in 8 bits."""
     return bundles.OptimizerSpec(
-        name="adamw_8bit", build=_build, state_bytes_per_parameter=STATE_BYTES, master_dtypes=("fp32", "bf16")
+        name="adamw_8bit",
+        build=_build,
+        options=AdamW8bitOptions,
+        state_bytes_per_parameter=STATE_BYTES,
+        master_dtypes=("fp32", "bf16"),
     )
 
 
-def _build(groups: Sequence[bundles.ParamGroup], settings: bundles.OptimizerSettings, options: Any) -> BlockwiseAdamW:
+def _build(groups: Sequence[bundles.ParamGroup], options: AdamW8bitOptions) -> BlockwiseAdamW:
     # torch is imported when the optimizer is built, not when a configuration is checked.
     from surogate_optimizer_adamw_8bit.adamw_8bit import build
 
-    return build(groups, settings, options)
+    return build(groups, options)

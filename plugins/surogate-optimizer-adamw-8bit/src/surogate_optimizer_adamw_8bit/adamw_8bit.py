@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
+from surogate_optimizer_adamw_8bit import AdamW8bitOptions
 
 
-def build(groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any) -> BlockwiseAdamW:
+def build(groups: Sequence[ParamGroup], options: AdamW8bitOptions) -> BlockwiseAdamW:
     """The optimizer with zeroed state."""
-    return BlockwiseAdamW(groups, settings)
+    return BlockwiseAdamW(groups, beta1=options.beta1, beta2=options.beta2, epsilon=options.epsilon)

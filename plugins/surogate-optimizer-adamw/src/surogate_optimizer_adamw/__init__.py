@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Interval
 
 from surogate_core import bundles, hookimpl
 
@@ -11,6 +14,18 @@ if TYPE_CHECKING:
     from surogate_optimizer_adamw.adamw import AdamW
 
 SUROGATE_API = ">=1,<2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWOptions:
+    """Options of `optimizer=adamw`."""
+
+    beta1: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("adamw_beta1")] = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("adamw_beta2")] = 0.999
+    """Decay of AdamW's second moment."""
+    epsilon: Annotated[float, Interval(gt=0, le=1), bundles.Flat("adamw_epsilon")] = 1e-8
+    """Added to AdamW's denominator."""
 
 
 @hookimpl
@@ -23,12 +38,16 @@ def surogate_config_path() -> str:
 def surogate_optimizer() -> bundles.OptimizerSpec:
     """AdamW."""
     return bundles.OptimizerSpec(
-        name="adamw", build=_build, state_bytes_per_parameter=8.0, master_dtypes=("fp32", "bf16")
+        name="adamw",
+        build=_build,
+        options=AdamWOptions,
+        state_bytes_per_parameter=8.0,
+        master_dtypes=("fp32", "bf16"),
     )
 
 
-def _build(groups: Sequence[bundles.ParamGroup], settings: bundles.OptimizerSettings, options: Any) -> AdamW:
+def _build(groups: Sequence[bundles.ParamGroup], options: AdamWOptions) -> AdamW:
     # torch is imported when the optimizer is built, not when a configuration is checked.
     from surogate_optimizer_adamw.adamw import AdamW
 
-    return AdamW.build(groups, settings, options)
+    return AdamW(groups, options)

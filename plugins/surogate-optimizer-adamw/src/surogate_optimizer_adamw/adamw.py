@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 from surogate_core.kernels.updates import adamw_update
+from surogate_optimizer_adamw import AdamWOptions
 
 
 class AdamW:
@@ -19,19 +19,14 @@ class AdamW:
     ``p *= 1 − lr·wd; p −= lr · m̂ / (√v̂ + ε)``.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings):
+    def __init__(self, groups: Sequence[ParamGroup], options: AdamWOptions):
         self.groups = tuple(groups)
-        self.settings = settings
+        self.options = options
         self.first = [torch.zeros_like(g.grad) for g in groups]
         self.second = [torch.zeros_like(g.grad) for g in groups]
         device = groups[0].master.device
         # One counter, not one a group: all groups step together.
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
-
-    @classmethod
-    def build(cls, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: Any) -> AdamW:
-        """The optimizer with zeroed state."""
-        return cls(groups, settings)
 
     def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
         """One update of every master, in place; see `surogate_core.bundles.Optimizer`."""
@@ -47,9 +42,9 @@ class AdamW:
                 lr=lr,
                 clip=clip,
                 skip=skip,
-                beta1=self.settings.adamw_beta1,
-                beta2=self.settings.adamw_beta2,
-                epsilon=self.settings.adamw_epsilon,
+                beta1=self.options.beta1,
+                beta2=self.options.beta2,
+                epsilon=self.options.epsilon,
             )
 
     def state(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Gt
+from annotated_types import Gt, Interval
 
 from surogate_core import bundles, hookimpl
 
@@ -20,6 +20,18 @@ SUROGATE_API = ">=1,<2"
 class NorMuonOptions:
     """Options of NorMuon."""
 
+    momentum: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("normuon_momentum")] = 0.95
+    """Decay of NorMuon's momentum."""
+    beta2: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("normuon_beta2")] = 0.95
+    """Decay of NorMuon's second moment of each row."""
+    cautious_wd: Annotated[bool, bundles.Flat("normuon_cautious_wd")] = True
+    """NorMuon decays only weights that its update moves towards zero."""
+    adamw_beta1: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("adamw_beta1")] = 0.9
+    """Decay of the first moment of embeddings, head, norms and biases."""
+    adamw_beta2: Annotated[float, Interval(ge=0, lt=1), bundles.Flat("adamw_beta2")] = 0.999
+    """Decay of their second moment."""
+    adamw_epsilon: Annotated[float, Interval(gt=0, le=1), bundles.Flat("adamw_epsilon")] = 1e-8
+    """Added to their update's denominator."""
     rest_lr_factor: Annotated[float, Gt(0)] = 1.0
     """The learning rate of embeddings, head, norms and biases, as a multiple of `learning_rate`."""
 
@@ -43,10 +55,8 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
     )
 
 
-def _build(
-    groups: Sequence[bundles.ParamGroup], settings: bundles.OptimizerSettings, options: NorMuonOptions
-) -> NorMuon:
+def _build(groups: Sequence[bundles.ParamGroup], options: NorMuonOptions) -> NorMuon:
     # torch is imported when the optimizer is built, not when a configuration is checked.
     from surogate_optimizer_normuon.normuon import NorMuon
 
-    return NorMuon(groups, settings, options)
+    return NorMuon(groups, options)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import OptimizerSettings, ParamGroup
+from surogate_core.bundles import ParamGroup
 from surogate_core.formats.adamw_8bit import CHUNK, BlockwiseAdamW
 from surogate_core.kernels.norms import long_norm
 from surogate_core.kernels.updates import Matrices, matrix_momentum, matrix_update
@@ -66,14 +66,20 @@ class NorMuon:
         M = β1·M + (1−β1)·G;  O = polar(M);  v = β2·v + (1−β2)·mean over columns of O²
         Ô = O / (√v + ε), scaled to ‖O‖_F;  W −= lr · (√max(1, R/C)·Ô + wd·W)
 
-    With `normuon_cautious_wd` (arXiv 2510.12402) only elements with Ô ⊙ W ≥ 0 decay. All other parameters use 8-bit
+    With `cautious_wd` (arXiv 2510.12402) only elements with Ô ⊙ W ≥ 0 decay. All other parameters use 8-bit
     AdamW. A gradient element that is not finite counts as 0, and a skipped step changes nothing.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], settings: OptimizerSettings, options: NorMuonOptions):
-        self.settings, self.options = settings, options
+    def __init__(self, groups: Sequence[ParamGroup], options: NorMuonOptions):
+        self.options = options
         hidden = frozenset(name for group in groups for name in group.hidden)
-        self.rest = BlockwiseAdamW(groups, settings, chosen=lambda name: name not in hidden)
+        self.rest = BlockwiseAdamW(
+            groups,
+            beta1=options.adamw_beta1,
+            beta2=options.adamw_beta2,
+            epsilon=options.adamw_epsilon,
+            chosen=lambda name: name not in hidden,
+        )
         self._state = {f"rest.{name}": tensor for name, tensor in self.rest.state().items()}
         self._stacks: list[_Stack] = []
         for group in groups:
@@ -112,7 +118,7 @@ class NorMuon:
             self._update(stack, lr=lr * (1 - skip), clip=clip, skip=skip)
 
     def _update(self, stack: _Stack, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
-        beta1, beta2 = self.settings.normuon_momentum, self.settings.normuon_beta2
+        beta1, beta2 = self.options.momentum, self.options.beta2
         matrix_momentum(stack.momentum_BRC, stack.matrices, clip=clip, skip=skip, beta=beta1)
         o_BRC = polar(stack.momentum_BRC)
         squares_BR = long_norm(o_BRC).square_()
@@ -129,7 +135,7 @@ class NorMuon:
             stack.matrices,
             lr=lr,
             weight_decay=stack.weight_decay,
-            cautious=self.settings.normuon_cautious_wd,
+            cautious=self.options.cautious_wd,
         )
 
     def state(self) -> dict[str, Tensor]:
