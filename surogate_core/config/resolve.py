@@ -307,7 +307,7 @@ def config_from(values: Mapping[str, Any], registry: Registry) -> RunConfig:
     from surogate_core.config.names import LIST_GROUPS
 
     composed = {key: {one["name"]: one for one in v} if key in LIST_GROUPS else v for key, v in values.items()}
-    return check_values(composed, registry, lambda key: "")
+    return check_values(composed, registry, where=lambda key: "", is_set=lambda key: False)
 
 
 def policy_from(values: Mapping[str, Any]) -> PluginPolicy:

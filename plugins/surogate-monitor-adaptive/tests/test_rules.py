@@ -14,6 +14,7 @@ import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
 from surogate_monitor_adaptive.monitor import GUARDED, replay
 
+from surogate_core.bundles.options import options_from_flat
 from surogate_core.events import (
     Advice,
     Control,
@@ -34,6 +35,13 @@ Value = Callable[[int], float]
 def info(**config: Any) -> RunInfo:
     values = {"learning_rate": 1e-3, "warmup_steps": 0, "warmup_ratio": 0.0, **config}
     return RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
+
+
+def watching(of: RunInfo) -> Any:
+    """The monitor of a run whose configuration has these flat keys."""
+    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
+
+    return AdaptiveMonitor(options_from_flat(AdaptiveOptions, of.config), of)
 
 
 def start(steps: int = 2000) -> RunStart:
@@ -394,9 +402,7 @@ def test_a_phase_that_does_not_last_is_not_told() -> None:
 
 def controls_at(events: Sequence[Event], **config: Any) -> list[tuple[int, float | None, int]]:
     """(step, scale, fade) of what changes the rate."""
-    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
-
-    monitor = AdaptiveMonitor(AdaptiveOptions(), info(**config))
+    monitor = watching(info(**config))
     answers = [(getattr(event, "step", 0), monitor.on_event(event)) for event in events]
     return [(at, c.lr_scale, c.fade_steps) for at, c in answers if c is not None and c.lr_scale is not None]
 
@@ -428,9 +434,7 @@ def test_what_is_not_finite_is_survived_until_no_reduction_is_left() -> None:
 
 
 def stopped(events: Sequence[Event], **config: Any) -> tuple[int, str] | None:
-    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
-
-    monitor = AdaptiveMonitor(AdaptiveOptions(), info(**{"early_stop": True, **config}))
+    monitor = watching(info(**{"early_stop": True, **config}))
     for event in events:
         control = monitor.on_event(event)
         if control is not None and control.stop:

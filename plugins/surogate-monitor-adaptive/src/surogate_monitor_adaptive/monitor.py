@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from surogate_core.bundles import Flat
+from surogate_core.bundles.options import options_from_flat
 from surogate_core.events import (
     Control,
     EvalEnd,
@@ -270,6 +271,9 @@ def _thing(jump: str) -> str:
 
 
 def replay(events: Iterable[Event], info: RunInfo, options: AdaptiveOptions | None = None) -> list[Control]:
-    """The controls, in order, with which a new monitor answers the events of a run, recorded or made up."""
-    monitor = AdaptiveMonitor(options or AdaptiveOptions(), info)
+    """The controls, in order, with which a new monitor answers the events of a run, recorded or made up.
+
+    `options`: None takes those that the flat keys of the run's configuration give.
+    """
+    monitor = AdaptiveMonitor(options or options_from_flat(AdaptiveOptions, info.config), info)
     return [control for event in events if (control := monitor.on_event(event)) is not None]
