@@ -110,6 +110,9 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   zeros and share their memory.
 - `objective`: one fp32 loss per token, and its gradient, 0 where the label is -100; a token's loss does not depend on
   the other tokens; training, whole and in chunks.
+- `task`: equal data give equal micro-batches; a stream that loads a state goes on with the same micro-batches, after
+  any step; it refuses the state of other data; every micro-batch has the shapes of the sample; every pass over the
+  held-out rows is the same.
 - `launcher`: every rank of the job runs once, its exit code comes back, and an error in it is never exit code 0.
 
 The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does

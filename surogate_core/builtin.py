@@ -9,6 +9,8 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.data.pipeline import PreparedData
     from surogate_core.plugins.registry import Registry
 
 
@@ -27,6 +29,21 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     from surogate_core.kernels.ops import cross_entropy
 
     return cross_entropy(logits_NV, labels_N)
+
+
+@hookimpl
+def surogate_task() -> list[bundles.TaskSpec]:
+    """Supervised fine-tuning, and pre-training of all weights on every token."""
+    return [
+        bundles.TaskSpec(name="sft", build=_packed),
+        bundles.TaskSpec(name="pt", build=_packed, adapters=False, trains_prompts=True),
+    ]
+
+
+def _packed(config: RunConfig, data: PreparedData) -> bundles.Task:
+    from surogate_core.data.sampler import PackedTask
+
+    return PackedTask(config, data)
 
 
 @hookimpl

@@ -24,7 +24,7 @@ class RunInfo:
     output_dir: str
     """The directory that the run writes to."""
     task: str
-    """sft or pt."""
+    """Name of the run's task, such as sft or pt."""
     config: Mapping[str, Any]
     """The resolved configuration, with secrets masked."""
     interactive: bool

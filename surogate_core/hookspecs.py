@@ -48,6 +48,11 @@ def surogate_dataset() -> Offer[b.DatasetFormat]:
     """Dataset formats: rows of one type into tokens and labels."""
 
 
+@hookspec
+def surogate_task() -> Offer[b.TaskSpec]:
+    """Tasks: the micro-batches of a run, step by step."""
+
+
 # ----------------------------------------------------------------------- how it is trained
 
 

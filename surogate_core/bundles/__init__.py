@@ -20,6 +20,7 @@ from surogate_core.bundles.offloaders import GradientStore, Offloader, Store, Te
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Flat, NoOptions
 from surogate_core.bundles.recipes import RangedState, Recipe, RecipeSettings, RecipeState
+from surogate_core.bundles.tasks import Evaluation, Steps, Task, TaskSpec
 from surogate_core.bundles.weight_formats import WeightFormat, WeightSettings
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "KINDS",
     "Bundle",
     "DatasetFormat",
+    "Evaluation",
     "Flat",
     "FormatChoice",
     "GradientStore",
@@ -47,7 +49,10 @@ __all__ = [
     "Recipe",
     "RecipeSettings",
     "RecipeState",
+    "Steps",
     "Store",
+    "Task",
+    "TaskSpec",
     "TensorKind",
     "WeightFormat",
     "WeightSettings",
@@ -62,6 +67,7 @@ Bundle = (
     | OptimizerSpec
     | Offloader
     | KernelPack
+    | TaskSpec
     | Launcher
     | MonitorSpec
 )
@@ -75,6 +81,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "optimizer": ("surogate_optimizer", OptimizerSpec),
     "offload": ("surogate_offloader", Offloader),
     "kernels": ("surogate_kernel_pack", KernelPack),
+    "task": ("surogate_task", TaskSpec),
     "launcher": ("surogate_launcher", Launcher),
     "monitor": ("surogate_monitor", MonitorSpec),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-COMMANDS = ("sft", "pt", "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
+from collections.abc import Iterator
+
+CORE_TASKS = ("sft", "pt")
+COMMANDS = (*CORE_TASKS, "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
 PEERS_COMMANDS = {
     **dict.fromkeys(("train", "finetune", "fine-tune", "finetuning", "fit", "run", "lora", "qlora"), "sft"),
     **dict.fromkeys(("pretrain", "pre-train"), "pt"),
@@ -10,3 +13,12 @@ PEERS_COMMANDS = {
     "export": "merge",
 }
 """Name of a command in other trainers → its name here."""
+
+
+def installed_tasks() -> Iterator[str]:
+    """Names of the tasks that installed plugins offer, read from their sources: nothing is imported."""
+    from surogate_core.plugins.discovery import installed_plugins
+    from surogate_core.plugins.static import static_view
+
+    for plugin in installed_plugins():
+        yield from (name for kind, name in static_view(plugin.module).bundles if kind == "task")

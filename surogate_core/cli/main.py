@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
-from surogate_core.cli.commands import COMMANDS, PEERS_COMMANDS
+from surogate_core.cli.commands import COMMANDS, CORE_TASKS, PEERS_COMMANDS, installed_tasks
 from surogate_core.cli.failure import report_bug
 from surogate_core.errors import PluginError, SurogateError, UserError
 
@@ -19,7 +19,7 @@ surogate: train language models at the practical limit of NVIDIA GPUs
 
 usage:
   surogate [KEY=VALUE …]                       train; the embedded example if nothing is set
-  surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights
+  surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
   surogate merge --base-model P --checkpoint-dir P --output P
@@ -97,8 +97,6 @@ def _dispatch(arguments: list[str]) -> int:
     if not first or first.startswith(PREFIXES) or "=" in first:
         return _train(arguments, None)
     commands: dict[str, Callable[[list[str]], int]] = {
-        "sft": lambda rest: _train(rest, "sft"),
-        "pt": lambda rest: _train(rest, "pt"),
         "tokenize": _tokenize,
         "merge": _merge,
         "report": _report_runs,
@@ -107,9 +105,11 @@ def _dispatch(arguments: list[str]) -> int:
         "plugins": _plugins,
         "doctor": _doctor,
     }
-    if first not in commands:
-        raise _unknown_command(arguments)
-    return commands[first](arguments[1:])
+    if first in commands:
+        return commands[first](arguments[1:])
+    if first in CORE_TASKS or first in installed_tasks():
+        return _train(arguments[1:], first)
+    raise _unknown_command(arguments)
 
 
 def _train(arguments: list[str], task: str | None) -> int:

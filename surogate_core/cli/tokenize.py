@@ -70,7 +70,13 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     tokenizer, notes = tokenizer_of_run(config, vocab_size=_vocabulary(config, registry), pretrained=pretrained)
     began = time.perf_counter()
     with shown_progress() as progress:
-        data = prepare(config, tokenizer, registry.all("dataset"), progress=progress)
+        data = prepare(
+            config,
+            tokenizer,
+            registry.all("dataset"),
+            trains_prompts=registry.get("task", config.task).trains_prompts,
+            progress=progress,
+        )
     seconds = time.perf_counter() - began
     examples = suspicious_examples(data, tokenizer)
     report = tokenize_view.report_of(config, data, notes=notes, examples=examples, seconds=seconds)

@@ -110,7 +110,8 @@ def _complete(arguments: Arguments) -> int:
     open_word = words.pop() if words and not rest.endswith(" ") else ""
     querying = any(o.startswith("query=") for o in arguments.overrides)
     if querying:
-        print(" ".join(_own_completions(words, open_word, COMMANDS, registry)))
+        commands = (*COMMANDS, *(name for name in registry.names("task") if name not in COMMANDS))
+        print(" ".join(_own_completions(words, open_word, commands, registry)))
         if words[:1] == ["plugins"]:
             return 0
     if words and words[0] in COMMANDS:

@@ -135,13 +135,6 @@ CHECKS: tuple[Check, ...] = (
         message="and `warmup_steps` are both set.",
         fix="keep one and set the other to 0",
     ),
-    Check(
-        name="lora_in_pretraining",
-        key="lora",
-        wrong=lambda v: v["task"] == "pt" and v["lora"],
-        message="must be false in task pt, which trains every weight.",
-        fix="lora: false, or task sft",
-    ),
     *(_recompute_part(part) for part in ("att", "ffn", "qkv", "swiglu", "rmsnorm")),
     RECOMPUTE_BUDGET,
     Check(

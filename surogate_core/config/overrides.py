@@ -487,7 +487,7 @@ class Settings:
     def _has_bundle(self, group: str, name: str) -> bool:
         from surogate_core.bundles import KINDS
 
-        return group in KINDS and group not in ("model", "dataset") and name in self.registry.bundles(group)
+        return group in KINDS and group not in ("model", "dataset", "task") and name in self.registry.bundles(group)
 
     def _is_model_path(self, name: str) -> bool:
         if name in self._options("model"):

@@ -69,7 +69,7 @@ def load_many(
 
 def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, registry: Registry) -> Any:
     """File and command line as one `Settings`; its `problems` are not raised yet."""
-    from surogate_core.config.overrides import COMMAND_LINE, Choice, Settings
+    from surogate_core.config.overrides import COMMAND_LINE, Settings
     from surogate_core.config.yamlfile import read_yaml
 
     settings = Settings(registry)
@@ -83,12 +83,12 @@ def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, r
     if task is not None:
         chosen = settings.choices.get("task")
         if chosen is not None and chosen.options != [task] and not chosen.sweep:
+            named = ",".join(chosen.options)
             place = "the file" if chosen is before else "the override"
-            message = f"`surogate {task}` was called, but {place} says {','.join(chosen.options)}."
-            settings.problems.append(
-                Problem(key="task", message=message, where=chosen.where, fix=f"surogate {','.join(chosen.options)} …")
-            )
-        settings.choices["task"] = Choice([task], COMMAND_LINE)
+            message = f"`surogate {task}` was called, but {place} says {named}."
+            problem = Problem(key="task", message=message, where=chosen.where, fix=f"surogate {named} …")
+            settings.problems.append(problem)
+        settings.choose_value("task", task, COMMAND_LINE)
     settings.imply()
     return settings
 

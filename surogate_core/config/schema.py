@@ -74,8 +74,8 @@ class RunConfig:
     """Everything that shapes a run: a field is a key, except `flat`."""
 
     # ------------------------------------------------------------------ what is trained
-    task: Literal["sft", "pt"] = "sft"
-    """The job: supervised fine-tuning, or pre-training of all weights."""
+    task: Name = "sft"
+    """What is trained on: `sft` is supervised fine-tuning, `pt` pre-training of all weights; plugins may offer more."""
     objective: Name = "cross_entropy"
     """Name of the objective that gives the loss."""
     model: ModelSelection = field(default_factory=ModelSelection)

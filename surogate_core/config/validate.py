@@ -58,6 +58,7 @@ def validate(
         names = registry.names("objective")
         check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
     check.problems.extend(check.builder.problems)
+    check.task(built)
     check.offload(built)
     check.contradictions(built)
     check.flat_keys(built)
@@ -235,6 +236,19 @@ class _Validator:
         self.builder.dataclass(cls, {k: v for k, v in entry.items() if k in allowed}, f"{path}.")
 
     # --------------------------------------------------------------------- contradictions
+
+    def task(self, built: Mapping[str, Any]) -> None:
+        """Hold what is to be trained against what the task can train."""
+        name = built["task"]
+        if not isinstance(name, str):
+            return
+        specs = {name: provided.bundle for name, provided in sorted(self.registry.bundles("task").items())}
+        if name not in specs:
+            self.problems.append(unknown_name("task", name, self.where("task"), self.registry, specs))
+        elif built["lora"] is True and not specs[name].adapters:
+            able = " or ".join(other for other, spec in specs.items() if spec.adapters)
+            message = f"must be false in task {name}, which trains every weight."
+            self._problem("lora", message, f"lora: false, or task {able}" if able else "lora: false")
 
     def offload(self, built: dict[str, Any]) -> None:
         """Hold the keys that move tensors against what the offloader and the recipe can do."""

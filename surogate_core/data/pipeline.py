@@ -74,10 +74,12 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     formats: Mapping[str, DatasetFormat],
     *,
+    trains_prompts: bool = False,
     progress: Callable[[Progress], None] = lambda event: None,
 ) -> PreparedData:
     """Read, tokenise and pack the data sets of `config`, or map what an earlier run made of them.
 
+    `trains_prompts`: whether the task trains every token on purpose (`TaskSpec.trains_prompts`).
     Raises `ConfigError` for a wrong entry, `UserError` for missing, empty or too broken data,
     `MachineError` when the cache's disk is full.
     """
@@ -89,7 +91,7 @@ def prepare(
         check_task(entry, config.task)
     if not config.datasets:
         raise UserError("`datasets` is empty. Fix: name at least one data set, e.g. dataset=embedded.")
-    encoder = _Encoder(config, tokenizer, formats, progress)
+    encoder = _Encoder(config, tokenizer, formats, progress, trains_prompts=trains_prompts)
     loaded = [encoder.load(entry) for entry in entries]
     train_sets, eval_sets = loaded[: len(config.datasets)], loaded[len(config.datasets) :]
     packer = _Packer(config, tokenizer, encoder, progress)
@@ -234,6 +236,8 @@ class _Encoder:
         tokenizer: PreTrainedTokenizerBase,
         formats: Mapping[str, DatasetFormat],
         progress: Callable[[Progress], None],
+        *,
+        trains_prompts: bool,
     ):
         import tokenizers
         import transformers
@@ -247,7 +251,7 @@ class _Encoder:
         """Further warnings of the report."""
         self._formats = formats
         self._task = config.task
-        self._trains_prompts = config.task == "pt" or config.loss_scale == "all"
+        self._trains_prompts = trains_prompts or config.loss_scale == "all"
         self._progress = progress
         self._workers = config.dataloader_num_workers
         self._context = EncodeContext(

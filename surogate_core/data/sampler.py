@@ -16,6 +16,9 @@ from surogate_core.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from surogate_core.bundles import Steps
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.data.pipeline import PreparedData
     from surogate_core.data.shards import PackedRows
 
 STATE_VERSION = 1
@@ -156,6 +159,32 @@ class EvalBatches:
             indices: list[int | None] = list(range(first, min(first + self._rows_per_micro_batch, len(self._rows))))
             indices += [None] * (self._rows_per_micro_batch - len(indices))
             yield collate(self._rows, indices)
+
+
+class PackedTask:
+    """The core's tasks: the packed rows of the data sets, each epoch in an order of its own."""
+
+    def __init__(self, config: RunConfig, data: PreparedData):
+        self._config, self._data = config, data
+
+    def sample(self) -> MicroBatch:
+        """The first row, as often as a micro-batch has rows."""
+        return collate(self._data.train, [0] * self._config.per_device_train_batch_size)
+
+    def steps(self) -> Steps:
+        """The training rows, from the beginning."""
+        return StepLoader(
+            self._data.train,
+            rows_per_micro_batch=self._config.per_device_train_batch_size,
+            micro_batches=self._config.gradient_accumulation_steps,
+            seed=self._config.train_seed,
+        )
+
+    def evaluation(self) -> EvalBatches | None:
+        """The held-out rows; None when nothing is held out."""
+        if self._data.eval is None:
+            return None
+        return EvalBatches(self._data.eval, rows_per_micro_batch=self._config.per_device_train_batch_size)
 
 
 def _short(value: Any) -> str:

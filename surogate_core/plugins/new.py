@@ -45,6 +45,7 @@ KINDS: Mapping[str, Kind] = {
         use="surogate 'datasets=[{path: my.jsonl, type: @NAME@}]'",
         has_option=False,
     ),
+    "task": Kind(what="the task", file="steps", use="surogate task=@NAME@"),
     "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
     "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
     "kernels": Kind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +291,8 @@ def _load(registry: Registry, plugin: InstalledPlugin) -> None:
     doing = "when it was imported"
     try:
         if plugin.entry_point is None:
-            from surogate_core import builtin
-
-            module: Any = builtin
+            # By its name, as any plugin: what the core itself offers stands above this package.
+            module: Any = import_module(plugin.module)
         else:
             with observed(plugin, doing, registry.remarks, timed=True):
                 module = plugin.entry_point.load()

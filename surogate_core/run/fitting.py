@@ -116,7 +116,7 @@ class _Search:
         steps: list[dict[str, Any]] = [] if self.config.recompute else [{"recompute": True}]
         if self.config.lora and self.config.lora_rank > 16:
             steps.append({"lora_rank": 16})
-        elif not self.config.lora:
+        elif not self.config.lora and self.registry.get("task", self.config.task).adapters:
             steps.append({"lora": True})
         for step in [{}, *steps]:
             changes |= step

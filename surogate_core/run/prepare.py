@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from surogate_core.batch import MicroBatch
+from surogate_core.bundles import Evaluation, Steps, TaskSpec
 from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
-from surogate_core.data.sampler import EvalBatches, StepLoader
 from surogate_core.dsl.rope import check_covers
 from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
@@ -80,8 +81,10 @@ class Material:
 
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
-    steps: StepLoader
-    evaluation: EvalBatches | None
+    sample: MicroBatch
+    """Has the shapes of every micro-batch."""
+    steps: Steps
+    evaluation: Evaluation | None
     longest: int
     """Tokens of the longest document."""
     notes: tuple[str, ...]
@@ -159,23 +162,23 @@ def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | No
     tokenizer, of_tokenizer = tokenizer_of_run(
         config, vocab_size=model.vocab_size, pretrained=base.resolved.weights is not None
     )
-    data = prepare(config, tokenizer, registry.all("dataset"), progress=show)
+    spec: TaskSpec = registry.get("task", config.task)
+    data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, progress=show)
     longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
     check_covers(model.config, longest)
-    steps = StepLoader(
-        data.train,
-        rows_per_micro_batch=config.per_device_train_batch_size,
-        micro_batches=config.gradient_accumulation_steps,
-        seed=config.train_seed,
-    )
+    task = spec.build(config, data)
+    steps = task.steps()
     if checkpoint is not None:
         steps.load_state(checkpoint.state.get("loader", {}))
-    evaluation = None
-    if data.eval is not None:
-        evaluation = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
     notes = [*of_tokenizer, data.report.summary(), *data.report.warnings, *suspicious_examples(data, tokenizer)]
     return Material(
-        tokenizer=tokenizer, data=data, steps=steps, evaluation=evaluation, longest=longest, notes=tuple(notes)
+        tokenizer=tokenizer,
+        data=data,
+        sample=task.sample(),
+        steps=steps,
+        evaluation=task.evaluation(),
+        longest=longest,
+        notes=tuple(notes),
     )
 
 

@@ -11,7 +11,6 @@ import structlog
 import torch
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.sampler import collate
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import SurogateError
 from surogate_core.events import Progress, RunEnd, RunStart
@@ -136,9 +135,10 @@ class _Run:
 
     def _build(self, base: Base, material: Material) -> Engine:
         """The engine, with the weights loaded and everything compiled."""
-        sample = collate(material.data.train, [0] * self.config.per_device_train_batch_size)
         self.rate = measured_rate(base, self._show)
-        engine = build_engine(self.config, self.registry, base.resolved, sample=sample, progress=self._progress)
+        engine = build_engine(
+            self.config, self.registry, base.resolved, sample=material.sample, progress=self._progress
+        )
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()

@@ -20,6 +20,7 @@ APART = frozenset({"monitor", "launcher"})
 
 _MODULES = {
     "objective": "objectives",
+    "task": "tasks",
     "recipe": "recipes",
     "quant": "weight_formats",
     "optimizer": "optimizers",

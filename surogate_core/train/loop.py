@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from surogate_core.batch import MicroBatch
+from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.sampler import EvalBatches, StepLoader
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError, printable
 from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
@@ -135,7 +135,7 @@ class _Prefetcher:
     For a GPU they are in page-locked memory, so that the thread which launches kernels does not copy them there.
     """
 
-    def __init__(self, loader: StepLoader, work: Work, device: torch.device):
+    def __init__(self, loader: Steps, work: Work, device: torch.device):
         self._loader, self._work, self._pins = loader, work, device.type == "cuda"
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
         self.state: dict[str, Any] = loader.state()
@@ -173,7 +173,7 @@ def _settled_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def total_steps(config: RunConfig, loader: StepLoader, *, done: int) -> int:
+def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
     """Optimizer steps of the whole run when `done` of them have brought the loader where it is.
 
     `num_epochs` counts rows, so that a run that is resumed with another batch size still sees each as often.
@@ -192,8 +192,8 @@ class Loop:
         self,
         config: RunConfig,
         engine: Engine,
-        loader: StepLoader,
-        evaluation: EvalBatches | None,
+        loader: Steps,
+        evaluation: Evaluation | None,
         bus: EventBus,
         checkpoints: CheckpointDir | None,
         *,
@@ -457,7 +457,7 @@ class Loop:
             raise DivergedError(self._divergence(f"step {state.step}: the held-out loss is {loss}", at_start=at_start))
         self._clock.restart()
 
-    def _evaluation_batches(self, batches: EvalBatches) -> Iterator[MicroBatch]:
+    def _evaluation_batches(self, batches: Evaluation) -> Iterator[MicroBatch]:
         for number, batch in enumerate(batches, start=1):
             if self.signals.received is not None:
                 raise _Interrupted

@@ -248,7 +248,6 @@ CONTRADICTIONS = {
     "micro_batch_past_any_memory": ["per_device_train_batch_size=65536", "sequence_len=4096"],
     "step_past_any_memory": ["per_device_train_batch_size=64", "sequence_len=4096", "gradient_accumulation_steps=1024"],
     "two_warmups": ["warmup_ratio=0.1", "warmup_steps=3"],
-    "lora_in_pretraining": ["task=pt", "lora=true"],
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("att", "ffn", "qkv")},
     **{f"recompute_{p}_without_effect": [f"recompute_{p}=true", "recompute=true"] for p in ("swiglu", "rmsnorm")},
     "recompute_budget_without_effect": ["recompute_budget=0.5", "recompute=true"],
@@ -284,6 +283,12 @@ def test_every_contradiction(problems: Problems, check: Any) -> None:
     (problem,) = problems("model=qwen3-0.6b", *CONTRADICTIONS[check.name])
     assert (problem.key, problem.message) == (check.key, check.message)
     assert problem.fix
+
+
+def test_a_task_that_trains_all_weights_takes_no_adapters(problems: Problems) -> None:
+    (problem,) = problems("model=qwen3-0.6b", "task=pt", "lora=true")
+    assert (problem.key, problem.fix) == ("lora", "lora: false, or task sft")
+    assert "must be false in task pt, which trains every weight" in problem.message
 
 
 # ------------------------------------------------------------------------------- plugins

@@ -148,8 +148,8 @@ def test_an_example_of_data_in_which_all_or_nothing_is_trained(
     assert "⟦" in found[0]
     assert "\n" not in found[0]
     if what == "everything":
-        for meant in ({"loss_scale": "all"}, {"task": "pt"}):
-            config = make_config(path, entry={"prompt_words": prompt_words}, sequence_len=2048, **meant)
-            data = prepare(config, tokenizer, formats)
+        for loss_scale, trains_prompts in (("all", False), ("default", True)):
+            config = make_config(path, entry={"prompt_words": prompt_words}, sequence_len=2048, loss_scale=loss_scale)
+            data = prepare(config, tokenizer, formats, trains_prompts=trains_prompts)
             assert not suspicious_examples(data, tokenizer)
             assert not any("every token is trained" in warning for warning in data.report.warnings)

@@ -184,7 +184,9 @@ def test_hook_examples_train_together(shell):
     (package / "__init__.py").touch()
     (package / "conf/recipe").mkdir(parents=True)
     (package / "conf/recipe/rounded.yaml").write_text("name: rounded\nactivations: true\n")
-    for directory in ("conf", "conf/recipe"):
+    (package / "conf/task").mkdir()
+    (package / "conf/task/reseeded.yaml").write_text("# @package _global_\ntask: reseeded\n")
+    for directory in ("conf", "conf/recipe", "conf/task"):
         (package / directory / "__init__.py").touch()
     metadata = shell.site / "hook_examples-1.dist-info"
     metadata.mkdir()
@@ -194,7 +196,7 @@ def test_hook_examples_train_together(shell):
     rows = "".join(f'{{"prompt": "{n} and two is", "answer": "{n + 2}"}}\n{{"prompt": 1}}\n' for n in range(40))
     (shell.work / "pairs.jsonl").write_text(rows, encoding="utf-8")
     printed = shell.run(
-        "surogate model.name=pairs model.preset=tiny objective=z_loss recipe=rounded recipe.activations=false "
+        "surogate reseeded model.name=pairs model.preset=tiny objective=z_loss recipe=rounded recipe.activations=false "
         "optimizer=sign_sgd offload=simple_host launcher=polite monitor=[console,target] monitor.target.loss=100 "
         "'datasets=[{path: pairs.jsonl, type: pair}]' max_steps=3 warmup_steps=0 sequence_len=32 eval_steps=0 "
         "lora=true qlora_format=int8_rows tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer output_dir=out"

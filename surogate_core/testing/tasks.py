@@ -1,0 +1,150 @@
+"""Checks of tasks: equal data give equal steps, a saved place is found again, every micro-batch has one shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surogate_core.batch import MicroBatch
+from surogate_core.bundles import DatasetFormat, NoOptions, Task, TaskSpec
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.encoded import EncodeContext, Encoded
+from surogate_core.data.pipeline import prepare
+from surogate_core.errors import UserError
+from surogate_core.testing.chat_templates import byte_tokenizer
+from surogate_core.testing.check import ensure
+
+STEPS = 7
+"""Steps that are compared; more than an epoch of the data here has."""
+
+
+def _encode(row: Mapping[str, Any], options: Any, context: EncodeContext) -> Encoded:
+    ids = context.tokenizer(row["text"])["input_ids"]
+    return Encoded.from_mask(ids, [place > 0 for place in range(len(ids))])
+
+
+@contextmanager
+def small(spec: TaskSpec, *, documents: int = 40) -> Iterator[Task]:
+    """The task on a few rows of 64 tokens, two a micro-batch and two micro-batches a step; an eighth is held out."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        rows = (
+            json.dumps({"text": f"{i} and {i * 7 % 11} are words " + "and more " * (i % 3)}) for i in range(documents)
+        )
+        (directory / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        config = RunConfig(
+            task=spec.name,
+            datasets=[{"path": str(directory / "rows.jsonl"), "type": "lines"}],
+            data_cache_dir=str(directory / "cache"),
+            dataloader_num_workers=0,
+            sequence_len=64,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            validation_split_ratio=0.125,
+        )
+        lines = DatasetFormat(name="lines", options=NoOptions, encode=_encode)
+        data = prepare(config, byte_tokenizer(), {"lines": lines}, trains_prompts=spec.trains_prompts)
+        yield spec.build(config, data)
+
+
+def _difference(a: MicroBatch, b: MicroBatch) -> str:
+    """The first field in which two micro-batches differ; empty where they are equal."""
+    for field in dataclasses.fields(MicroBatch):
+        left, right = getattr(a, field.name), getattr(b, field.name)
+        both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+        if not (torch.equal(left, right) if both else left == right):
+            return field.name
+    return ""
+
+
+def _ensure_equal(found: list[list[MicroBatch]], expected: list[list[MicroBatch]], when: str) -> None:
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        ensure(len(a) == len(b), f"{when}: step {step} has {len(a)} micro-batches, not {len(b)}")
+        for number, (left, right) in enumerate(zip(a, b, strict=True)):
+            differing = _difference(left, right)
+            ensure(not differing, f"{when}: micro-batch {number} of step {step} differs in {differing}")
+
+
+def gives_equal_steps(spec: TaskSpec) -> None:
+    """Two streams over the same data with the same keys have the same micro-batches, and train something."""
+    with small(spec) as task:
+        first, second = task.steps(), task.steps()
+        ensure(first.steps_per_epoch > 0, f"steps_per_epoch is {first.steps_per_epoch!r}")
+        ensure(first.epoch == 0, f"epoch is {first.epoch!r} before the first step")
+        expected = [first.next_step() for _ in range(STEPS)]
+        _ensure_equal([second.next_step() for _ in range(STEPS)], expected, "the same data again")
+        ensure(first.epoch > 0, "epoch is 0 after some steps")
+        for number, step in enumerate(expected):
+            ensure(sum(batch.label_tokens for batch in step) > 0, f"step {number} trains no token")
+
+
+def resumes_where_it_was(spec: TaskSpec) -> None:
+    """The state is strict JSON, and a stream that loads it goes on with the same micro-batches, after any step."""
+    with small(spec) as task:
+        for taken in range(STEPS):
+            steps = task.steps()
+            for _ in range(taken):
+                steps.next_step()
+            state = json.loads(json.dumps(steps.state(), allow_nan=False))
+            resumed = task.steps()
+            resumed.load_state(state)
+            when = f"resumed after {taken} steps"
+            ensure(resumed.epoch == steps.epoch, f"{when}: epoch is {resumed.epoch!r}, not {steps.epoch!r}")
+            _ensure_equal([resumed.next_step()], [steps.next_step()], when)
+
+
+def refuses_the_state_of_other_data(spec: TaskSpec) -> None:
+    """A place in other data cannot be continued: `load_state` raises `UserError`."""
+    with small(spec) as task:
+        steps = task.steps()
+        steps.next_step()
+        state = steps.state()
+    with small(spec, documents=30) as task:
+        try:
+            task.steps().load_state(state)
+        except UserError:
+            return
+    raise AssertionError("load_state takes the state of other data")
+
+
+def has_one_shape(spec: TaskSpec) -> None:
+    """Every micro-batch, trained or held out, has the shapes and dtypes of the sample and lies on the host."""
+    with small(spec) as task:
+        steps, evaluation = task.steps(), task.evaluation()
+        expected = _shapes(task.sample())
+        batches = [batch for _ in range(STEPS) for batch in steps.next_step()]
+        batches += list(evaluation) if evaluation is not None else []
+        for batch in batches:
+            ensure(_shapes(batch) == expected, f"a micro-batch has {_shapes(batch)}, the sample {expected}")
+
+
+def evaluates_the_same(spec: TaskSpec) -> None:
+    """Every pass over the held-out rows has the same micro-batches, as many as it says."""
+    with small(spec) as task:
+        evaluation = task.evaluation()
+        ensure(evaluation is not None, "nothing is evaluated, and rows are held out")
+        assert evaluation is not None
+        first, second = list(evaluation), list(evaluation)
+        ensure(len(first) == len(evaluation), f"a pass has {len(first)} micro-batches, not {len(evaluation)}")
+        _ensure_equal([second], [first], "the second pass")
+
+
+def _shapes(batch: MicroBatch) -> dict[str, str]:
+    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return {n: f"{list(t.shape)} {t.dtype} {t.device}" for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+
+
+CHECKS = (
+    gives_equal_steps,
+    resumes_where_it_was,
+    refuses_the_state_of_other_data,
+    has_one_shape,
+    evaluates_the_same,
+)
