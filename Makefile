@@ -19,7 +19,7 @@ SHARED := OMP_NUM_THREADS=1 $(if $(filter-out 0,$(WORKERS)),PYTEST_ADDOPTS='-n $
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
+PROJECTS := pyproject.toml native/pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)))
 STAMP := $(VENV)/.set-up
 

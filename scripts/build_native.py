@@ -1,8 +1,9 @@
-"""Compile native/kernels/*.cu ahead of time by nvcc, for every architecture that is supported: ``make native``.
+"""Compile the CUDA C++ of every pack ahead of time by nvcc, for every architecture that is supported: ``make native``.
 
-    python scripts/build_native.py [--arch sm_90a …] [--out native/build] [--jobs 2]
+    python scripts/build_native.py [--arch sm_90a …] [--jobs 2]
 
-Exit code 1 when nvcc refuses a source, and 3 when there is no nvcc.
+A binary is in the directory ``native/build`` of its pack's package. Exit code 1 when nvcc refuses a source, and 3 when
+there is no nvcc.
 """
 
 from __future__ import annotations
@@ -15,29 +16,23 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from surogate_core.kernels.native import ARCHITECTURES, FLAGS, binary_name, names, source_of
+from surogate_core.kernels.native import ARCHITECTURES, FLAGS, Sources, binary_name, names, source_of
 
-NATIVE = Path(__file__).resolve().parents[1] / "native"
+PACKS = sorted(Path(__file__).resolve().parents[1].glob("plugins/*/src/*/native"))
 
 
-def build(name: str, architecture: str, out: Path) -> str:
+def build(sources: Sources, name: str, architecture: str) -> str:
     """Compile one source for one architecture; what nvcc says, empty when all is well."""
-    target = out / binary_name(NATIVE, name, architecture)
+    out = sources.directory / "build"
+    target = out / binary_name(sources, name, architecture)
     if target.exists():
         return ""
+    out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         source, made = Path(directory, f"{name}.cu"), Path(directory, "made.cubin")
-        source.write_text(source_of(NATIVE, name), encoding="utf-8")
-        command = [
-            "nvcc",
-            *FLAGS,
-            f"-arch={architecture}",
-            "-Werror=all-warnings",
-            "-cubin",
-            "-o",
-            str(made),
-            str(source),
-        ]
+        source.write_text(source_of(sources, name), encoding="utf-8")
+        flags = [*FLAGS, f"-arch={architecture}", "-Werror=all-warnings"]
+        command = ["nvcc", *flags, "-cubin", "-o", str(made), str(source)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             return f"{name} for {architecture}:\n{result.stderr}"
@@ -51,17 +46,16 @@ def main() -> int:
     """Build all that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="*", default=ARCHITECTURES)
-    parser.add_argument("--out", type=Path, default=NATIVE / "build")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     if shutil.which("nvcc") is None:
         print("nvcc was not found. Fix: install the CUDA toolkit, or leave it: kernels are compiled at first use.")
         return 3
-    options.out.mkdir(parents=True, exist_ok=True)
-    jobs = [(name, architecture, options.out) for name in names(NATIVE) for architecture in options.arch]
+    found = [Sources(directory=pack, shared=("surogate_native",)) for pack in PACKS]
+    jobs = [(pack, name, architecture) for pack in found for name in names(pack) for architecture in options.arch]
     with ThreadPoolExecutor(options.jobs) as pool:
         failed = [message for message in pool.map(lambda job: build(*job), jobs) if message]
-    print("\n".join(failed) or f"{len(jobs)} binaries in {options.out}")
+    print("\n".join(failed) or f"{len(jobs)} binaries of {len(found)} packs")
     return 1 if failed else 0
 
 

@@ -2,8 +2,8 @@
 
 A source is compiled by NVRTC through CuPy when one of its functions is first launched, and kept on
 disk, keyed by source, flags, architecture and toolkit. A binary that ``make native`` made of the
-same source is taken instead. A pack has its sources in a directory ``native``: ``kernels/NAME.cu``
-and ``include/*.cuh``.
+same source is taken instead. A pack has its sources in a directory ``native`` of its package:
+``kernels/NAME.cu`` and ``include/*.cuh``; headers may also be another distribution's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,36 @@ FLAGS = ("-std=c++17",)
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 
-def source_of(native: Path, name: str) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The CUDA C++ of one pack."""
+
+    directory: Path
+    """Has ``kernels/NAME.cu``, ``include/*.cuh`` and, after ``make native``, ``build/``."""
+    shared: tuple[str, ...] = ()
+    """Packages whose data ``include/*.cuh`` the sources include too; the pack's distribution depends on them."""
+
+    @classmethod
+    def of(cls, file: str, *shared: str) -> Sources:
+        """Those of the package that a module is in: ``Sources.of(__file__)``."""
+        return cls(directory=Path(file).parent / "native", shared=shared)
+
+    def header(self, name: str) -> Path:
+        """The file of a header, the pack's own first. Raises `MachineError` where there is none."""
+        try:
+            directories = [self.directory, *(Path(str(files(package))) for package in self.shared)]
+        except ModuleNotFoundError as error:
+            raise MachineError(
+                f"{self.directory} includes headers of the package {error.name}, which is not installed. "
+                f"Fix: pip install {str(error.name).replace('_', '-')}"
+            ) from error
+        for directory in directories:
+            if (found := directory / "include" / name).is_file():
+                return found
+        raise MachineError(f"{self.directory} includes {name}, which is in none of {', '.join(map(str, directories))}")
+
+
+def source_of(sources: Sources, name: str) -> str:
     """The source ``kernels/NAME.cu`` with its own headers put in, each once: one text that a cache can be keyed by."""
     seen: set[str] = set()
 
@@ -45,21 +76,21 @@ def source_of(native: Path, name: str) -> str:
             if found[1] in seen:
                 return ""
             seen.add(found[1])
-            return inlined(native / "include" / found[1])
+            return inlined(sources.header(found[1]))
 
         return _INCLUDE.sub(header, path.read_text(encoding="utf-8").replace("#pragma once\n", ""))
 
-    return inlined(native / "kernels" / f"{name}.cu")
+    return inlined(sources.directory / "kernels" / f"{name}.cu")
 
 
-def names(native: Path) -> list[str]:
-    """The sources there are."""
-    return sorted(path.stem for path in (native / "kernels").glob("*.cu"))
+def names(sources: Sources) -> list[str]:
+    """The names of the pack's sources."""
+    return sorted(path.stem for path in (sources.directory / "kernels").glob("*.cu"))
 
 
-def binary_name(native: Path, name: str, architecture: str, toolkit: str = "") -> str:
+def binary_name(sources: Sources, name: str, architecture: str, toolkit: str = "") -> str:
     """The file that holds the binary of the source as it is now, and of no other."""
-    content = "\0".join((*FLAGS, architecture, toolkit, source_of(native, name)))
+    content = "\0".join((*FLAGS, architecture, toolkit, source_of(sources, name)))
     return f"{name}.{architecture}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.cubin"
 
 
@@ -133,7 +164,7 @@ def _own_directory() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="surogate-kernels-")
 
 
-def _compiled(native: Path, name: str, architecture: str) -> Path:
+def _compiled(sources: Sources, name: str, architecture: str) -> Path:
     """The binary for an architecture-specific target, which CuPy itself does not ask NVRTC for."""
     from cupy.cuda import nvrtc
 
@@ -142,10 +173,10 @@ def _compiled(native: Path, name: str, architecture: str) -> Path:
         directory = private_directory(_cache())
     except OSError:
         directory = Path(_own_directory().name)
-    binary = directory / binary_name(native, name, architecture, f"nvrtc {version}")
+    binary = directory / binary_name(sources, name, architecture, f"nvrtc {version}")
     if binary.exists():
         return binary
-    program = nvrtc.createProgram(source_of(native, name), f"{name}.cu", [], [])
+    program = nvrtc.createProgram(source_of(sources, name), f"{name}.cu", [], [])
     try:
         nvrtc.compileProgram(program, (*FLAGS, f"-arch={architecture}"))
         made: bytes = nvrtc.getCUBIN(program)
@@ -186,8 +217,8 @@ class Module:
     It includes none of the toolkit's headers.
     """
 
-    def __init__(self, native: Path, name: str, *, specific: bool = False):
-        self.native = native
+    def __init__(self, sources: Sources, name: str, *, specific: bool = False):
+        self.sources = sources
         self.name = name
         self.specific = specific
         self._functions: dict[tuple[int, str, int], Any] = {}
@@ -199,15 +230,15 @@ class Module:
         index = device.index or 0
         if index not in self._loaded:
             architecture = architecture_of(device)
-            binary = self.native / "build" / binary_name(self.native, self.name, architecture)
+            binary = self.sources.directory / "build" / binary_name(self.sources, self.name, architecture)
             with cupy.cuda.Device(index):
                 if self.specific and not binary.exists():
-                    binary = _compiled(self.native, self.name, architecture)
+                    binary = _compiled(self.sources, self.name, architecture)
                 if binary.exists():
                     self._loaded[index] = cupy.RawModule(path=str(binary))
                 else:
                     self._loaded[index] = cupy.RawModule(
-                        code=source_of(self.native, self.name), options=FLAGS, backend="nvrtc"
+                        code=source_of(self.sources, self.name), options=FLAGS, backend="nvrtc"
                     )
         return self._loaded[index]
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from surogate_core.kernels.native import source_of
+from surogate_core.kernels.native import Sources, source_of
 
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-pthread", "-w")
@@ -33,11 +33,11 @@ THREADS = 32
 
 
 @cache
-def _library(native: Path, name: str) -> ctypes.CDLL:
+def _library(sources: Sources, name: str) -> ctypes.CDLL:
     assert COMPILER is not None
     # The toolkit's headers are left out: the host has its own.
     text, changed = re.subn(
-        r"constexpr int threads = \d+;", f"constexpr int threads = {THREADS};", source_of(native, name)
+        r"constexpr int threads = \d+;", f"constexpr int threads = {THREADS};", source_of(sources, name)
     )
     assert changed == 1
     lines = [line for line in text.splitlines() if not line.startswith("#include")]
@@ -52,14 +52,14 @@ def _library(native: Path, name: str) -> ctypes.CDLL:
 class HostModule:
     """In the place of a `surogate_core.kernels.native.Module`: kernels run on the CPU, on its tensors."""
 
-    def __init__(self, native: Path, name: str):
-        self.native = native
+    def __init__(self, sources: Sources, name: str):
+        self.sources = sources
         self.name = name
 
     def launch(self, function: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
         """As `Module.launch`. `block` must be `THREADS`."""
         assert block == THREADS
-        library = _library(self.native, self.name)
+        library = _library(self.sources, self.name)
         floats = [a for a in arguments if isinstance(a, float)]
         rest = [a for a in arguments if not isinstance(a, float)]
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else int(a) for a in rest]
@@ -87,6 +87,6 @@ def device_for(
         return torch.device("cuda")
     if COMPILER is None:
         pytest.skip("g++ is not installed")
-    monkeypatch.setattr(kernels, "_MODULE", HostModule(kernels._MODULE.native, name))
+    monkeypatch.setattr(kernels, "_MODULE", HostModule(kernels._MODULE.sources, name))
     monkeypatch.setattr(kernels, "THREADS", THREADS)
     return torch.device("cpu")

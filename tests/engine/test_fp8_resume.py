@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_packs import triton_packs
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import RecipeSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.testing import tiny
 from surogate_core.train.checkpoint import CheckpointDir
 
@@ -40,7 +39,7 @@ def engine(mode: str) -> Engine:
         borders=BORDERS,
         lora=tiny.lora(16, dropout=0.1) if mode == "lora" else None,
         source=tiny.random_source(std=0.05),
-        packs=[TORCH_PACK, import_module("surogate_kernels_triton").surogate_kernel_pack()],
+        packs=triton_packs(),
         recipe=recipe,
         recipe_options=options,
         dtype=torch.bfloat16,

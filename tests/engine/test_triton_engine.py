@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_kernels_triton import surogate_kernel_pack
+from gpu_packs import triton_packs
 from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
@@ -44,7 +44,7 @@ def engine(device: str = "cuda", *, dropout: float = 0.1, packs: Any = None, ful
         lora=None if full else tiny.lora(16, dropout=dropout),
         source=source,
         head_chunks=2,
-        packs=packs or [TORCH_PACK, surogate_kernel_pack()],
+        packs=packs or triton_packs(),
         **{**cuda, **more},
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_packs import triton_packs
 from panel_pack import PACK
 from surogate_offload_host import surogate_offloader
 from tiny_qwen3 import make_engine, strict_offloader, tiny_config
@@ -166,7 +167,6 @@ def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None
     from surogate_core.testing.weight_formats import rounded as rounded_by
 
     found = weight_format(name)
-    triton: KernelPack = import_module("surogate_kernels_triton").surogate_kernel_pack()
     config = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)
 
     def source(spec: TensorSpec) -> Tensor:
@@ -178,7 +178,7 @@ def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None
             device="cuda",
             tokens=256,
             lora=tiny.lora(16),
-            packs=[TORCH_PACK, triton],
+            packs=triton_packs(),
             compiler="inductor",
             dtype=torch.bfloat16,
             cuda_graphs=True,

@@ -18,8 +18,12 @@ from surogate_core.errors import MachineError
 from surogate_core.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
-NATIVE = ROOT / "native"
-SOURCES = [*ROOT.glob("native/kernels/*.cu"), *ROOT.glob("plugins/*/**/kernels/*.cu")]
+PACKS = {
+    directory: native.Sources(directory=directory, shared=("surogate_native",))
+    for directory in sorted(ROOT.glob("plugins/*/src/*/native"))
+}
+GATED = PACKS[ROOT / "plugins/surogate-kernels-cuda/src/surogate_kernels_cuda/native"]
+"""The sources of a pack that includes shared headers."""
 QUICK = ("sm_80", "sm_90a", "sm_100a")
 """Architectures that a source which asks for its architecture is compiled for in every run of the tests."""
 PLAIN = ("sm_90a",)
@@ -28,19 +32,21 @@ PLAIN = ("sm_90a",)
 
 def compilations() -> Iterator[ParameterSet]:
     """Every source for every architecture."""
-    for file in sorted(SOURCES, key=lambda file: file.name):
-        directory, name = file.parents[1], file.stem
-        quick = QUICK if "__CUDA_ARCH__" in native.source_of(directory, name) else PLAIN
-        for architecture in native.ARCHITECTURES:
-            marks = () if architecture in quick else (pytest.mark.slow,)
-            yield pytest.param(directory, name, architecture, id=f"{name}-{architecture}", marks=marks)
+    for sources in PACKS.values():
+        for name in native.names(sources):
+            quick = QUICK if "__CUDA_ARCH__" in native.source_of(sources, name) else PLAIN
+            for architecture in native.ARCHITECTURES:
+                marks = () if architecture in quick else (pytest.mark.slow,)
+                yield pytest.param(sources, name, architecture, id=f"{name}-{architecture}", marks=marks)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize(("directory", "name", "architecture"), list(compilations()))
-def test_a_source_compiles_without_a_warning(tmp_path: Path, directory: Path, name: str, architecture: str) -> None:
+@pytest.mark.parametrize(("sources", "name", "architecture"), list(compilations()))
+def test_a_source_compiles_without_a_warning(
+    tmp_path: Path, sources: native.Sources, name: str, architecture: str
+) -> None:
     source = tmp_path / f"{name}.cu"
-    source.write_text(native.source_of(directory, name))
+    source.write_text(native.source_of(sources, name))
     command = ["nvcc", *native.FLAGS, f"-arch={architecture}", "-Werror=all-warnings", "-Xptxas=-v"]
     command += ["-cubin", str(source), "-o", str(tmp_path / "made")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -56,12 +62,44 @@ def test_a_source_is_one_text_and_names_its_binary(tmp_path: Path) -> None:
     (tmp_path / "include" / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
     (tmp_path / "include" / "b.cuh").write_text("#pragma once\n#include <cuda_fp16.h>\nint b;\n")
     (tmp_path / "kernels" / "k.cu").write_text('#include "b.cuh"\n#include "a.cuh"\nint k;\n')
-    assert native.names(tmp_path) == ["k"]
-    lines = [line for line in native.source_of(tmp_path, "k").splitlines() if line]
+    sources = native.Sources(directory=tmp_path)
+    assert native.names(sources) == ["k"]
+    lines = [line for line in native.source_of(sources, "k").splitlines() if line]
     assert lines == ["#include <cuda_fp16.h>", "int b;", "int a;", "int k;"]
-    before = native.binary_name(tmp_path, "k", "sm_90a")
+    before = native.binary_name(sources, "k", "sm_90a")
     (tmp_path / "include" / "b.cuh").write_text("int other;\n")
-    assert native.binary_name(tmp_path, "k", "sm_90a") != before
+    assert native.binary_name(sources, "k", "sm_90a") != before
+
+
+def test_a_header_is_the_packs_own_or_a_named_packages(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "k.cu").write_text('#include "skinny.cuh"\n')
+    shared = native.Sources(directory=tmp_path, shared=("surogate_native",))
+    assert "namespace surogate" in native.source_of(shared, "k")
+    with pytest.raises(MachineError, match=r"includes skinny\.cuh, which is in none of"):
+        native.source_of(native.Sources(directory=tmp_path), "k")
+    with pytest.raises(MachineError, match=r"no_such_pack, which is not installed\. Fix: pip install no-such-pack"):
+        native.source_of(native.Sources(directory=tmp_path, shared=("no_such_pack",)), "k")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "skinny.cuh").write_text("int own;\n")
+    assert native.source_of(shared, "k").split() == ["int", "own;"]
+
+
+def test_every_shared_header_has_more_than_one_reader() -> None:
+    """A header that one pack includes is in that pack."""
+    headers = {path.name for path in (ROOT / "native/src/surogate_native/include").iterdir()}
+    readers = {name: set[Path]() for name in headers}
+
+    def enter(text: str, pack: Path) -> None:
+        for name in re.findall(r'#include "([^"]+)"', text):
+            if name in headers:
+                readers[name].add(pack)
+                enter(PACKS[pack].header(name).read_text(), pack)
+
+    for pack in PACKS:
+        for file in (*pack.glob("kernels/*.cu"), *pack.glob("include/*.cuh")):
+            enter(file.read_text(), pack)
+    assert {name for name, packs in readers.items() if len(packs) < 2} == set()
 
 
 def test_the_architecture_is_the_most_specific(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +154,12 @@ def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvrtc:
 
 
 def test_a_binary_is_compiled_once_for_its_own_target(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
-    made = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    made = native._compiled(GATED, "gated_backward", "sm_90a")
     assert made.read_bytes() == b"cubin"
     assert made.parent == tmp_path / "cache" / "kernels"
-    assert native._compiled(NATIVE, "gated_backward", "sm_90a") == made
+    assert native._compiled(GATED, "gated_backward", "sm_90a") == made
     assert nvrtc.compiled == [(*native.FLAGS, "-arch=sm_90a")]
-    assert native._compiled(NATIVE, "gated_backward", "sm_80") != made
+    assert native._compiled(GATED, "gated_backward", "sm_80") != made
     assert len(nvrtc.compiled) == 2
     assert not nvrtc.open
     assert sorted(path.suffix for path in made.parent.iterdir()) == [".cubin", ".cubin"]
@@ -129,16 +167,16 @@ def test_a_binary_is_compiled_once_for_its_own_target(nvrtc: FakeNvrtc, tmp_path
 
 def test_a_cache_that_cannot_be_written_is_done_without(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    made = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    made = native._compiled(GATED, "gated_backward", "sm_90a")
     assert made.read_bytes() == b"cubin"
     assert tmp_path not in made.parents
 
 
 def test_a_cache_that_everyone_may_write_to_is_not_used(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
-    planted = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    planted = native._compiled(GATED, "gated_backward", "sm_90a")
     planted.write_bytes(b"planted")
     planted.parent.chmod(0o777)
-    made = native._compiled(NATIVE, "gated_backward", "sm_90a")
+    made = native._compiled(GATED, "gated_backward", "sm_90a")
     assert made.read_bytes() == b"cubin"
     assert tmp_path not in made.parents
 
@@ -146,7 +184,7 @@ def test_a_cache_that_everyone_may_write_to_is_not_used(nvrtc: FakeNvrtc, tmp_pa
 def test_what_nvrtc_refuses_is_said_with_its_log(nvrtc: FakeNvrtc) -> None:
     nvrtc.refuses = True
     with pytest.raises(MachineError, match=r"(?s)gated_backward for sm_90a: error 6.line 3.*Fix: update CuPy"):
-        native._compiled(NATIVE, "gated_backward", "sm_90a")
+        native._compiled(GATED, "gated_backward", "sm_90a")
     assert not nvrtc.open
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
@@ -28,12 +29,21 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; nothing is compiled before one is launched."""
-    from surogate_kernels_cuda import adamw_8bit, cross_entropy, nvfp4
+    from surogate_kernels_cuda import adamw_8bit, cross_entropy, nvfp4, quantise_both
 
-    return (adamw_8bit.kernel(), cross_entropy.kernel(), *nvfp4.kernels())
+    return (adamw_8bit.kernel(), cross_entropy.kernel(), *nvfp4.kernels(), quantise_both.kernel())
+
+
+def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
+    """What the pack changes in a block's joint graph; the sums behind its kernel are Triton's."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from surogate_kernels_cuda import gated
+
+    return (gated.rewrite,)
 
 
 @hookimpl
 def surogate_kernel_pack() -> bundles.KernelPack:
     """The pack."""
-    return bundles.KernelPack(name="cuda", kernels=kernels, unavailable=unavailable)
+    return bundles.KernelPack(name="cuda", kernels=kernels, unavailable=unavailable, rewrites=rewrites)

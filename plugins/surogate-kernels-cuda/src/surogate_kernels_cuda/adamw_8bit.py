@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats.adamw_8bit import DynamicCode, Range, Rates
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.rounding import PERIOD, SALTS
 
 THREADS = 256
@@ -25,7 +24,7 @@ NOWHERE = 0
 """A pointer to what there is not."""
 
 # Specific for its subnormal numbers alone.
-_MODULE = Module(Path(__file__).parent / "native", "adamw_8bit", specific=True)
+_MODULE = Module(Sources.of(__file__), "adamw_8bit", specific=True)
 
 
 @cache

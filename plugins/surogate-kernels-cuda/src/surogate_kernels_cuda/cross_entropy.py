@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.native import Module, Sources
 
 THREADS = 512
 """As in the source."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_MODULE = Module(Path(__file__).parent / "native", "cross_entropy")
+_MODULE = Module(Sources.of(__file__), "cross_entropy")
 
 
 def _rows(logits_NV: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Suffixes as in `surogate_core.formats.nvfp4`: R rows, K the inner dimension, P a
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats.nvfp4 import BLOCK, E4M3, Operand
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.native import Module, Sources
 
 THREADS = 256
 """As in the source."""
@@ -24,7 +23,7 @@ NOWHERE = 0
 """A pointer to what is not asked for."""
 
 # Specific for its subnormal numbers alone: a tensor of tiny values has a factor that is one.
-_MODULE = Module(Path(__file__).parent / "native", "nvfp4", specific=True)
+_MODULE = Module(Sources.of(__file__), "nvfp4", specific=True)
 
 
 def _padded(n: int) -> int:

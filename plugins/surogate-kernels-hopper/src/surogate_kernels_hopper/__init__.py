@@ -1,8 +1,9 @@
-"""Surogate plugin: attention for NVIDIA Hopper GPUs."""
+"""Surogate plugin: attention and FP8 products for NVIDIA Hopper GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
@@ -30,10 +31,23 @@ def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; nothing is compiled before one is launched."""
     from surogate_kernels_hopper import attention
 
-    return (attention.kernel(),)
+    if importlib.util.find_spec("triton") is None:
+        return (attention.kernel(),)
+    from surogate_kernels_hopper import scaled
+
+    return attention.kernel(), scaled.kernel()
+
+
+def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
+    """What the pack changes in a block's joint graph; the sums behind its kernels are Triton's."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from surogate_kernels_hopper import scaled_gated
+
+    return (scaled_gated.rewrite,)
 
 
 @hookimpl
 def surogate_kernel_pack() -> bundles.KernelPack:
     """The pack."""
-    return bundles.KernelPack(name="hopper", kernels=kernels, unavailable=unavailable)
+    return bundles.KernelPack(name="hopper", kernels=kernels, unavailable=unavailable, rewrites=rewrites)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.packed_attention import packed_attention
 
 FEATURES = 128
@@ -26,9 +25,9 @@ FORWARD_SHARED = 5 * _TILE_BYTES + _BARRIERS
 QUERIES_SHARED = 6 * _TILE_BYTES + _BARRIERS
 KEYS_SHARED = 6 * _TILE_BYTES + 4 * 2 * 64 * 4 + _BARRIERS
 
-_NATIVE = Path(__file__).parent / "native"
-_FORWARD = Module(_NATIVE, "attention_forward_sm90", specific=True)
-_BACKWARD = Module(_NATIVE, "attention_backward_sm90", specific=True)
+_SOURCES = Sources.of(__file__)
+_FORWARD = Module(_SOURCES, "attention_forward_sm90", specific=True)
+_BACKWARD = Module(_SOURCES, "attention_backward_sm90", specific=True)
 
 
 def _rows(*tensors: Tensor) -> list[Tensor | int]:

@@ -32,32 +32,17 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; imports Triton."""
-    from surogate_kernels_triton import (
-        adapters,
-        attention,
-        cross_entropy,
-        norm,
-        norm_rope,
-        quantise_both,
-        scaled,
-        swiglu,
-        updates,
-    )
+    from surogate_kernels_triton import adapters, attention, cross_entropy, norm, norm_rope, swiglu, updates
 
-    modules = (attention, adapters, cross_entropy, norm, norm_rope, quantise_both, scaled, swiglu)
+    modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
     return (*(module.kernel() for module in modules), *updates.kernels())
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
     """What the pack changes in a block's joint graph."""
-    from surogate_core.kernels.native import missing_cupy
     from surogate_kernels_triton import norm
 
-    if missing_cupy() is not None:
-        return (norm.rewrite,)
-    from surogate_kernels_triton import gated, scaled_gated
-
-    return gated.rewrite, scaled_gated.rewrite, norm.rewrite
+    return (norm.rewrite,)
 
 
 @hookimpl

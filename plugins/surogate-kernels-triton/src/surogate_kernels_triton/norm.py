@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import triton
+from surogate_native import graph_edits as edits
 from torch import Tensor, fx
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.ops import region
-from surogate_kernels_triton import graph_edits as edits
 from surogate_kernels_triton import norm_programs as programs
 
 PARTS = 528

@@ -8,7 +8,6 @@ Suffixes: O outputs, I inputs, P rows and Q columns of blocks, at the edges of w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightSettings
-from surogate_core.kernels.native import Module, missing_cupy
+from surogate_core.kernels.native import Module, Sources, missing_cupy
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -28,7 +27,7 @@ VECTOR = 8
 ROWS = 4
 
 # Compiled as it is: by CuPy's own way numbers below 2⁻¹²⁶ would become 0.
-_MODULE = Module(Path(__file__).parent / "native", "unpack_fp8", specific=True)
+_MODULE = Module(Sources.of(__file__, "surogate_native"), "unpack_fp8", specific=True)
 
 
 def _grid(outputs: int, inputs: int, block: int) -> tuple[int, int]:

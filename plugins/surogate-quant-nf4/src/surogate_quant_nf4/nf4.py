@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightSettings
 from surogate_core.formats.adamw_8bit import dynamic_map
-from surogate_core.kernels.native import Module, missing_cupy
+from surogate_core.kernels.native import Module, Sources, missing_cupy
 
 VALUES = (
     -1.0,
@@ -58,7 +57,7 @@ VECTOR = 8
 ROWS = 4
 
 # Compiled as it is: by CuPy's own way numbers below 2⁻¹²⁶ would become 0.
-_MODULE = Module(Path(__file__).parent / "native", "unpack_nf4", specific=True)
+_MODULE = Module(Sources.of(__file__, "surogate_native"), "unpack_nf4", specific=True)
 _tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 

@@ -12,7 +12,6 @@ Suffixes: O outputs, I inputs, Q inputs up to the next multiple of 16, B blocks 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightSettings
 from surogate_core.formats import fp4
-from surogate_core.kernels.native import Module, missing_cupy
+from surogate_core.kernels.native import Module, Sources, missing_cupy
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -35,7 +34,7 @@ VECTOR = 8
 ROWS = 4
 
 # Compiled as it is: by CuPy's own way numbers below 2⁻¹²⁶ would become 0.
-_MODULE = Module(Path(__file__).parent / "native", "unpack_nvfp4", specific=True)
+_MODULE = Module(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", specific=True)
 
 
 def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """SwiGLU between adapted FP8 projections as part of them, forward and backward, by a rewrite of the joint graph.
 
-As in `gated`. Here silu(gate) · up, and the gradients of gate and up, leave the kernels that make
+As in the bf16 form of kernels-cuda. Here silu(gate) · up, and the gradients of gate and up, leave the kernels that make
 them as FP8 codes: nobody reads them in bf16. Suffixes as there.
 """
 
@@ -11,19 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from surogate_native import adapters, gated
+from surogate_native import graph_edits as edits
+from surogate_native.figures import FIGURES
 from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.formats import fp8 as formats
 from surogate_core.kernels.native import Module
 from surogate_core.kernels.registry import workspace
-from surogate_kernels_triton import adapters, gated, scaled
-from surogate_kernels_triton import graph_edits as edits
+from surogate_kernels_hopper import scaled
 
-CODES = Module(scaled.NATIVE, "gated_codes", specific=True)
+CODES = Module(scaled.SOURCES, "gated_codes", specific=True)
 
 
-@torch.library.custom_op("surogate_triton::scaled_gated", mutates_args=())
+@torch.library.custom_op("surogate_hopper::scaled_gated", mutates_args=())
 def scaled_gated(
     gate_NF: Tensor,
     up_NF: Tensor,
@@ -39,7 +41,7 @@ def scaled_gated(
     gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_NF, up_NF))
     a_RI, _, b_OR = scaled.parts_of(panel, features, [outputs], rank)
     source = gate, gate.stride(0), up, up.stride(0)
-    figures = torch.empty((1, scaled.FIGURES), dtype=torch.float32, device=gate.device)
+    figures = torch.empty((1, FIGURES), dtype=torch.float32, device=gate.device)
     scaled.ENCODE.launch(
         "encode_gated_begin",
         (1,),
@@ -71,11 +73,11 @@ def _(
     margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n = gate_NF.shape[0]
-    figures = torch.empty((1, scaled.FIGURES), dtype=torch.float32, device=gate_NF.device)
+    figures = torch.empty((1, FIGURES), dtype=torch.float32, device=gate_NF.device)
     return gate_NF.new_empty(n, outputs), gate_NF.new_empty(n, rank), figures
 
 
-@torch.library.custom_op("surogate_triton::scaled_down_backward", mutates_args=())
+@torch.library.custom_op("surogate_hopper::scaled_down_backward", mutates_args=())
 def scaled_down_backward(
     dy: Tensor,
     u_NR: Tensor,
@@ -115,11 +117,11 @@ def _(
         dy.new_empty(n, inputs),
         torch.empty_like(u_NR),
         dy.new_empty((outputs, rank), dtype=torch.float32),
-        dy.new_empty((1, scaled.FIGURES), dtype=torch.float32),
+        dy.new_empty((1, FIGURES), dtype=torch.float32),
     )
 
 
-@torch.library.custom_op("surogate_triton::scaled_gated_backward", mutates_args=())
+@torch.library.custom_op("surogate_hopper::scaled_gated_backward", mutates_args=())
 def scaled_gated_backward(
     dh_NF: Tensor,
     gate_NF: Tensor,
@@ -139,7 +141,7 @@ def scaled_gated_backward(
     outputs = [features, features]
     dh, gate, up, x_NI = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF, x_NI))
     _, a_IR, b_OR = scaled.parts_of(panel, inputs, outputs, rank)
-    figures = torch.empty((2, scaled.FIGURES), dtype=torch.float32, device=dh.device)
+    figures = torch.empty((2, FIGURES), dtype=torch.float32, device=dh.device)
     CODES.launch(
         "gated_codes_begin",
         (2,),
@@ -184,11 +186,11 @@ def _(
         dh_NF.new_empty((2 * rank, inputs), dtype=torch.float32),
         dh_NF.new_empty((2 * features, rank), dtype=torch.float32),
         dh_NF.new_empty((rank, features), dtype=torch.float32),
-        dh_NF.new_empty((2, scaled.FIGURES), dtype=torch.float32),
+        dh_NF.new_empty((2, FIGURES), dtype=torch.float32),
     )
 
 
-@register_flop_formula(torch.ops.surogate_triton.scaled_gated)
+@register_flop_formula(torch.ops.surogate_hopper.scaled_gated)
 def _flops(
     gate_shape: Sequence[int], up: Any, panel: Any, weights: Any, row: Any, outputs: int, *rest: Any, **named: Any
 ) -> int:
@@ -196,19 +198,19 @@ def _flops(
     return 2 * n * features * outputs
 
 
-@workspace(torch.ops.surogate_triton.scaled_gated)
+@workspace(torch.ops.surogate_hopper.scaled_gated)
 def _codes_bytes(gate_NF: Tensor, *rest: Any) -> int:
     return gate_NF.numel()
 
 
-@workspace(torch.ops.surogate_triton.scaled_down_backward)
+@workspace(torch.ops.surogate_hopper.scaled_down_backward)
 def _down_bytes(
     dy: Tensor, u_NR: Tensor, panel: Tensor, weights: Sequence[Tensor], rows: Sequence[Tensor], inputs: int, *rest: Any
 ) -> int:
     return scaled.encoded_bytes(dy.shape[0], [dy.shape[1]], u_NR.shape[1], dy.shape[0] * inputs * dy.itemsize)
 
 
-@workspace(torch.ops.surogate_triton.scaled_gated_backward)
+@workspace(torch.ops.surogate_hopper.scaled_gated_backward)
 def _gated_bytes(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, du_NR: Tensor, *rest: Any) -> int:
     n, features = dh_NF.shape
     return 2 * n * features + gated.parts_bytes(n, features, du_NR.shape[1])
@@ -219,9 +221,9 @@ def _gated_bytes(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, du_NR: Tensor, *
 
 def rewrite(joint: fx.Graph) -> None:
     """Take SwiGLU into the FP8 projections around it, wherever a joint graph has them."""
-    found = torch.ops.surogate_triton
+    found = torch.ops.surogate_hopper
     ops = gated.Ops(
-        backward=found.scaled_linears_backward.default,
+        backward="surogate_hopper.scaled_linears_backward.default",
         down=found.scaled_down_backward.default,
         gated=found.scaled_gated_backward.default,
         widened=False,

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from surogate_kernels_triton.random_programs import hash32
+from surogate_native.random_programs import hash32
 
 
 @triton.jit

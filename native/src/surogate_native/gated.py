@@ -1,12 +1,7 @@
-"""SwiGLU between adapted projections: its backward as part of theirs, by a rewrite of the joint graph.
+"""SwiGLU between adapted projections: where a joint graph has it, and how the kernels of ``gated.cuh`` are launched.
 
-The backward of down(silu(gate) · up) with LoRA reads a block's widest activations again and again:
-for SwiGLU's own gradients, for du and dB of gate and up, for dA of down. Here one kernel does all of
-it while it has the values, and makes silu(gate) · up again on its way, so that nobody keeps it. The kernel is CUDA C++:
-the same in Triton took three times as long, mostly to bring values into the layout of a product.
-
-Taken where the projections are on panels, of rank 16, without dropout and in bf16; else the graph
-stays as it is. Suffixes as in `surogate_core.kernels.panels`; F features, R rank of one adapter.
+A match needs projections on panels, of rank 16, without dropout and in bf16; otherwise the graph stays as it is.
+Suffixes as in `surogate_core.kernels.panels`; F features, R rank of one adapter.
 """
 
 from __future__ import annotations
@@ -14,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from surogate_core.kernels.native import Module
-from surogate_core.kernels.registry import workspace
-from surogate_kernels_triton import adapters
-from surogate_kernels_triton import graph_edits as edits
+from surogate_native import graph_edits as edits
 
 RANK = 16
 """Of an adapter; so are the following, as in the source."""
@@ -34,33 +26,11 @@ STEP = 16
 THREADS = 256
 SHARED = {"gated_backward": 111_872, "gated_backward_small": 85_504}
 """Bytes of shared memory of kernels whose copies run two steps ahead, and one."""
-LARGE = (9, 10)
-"""Major compute capabilities whose blocks can have so much, two of them at a time."""
 BLOCKS = 264
 """That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.slice.Tensor, aten._unsafe_view.default, aten.reshape.default)
-
-ROWS = Module(Path(__file__).parent / "native", "gated_backward", specific=True)
-
-
-@torch.library.custom_op("surogate_triton::down_backward", mutates_args=())
-def down_backward(
-    dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of silu(gate) · up, du, dB) of the projection behind it; dA is left to `gated_backward`."""
-    dy, du_NR, db, _ = adapters.gradients(dy, u_NR, panel_QP[:, inputs:], inputs, [outputs], rank, scale)
-    outer = outputs + rank
-    return torch.mm(dy[:, :outer], panel_QP[:outer, :inputs]), du_NR, db
-
-
-@down_backward.register_fake
-def _(
-    dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = dy.shape[0]
-    return dy.new_empty(n, inputs), torch.empty_like(u_NR), dy.new_empty((outputs, rank), dtype=torch.float32)
 
 
 def launch(
@@ -75,7 +45,7 @@ def launch(
     du_NR: Tensor,
     shared: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a kernel of native/include/gated.cuh that writes to `out`; the parts of du, of dB and of the other dA."""
+    """Run a kernel of gated.cuh that writes to `out`; the parts of du, of dB and of the other dA."""
     n, features = dh_NF.shape
     rank = du_NR.shape[1]
     dh, gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF))
@@ -107,64 +77,6 @@ def launch(
     return du_parts, db_parts, da_parts
 
 
-@torch.library.custom_op("surogate_triton::gated_backward", mutates_args=())
-def gated_backward(
-    dh_NF: Tensor,
-    gate_NF: Tensor,
-    up_NF: Tensor,
-    du_NR: Tensor,
-    x: Tensor,
-    u_NR: Tensor,
-    panel_QP: Tensor,
-    inputs: int,
-    rank: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """SwiGLU and the projections before it: (dx, dA and dB of both, dA of the projection behind, whose du is given)."""
-    n, features = dh_NF.shape
-    width, ranks = 2 * features, 2 * rank
-    x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
-    dy = dh_NF.new_empty(n, width + adapters.ROOM)
-    name = "gated_backward" if torch.cuda.get_device_capability(dy.device)[0] in LARGE else "gated_backward_small"
-    du_parts, db_parts, da_parts = launch(
-        ROWS, name, (dy, dy.stride(0)), dh_NF, gate_NF, up_NF, u_NR, panel_QP[:, inputs:], du_NR, SHARED[name]
-    )
-    outputs = [features, features]
-    du, db, counters, da_down = adapters.summed(
-        du_parts, db_parts, dy[:, width:], inputs, outputs, rank, scale, da_parts
-    )
-    da = adapters.down_gradient(x_NI, du, counters)
-    dx = torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs])
-    return dx, da, db, da_down
-
-
-@gated_backward.register_fake
-def _(
-    dh_NF: Tensor,
-    gate_NF: Tensor,
-    up_NF: Tensor,
-    du_NR: Tensor,
-    x: Tensor,
-    u_NR: Tensor,
-    panel_QP: Tensor,
-    inputs: int,
-    rank: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n, features = dh_NF.shape
-    return (
-        dh_NF.new_empty(n, inputs),
-        dh_NF.new_empty((2 * rank, inputs), dtype=torch.float32),
-        dh_NF.new_empty((2 * features, rank), dtype=torch.float32),
-        dh_NF.new_empty((rank, features), dtype=torch.float32),
-    )
-
-
-@workspace(torch.ops.surogate_triton.down_backward)
-def _down_bytes(dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float) -> int:
-    return adapters.gradients_bytes(dy, [outputs], rank, dy.shape[0] * inputs * dy.itemsize)
-
-
 def parts_bytes(n: int, features: int, rank: int) -> int:
     """Bytes of the partial sums of `gated_backward`, which live as long as it runs."""
     chunks = features // FEATURES
@@ -172,32 +84,12 @@ def parts_bytes(n: int, features: int, rank: int) -> int:
     return 4 * rank * (2 * chunks * n + 3 * features * -(-n // share))
 
 
-@workspace(torch.ops.surogate_triton.gated_backward)
-def _gated_bytes(
-    dh_NF: Tensor,
-    gate_NF: Tensor,
-    up_NF: Tensor,
-    du_NR: Tensor,
-    x: Tensor,
-    u: Tensor,
-    panel_QP: Tensor,
-    inputs: int,
-    rank: int,
-    scale: float,
-) -> int:
-    n, features = dh_NF.shape
-    return n * (2 * features + adapters.ROOM) * dh_NF.itemsize + parts_bytes(n, features, rank)
-
-
-# --------------------------------------------------------------------------- the rewrite
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """What is looked for in a graph and what takes its place; arguments of the same names are the same."""
+    """What is looked for in a graph and what replaces it; arguments of the same names are the same."""
 
-    backward: Any
-    """Of adapted projections: (dx, dA, dB, …)."""
+    backward: str
+    """The backward of adapted projections, (dx, dA, dB, …), by its name: it may be another pack's."""
     down: Any
     """Of the projection behind SwiGLU: (gradient of its input, du, dB, …)."""
     gated: Any
@@ -245,13 +137,13 @@ def matched(backward: fx.Node, ops: Ops) -> Gated | None:
         return None
     if own["dy"].meta["val"].dtype != torch.bfloat16:
         return None
-    if inner.target != torch.ops.surogate_triton.swiglu_backward.default:
+    if str(inner.target) != "surogate_triton.swiglu_backward.default":
         return None
     dh, gate, up = edits.args(inner)
     if set(users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
         return None
     down_backward, number = edits.args(dh)
-    if number != 0 or down_backward.target != ops.backward:
+    if number != 0 or str(down_backward.target) != ops.backward:
         return None
     down = edits.named(down_backward)
     if down["p"] != 0 or len(down["outputs"]) != 1 or down["rank"] != RANK:
@@ -302,21 +194,8 @@ def move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
 def rewritten(joint: fx.Graph, ops: Ops) -> Iterator[Gated]:
     """Take SwiGLU into the backward of the projections around it, wherever a joint graph has them; what was found."""
     for node in list(joint.nodes):
-        if node.target == ops.backward and (found := matched(node, ops)) is not None:
+        if str(node.target) == ops.backward and (found := matched(node, ops)) is not None:
             _apply(joint, found, ops)
             # What was replaced is dead; the ops write nothing that others see.
             joint.eliminate_dead_code()
             yield found
-
-
-def rewrite(joint: fx.Graph) -> None:
-    """Take SwiGLU into the backward of the adapted projections around it."""
-    found = torch.ops.surogate_triton
-    ops = Ops(
-        backward=found.adapted_linears_backward.default,
-        down=found.down_backward.default,
-        gated=found.gated_backward.default,
-        widened=True,
-    )
-    for _ in rewritten(joint, ops):
-        pass

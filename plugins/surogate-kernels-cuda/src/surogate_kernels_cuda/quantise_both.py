@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from surogate_native.figures import FIGURES, begin
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats import fp8 as formats
-from surogate_core.kernels.native import Module, capability, missing_cupy
-from surogate_kernels_triton import scaled
+from surogate_core.kernels.native import Module, Sources, capability
 
-QUANTISE_BOTH = Module(scaled.NATIVE, "quantise_both", specific=True)
+QUANTISE_BOTH = Module(Sources.of(__file__, "surogate_native"), "quantise_both", specific=True)
 ALIGNED = 16
 """Bytes of a load."""
 
 
-@torch.library.custom_op("surogate_triton::quantise_both", mutates_args=())
+@torch.library.custom_op("surogate_cuda::quantise_both", mutates_args=())
 def _quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, codes of the transpose, figures)."""
     rows, columns = x_RC.shape
     if x_RC.stride(1) != 1 or x_RC.stride(0) * x_RC.itemsize % ALIGNED or x_RC.data_ptr() % ALIGNED:
         x_RC = x_RC.clone(memory_format=torch.contiguous_format)
-    figures = scaled.begin(x_RC, [row], [columns], margin, role)
+    figures = begin(QUANTISE_BOTH, x_RC, [row], [columns], margin, role)
     codes = torch.empty((rows, columns), dtype=formats.KIND[role], device=x_RC.device)
     transposed = codes.new_empty((columns, rows))
     QUANTISE_BOTH.launch(
@@ -42,12 +42,12 @@ def _quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[T
 @_quantise_both.register_fake
 def _(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(tuple(x_RC.shape), dtype=formats.KIND[role], device=x_RC.device)
-    figures = torch.empty((1, scaled.FIGURES), dtype=torch.float32, device=x_RC.device)
+    figures = torch.empty((1, FIGURES), dtype=torch.float32, device=x_RC.device)
     return codes, codes.new_empty(tuple(reversed(x_RC.shape))), figures
 
 
 def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`scaled.quantise_both`."""
+    """`fp8.quantise_both`."""
     codes, transposed, figures = _quantise_both(x_RC, row, role, margin)
     scale, _, amax, _ = figures[0].unbind(0)
     # Not the inverse in the figures: Inductor (torch 2.11) takes a view of one value as a product's scale for its base.
@@ -55,9 +55,7 @@ def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Te
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype != torch.bfloat16 or missing_cupy() is not None:
-        return False
-    return capability(device) >= (8, 9)
+    return device.type == "cuda" and dtype == torch.bfloat16 and capability(device) >= (8, 9)
 
 
 def _takes(x_RC: Tensor, row: Tensor, role: int, margin: int) -> bool:
@@ -67,5 +65,5 @@ def _takes(x_RC: Tensor, row: Tensor, role: int, margin: int) -> bool:
 def kernel() -> Kernel:
     """The kernel."""
     return Kernel(
-        op="quantise_both", name="triton", function=quantise_both, supports=_supports, takes=_takes, priority=10
+        op="quantise_both", name="cuda", function=quantise_both, supports=_supports, takes=_takes, priority=10
     )

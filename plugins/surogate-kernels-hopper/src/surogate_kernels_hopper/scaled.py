@@ -1,7 +1,7 @@
 """The op `scaled_linears` on Hopper: FP8 products with LoRA's share in the same sum, in CUDA C++.
 
 A bf16 operand becomes codes and tells its largest value in one pass; one product multiplies it with
-all projections of a panel. The skinny products are those of `adapters`. Shape suffixes as in
+all projections of a panel. The skinny products are those of `surogate_native.adapters`. Shape suffixes as in
 `surogate_core.kernels.panels`, C bytes of codes.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from surogate_native import adapters
+from surogate_native.figures import FIGURES, begin, ends, padded
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -22,30 +22,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats import fp8
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import workspace
-from surogate_kernels_triton import adapters
 
-NATIVE = Path(__file__).parent / "native"
-QUANTISE = Module(NATIVE, "quantise", specific=True)
-ENCODE = Module(NATIVE, "encode")
-ENCODE_BACKWARD = Module(NATIVE, "encode_backward")
-PRODUCT = Module(NATIVE, "scaled_product", specific=True)
+SOURCES = Sources.of(__file__, "surogate_native")
+QUANTISE = Module(SOURCES, "quantise", specific=True)
+ENCODE = Module(SOURCES, "encode")
+ENCODE_BACKWARD = Module(SOURCES, "encode_backward")
+PRODUCT = Module(SOURCES, "scaled_product", specific=True)
 SHARED = 230_528
 """Bytes of shared memory of a product's block."""
 THREADS = 384
-MOST = 4
-"""Projections of a panel."""
 ENCODED = 3
 """Projections whose u is made with the codes of their input, at most."""
 RANK = 16
 """Of the adapters whose skinny products are made with the codes."""
 BLOCKS = 264
 """That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
-FAR = 2**30
-FIGURES = 4
-"""(scale, 1 / scale, largest absolute value, 0) of a quantised tensor."""
 
 
 @cache
@@ -53,40 +47,12 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _padded(values: Sequence[Any], filler: Any) -> list[Any]:
-    return [*values, *[filler] * (MOST - len(values))]
-
-
-def _ends(outputs: Sequence[int]) -> list[np.int32]:
-    return [np.int32(end) for end in _padded(list(accumulate(outputs)), FAR)]
-
-
-def begin(x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int, role: int) -> Tensor:
-    """Figures [S, 4] of ranges of columns in a role, before their codes are made."""
-    figures = torch.empty((len(widths), FIGURES), dtype=torch.float32, device=x.device)
-    QUANTISE.launch(
-        "begin",
-        (len(widths),),
-        1024,
-        x,
-        x.stride(0),
-        np.int32(x.shape[0]),
-        *_padded(rows, rows[0]),
-        np.int32(role),
-        *_ends(widths),
-        fp8.LIMIT[fp8.KIND[role]],
-        2.0**-margin,
-        figures,
-    )
-    return figures
-
-
 def quantised(
     x: Tensor, rows: Sequence[Tensor], widths: Sequence[int], margin: int, *, gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """(codes in tiles, figures [S, 4]) of a bf16 matrix whose ranges of columns have a scale each."""
     n, width = x.shape[0], sum(widths)
-    figures = begin(x, rows, widths, margin, fp8.GRADIENT if gradient else fp8.ACTIVATION)
+    figures = begin(QUANTISE, x, rows, widths, margin, fp8.GRADIENT if gradient else fp8.ACTIVATION)
     codes_C = torch.empty(n * width, dtype=torch.uint8, device=x.device)
     QUANTISE.launch(
         "quantise_e5m2" if gradient else "quantise_e4m3",
@@ -97,7 +63,7 @@ def quantised(
         figures,
         codes_C,
         np.int32(n),
-        *_ends(widths),
+        *ends(widths),
     )
     return codes_C, figures
 
@@ -137,7 +103,7 @@ def encode_gradient(
         _, du_NR, db, counters = adapters.gradients(dy, u_NR, b_OR, inputs, outputs, rank, scale, joined=False)
         return *quantised(dy, rows, outputs, margin, gradient=True), du_NR, db, counters
     n, width, columns, step = dy.shape[0], sum(outputs), 256, 32
-    figures = begin(dy, rows, outputs, margin, fp8.GRADIENT)
+    figures = begin(QUANTISE, dy, rows, outputs, margin, fp8.GRADIENT)
     chunks = width // columns
     share = -(-n // (max(1, BLOCKS // chunks) * step)) * step
     parts = -(-n // share)
@@ -153,7 +119,7 @@ def encode_gradient(
         u_NR,
         b_OR,
         np.int32(u_NR.shape[1]),
-        *_ends(outputs)[:3],
+        *ends(outputs)[:3],
         figures,
         codes_C,
         du_parts,
@@ -188,8 +154,8 @@ def product(
         THREADS,
         codes_C,
         figures,
-        *_padded(weights, weights[0]),
-        *_ends(outputs)[:3],
+        *padded(weights, weights[0]),
+        *ends(outputs)[:3],
         u,
         np.int32(u.stride(0)),
         v,
@@ -211,7 +177,7 @@ def parts_of(panel: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> t
     return shape.parts(panel)
 
 
-@torch.library.custom_op("surogate_triton::scaled_linears", mutates_args=())
+@torch.library.custom_op("surogate_hopper::scaled_linears", mutates_args=())
 def _forward(
     x_NI: Tensor,
     panel: Tensor,
@@ -230,7 +196,7 @@ def _forward(
     a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
     u_NR = x_NI.new_empty(n, rank * len(outputs))
     if p == 0 and rank == RANK and len(outputs) <= ENCODED:
-        figures = begin(x_NI, [row], [inputs], margin, fp8.ACTIVATION)
+        figures = begin(QUANTISE, x_NI, [row], [inputs], margin, fp8.ACTIVATION)
         codes_C = torch.empty(n * inputs, dtype=torch.uint8, device=x_NI.device)
         encode(f"encode_{len(outputs)}", (x_NI, x_NI.stride(0)), a_RI, figures, codes_C, u_NR)
     else:
@@ -259,7 +225,7 @@ def _(
     return x_NI.new_empty(n, sum(outputs)), x_NI.new_empty(n, rank * len(outputs)), figures
 
 
-@torch.library.custom_op("surogate_triton::scaled_linears_backward", mutates_args=())
+@torch.library.custom_op("surogate_hopper::scaled_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
     x_NI: Tensor,
@@ -347,7 +313,7 @@ class _ScaledLinears(Function):
         weights, rows = tensors[:slots], tensors[slots:]
         dy = dys[0]
         if slots > 1:
-            # Joined as `adapters` joins them, room included: the kernels that make the parts leave it to both.
+            # Joined as those of `adapted_linears` are, room included: the kernels that make the parts leave it to both.
             room = dy.new_empty(n, -(-shape.ranks // fp8.TILE), fp8.TILE)
             dy = torch.cat((*(dy.reshape(n, -1, fp8.TILE) for dy in dys), room), dim=1).view(n, -1)
         dx, da, db, figures = _backward(
@@ -371,7 +337,7 @@ class _ScaledLinears(Function):
         return dx, *[None] * (5 + slots), *observed, *(g for pair in split for g in pair)
 
 
-@register_flop_formula(torch.ops.surogate_triton.scaled_linears)
+@register_flop_formula(torch.ops.surogate_hopper.scaled_linears)
 def _flops(
     x_shape: Sequence[int],
     panel: Any,
@@ -387,7 +353,7 @@ def _flops(
     return 2 * n * (sum(outputs) * (inputs + ranks) + inputs * ranks)
 
 
-@workspace(torch.ops.surogate_triton.scaled_linears)
+@workspace(torch.ops.surogate_hopper.scaled_linears)
 def _forward_bytes(x_NI: Tensor, *rest: Any) -> int:
     return x_NI.numel()
 
@@ -404,7 +370,7 @@ def encoded_bytes(n: int, outputs: Sequence[int], rank: int, results: int) -> in
     return n * width + max(parts - results, 0)
 
 
-@workspace(torch.ops.surogate_triton.scaled_linears_backward)
+@workspace(torch.ops.surogate_hopper.scaled_linears_backward)
 def _backward_bytes(
     dy: Tensor,
     x_NI: Tensor,
@@ -439,13 +405,9 @@ def scaled_linears(
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:
-    from surogate_core.kernels.native import capability, missing_cupy
-
-    if device.type != "cuda" or dtype != torch.bfloat16 or missing_cupy() is not None:
-        return False
-    return capability(device) == (9, 0)
+    return device.type == "cuda" and dtype == torch.bfloat16
 
 
 def kernel() -> Kernel:
     """The kernel."""
-    return Kernel(op="scaled_linears", name="triton", function=scaled_linears, supports=_supports, priority=10)
+    return Kernel(op="scaled_linears", name="hopper", function=scaled_linears, supports=_supports, priority=10)

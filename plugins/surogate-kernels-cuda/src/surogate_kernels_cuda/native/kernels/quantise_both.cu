@@ -4,6 +4,7 @@
 // A block has 128 rows and 128 columns, a thread four rows of 8 columns twice: 4 × 4 bytes are turned in registers, so
 // that four codes of a column go through shared memory as one word.
 
+#include "begin.cuh"
 #include "codes.cuh"
 
 namespace surogate {

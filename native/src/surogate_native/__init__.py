@@ -1,0 +1,1 @@
+"""What several kernel packs share: headers in CUDA C++ (`include`), and the Python that launches what they hold."""

@@ -1,0 +1,288 @@
+"""The skinny products of adapters on panels, in Triton: what the kernels of several packs launch around their own.
+
+u and its gradient stand past x and dy in the rows of those, A and B in those of the panel. Shape suffixes as in
+`surogate_core.kernels.panels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from surogate_native import adapters_programs as programs
+from torch import Tensor
+
+ROWS = 1024
+"""Tokens whose contributions to a gradient one program adds, at most."""
+ROOM = 128
+"""Columns past x are a multiple of this."""
+COLUMNS = 64
+"""Inputs of a program of `down_gradient`."""
+PROGRAMS = 240
+"""As many as keep a large GPU reading; fixed, so that the order of sums depends on shapes alone."""
+GOLDEN = 0x1E3779B9
+"""What `ops.dropout_mask` multiplies a salt by."""
+_salts: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+
+def _int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _keys(salts: Sequence[int], device: torch.device) -> Tensor:
+    """Each projection's share of the dropout key, [S] int32; made once, so that graphs may be captured."""
+    key = device, tuple(salts)
+    if key not in _salts:
+        _salts[key] = torch.tensor([_int32(s * GOLDEN) for s in salts], dtype=torch.int32, device=device)
+    return _salts[key]
+
+
+def chunk_of(outputs: Sequence[int], most: int) -> int:
+    """The largest power of two up to `most` that divides every projection's outputs."""
+    size = most
+    while any(o % size for o in outputs):
+        size //= 2
+    return size
+
+
+def _cut(outputs: Sequence[int], tokens: int) -> tuple[int, int]:
+    """Outputs and tokens of a program of `up_backward`."""
+    chunk, rows = chunk_of(outputs, 256), ROWS
+    while rows > 256 and sum(outputs) // chunk * triton.cdiv(tokens, rows) < PROGRAMS:
+        rows //= 2
+    if chunk > 128 and sum(outputs) // chunk * triton.cdiv(tokens, rows) < PROGRAMS:
+        chunk //= 2
+    return chunk, rows
+
+
+def _ends(outputs: Sequence[int]) -> list[int]:
+    """Where the first three projections end; past the panel where there are fewer."""
+    ends = [sum(outputs[: i + 1]) for i in range(min(3, len(outputs) - 1))]
+    return ends + [2**30] * (3 - len(ends))
+
+
+def _named_ends(outputs: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("E0", "E1", "E2"), _ends(outputs), strict=True))
+
+
+def _dropout(p: float, seed: Tensor, salts: Sequence[int]) -> tuple[Any, ...]:
+    threshold = round(p * 2**32) - 2**31
+    return seed, _keys(salts, seed.device), threshold, 1 / (1 - p)
+
+
+def down(
+    x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, seed: Tensor, slots: int, p: float, salts: Sequence[int]
+) -> None:
+    """u = dropout(x) Aᵀ of all projections into `u_NR` and into `room`; x may have more columns than A."""
+    n, inputs = x.shape[0], a_RI.shape[1]
+    tile, step = (64, 128) if slots > 1 else (32, 256)
+    programs.down[triton.cdiv(n, tile) * slots,](
+        x,
+        a_RI,
+        u_NR,
+        room,
+        *_dropout(p, seed, salts),
+        n,
+        x.stride(0),
+        a_RI.stride(0),
+        room.stride(0),
+        IN=inputs,
+        R=a_RI.shape[0] // slots,
+        S=slots,
+        M=tile,
+        K=step,
+        DROP=p > 0,
+        num_warps=4,
+        num_stages=5,
+    )
+
+
+def parts_bytes(n: int, outputs: Sequence[int], rank: int) -> int:
+    """Bytes of the partial sums of du and dB in `gradients`."""
+    chunk, rows = _cut(outputs, n)
+    return 4 * sum(outputs) * rank * triton.cdiv(n, rows) + 4 * sum(outputs) // chunk * n * rank
+
+
+def gradients_bytes(dy: Tensor, outputs: Sequence[int], rank: int, results: int) -> int:
+    """Most bytes of what `gradients` allocates; `results`: bytes that its caller has as results only afterwards."""
+    n, width = dy.shape[0], sum(outputs)
+    room = -(-rank * len(outputs) // ROOM) * ROOM
+    copied = n * (width + room) * dy.itemsize if dy.shape[1] == width or dy.stride(1) != 1 else 0
+    return copied + max(parts_bytes(n, outputs, rank) - results, 0)
+
+
+def gradients(
+    dy: Tensor,
+    u_NR: Tensor,
+    b_OR: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    *,
+    joined: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dy with du past it where `joined`, du, dB, counters of `summed`); dy without room for du is copied then."""
+    n, slots, width = u_NR.shape[0], len(outputs), sum(outputs)
+    if dy.stride(1) != 1:
+        dy = dy.contiguous()
+    copy = joined and dy.shape[1] == width
+    wide = dy.new_empty(n, width + -(-rank * slots // ROOM) * ROOM) if copy else dy
+    chunk, rows = _cut(outputs, n)
+    parts = triton.cdiv(n, rows)
+    du_parts = dy.new_empty((width // chunk, n, rank), dtype=torch.float32)
+    db_parts = dy.new_empty((parts, width, rank), dtype=torch.float32)
+    programs.up_backward[width // chunk, parts](
+        dy,
+        u_NR,
+        b_OR,
+        du_parts,
+        db_parts,
+        wide,
+        n,
+        dy.stride(0),
+        b_OR.stride(0),
+        wide.stride(0),
+        OUT=width,
+        **_named_ends(outputs),
+        R=rank,
+        S=slots,
+        M=32 if chunk == 256 else 64,
+        C=chunk,
+        ROWS=rows,
+        COPY=copy,
+        num_warps=4,
+        num_stages=3,
+    )
+    du_NR, db, counters, _ = summed(
+        du_parts, db_parts, wide[:, width:] if joined else None, inputs, outputs, rank, scale, dtype=dy.dtype
+    )
+    return wide, du_NR, db, counters
+
+
+def summed(
+    du_parts: Tensor,
+    db_parts: Tensor,
+    room: Tensor | None,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    da_parts: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """du [N, R], also into `room` if given; dB [outputs, rank] fp32; counters for `down_gradient`; da's sum."""
+    chunks, n, _ = du_parts.shape
+    parts, width, _ = db_parts.shape
+    slots, tile, block = len(outputs), 64, 1024
+    device = du_parts.device
+    du_NR = torch.empty((n, slots * rank), dtype=dtype, device=device)
+    if room is None:
+        room = du_NR  # written twice
+    db = torch.empty((width, rank), dtype=torch.float32, device=device)
+    counters = torch.empty(triton.next_power_of_2(triton.cdiv(inputs, COLUMNS)), dtype=torch.int32, device=device)
+    da = db if da_parts is None else da_parts.new_empty(da_parts.shape[1:])
+    others = 0 if da_parts is None else da.numel()
+    programs.up_backward_sums[triton.cdiv(n, tile) * slots + triton.cdiv(width, tile) + triton.cdiv(others, block),](
+        du_parts,
+        db_parts,
+        du_NR,
+        room,
+        db,
+        db if da_parts is None else da_parts,
+        da,
+        counters,
+        scale,
+        n,
+        room.stride(0),
+        parts,
+        OUT=width,
+        **_named_ends(outputs),
+        R=rank,
+        S=slots,
+        C=width // chunks,
+        M=tile,
+        DA=others,
+        COUNTERS=counters.numel(),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return du_NR, db, counters, da
+
+
+def down_gradient(x_NI: Tensor, du_NR: Tensor, counters: Tensor) -> Tensor:
+    """dA = duᵀ x, [R, I] fp32; the counters come from `summed` of the same call."""
+    n, inputs = x_NI.shape
+    ranks = du_NR.shape[1]
+    chunks, rows = triton.cdiv(inputs, COLUMNS), ROWS
+    while rows > 128 and chunks * triton.cdiv(n, rows) < PROGRAMS:
+        rows //= 2
+    parts = triton.cdiv(n, rows)
+    da = torch.empty((ranks, inputs), dtype=torch.float32, device=x_NI.device)
+    programs.down_gradient[chunks, parts](
+        x_NI,
+        du_NR,
+        da.new_empty((parts, ranks, inputs)),
+        da,
+        counters,
+        n,
+        x_NI.stride(0),
+        IN=inputs,
+        RANKS=ranks,
+        WIDE=triton.next_power_of_2(ranks),
+        M=64,
+        C=COLUMNS,
+        ROWS=rows,
+        num_warps=4,
+        num_stages=3,
+    )
+    return da
+
+
+def dropped_gradient(x_NI: Tensor, du_NR: Tensor, seed: Tensor, slots: int, p: float, salts: Sequence[int]) -> Tensor:
+    """dA = duᵀ dropout(x), [R, I] fp32."""
+    (n, inputs), ranks = x_NI.shape, du_NR.shape[1]
+    parts, columns = triton.cdiv(n, 512), 128
+    da_parts = torch.empty((parts, ranks, inputs), dtype=torch.float32, device=x_NI.device)
+    programs.down_backward[triton.cdiv(inputs, columns) * slots, parts](
+        x_NI,
+        du_NR,
+        da_parts,
+        *_dropout(p, seed, salts),
+        n,
+        x_NI.stride(0),
+        IN=inputs,
+        R=ranks // slots,
+        S=slots,
+        M=64,
+        C=columns,
+        ROWS=512,
+        DROP=True,
+        num_warps=4,
+        num_stages=3,
+    )
+    return da_parts.sum(0)
+
+
+def add_dropped(
+    dx_NI: Tensor, du_NR: Tensor, a_RI: Tensor, seed: Tensor, slots: int, p: float, salts: Sequence[int]
+) -> None:
+    """dx += Σ over projections of mask · (du A) / (1 − p), in place."""
+    (n, inputs), columns = dx_NI.shape, 128
+    programs.dropped_dx[triton.cdiv(n, 64), triton.cdiv(inputs, columns)](
+        dx_NI,
+        du_NR,
+        a_RI,
+        *_dropout(p, seed, salts),
+        n,
+        a_RI.stride(0),
+        IN=inputs,
+        R=du_NR.shape[1] // slots,
+        S=slots,
+        M=64,
+        C=columns,
+        num_warps=4,
+    )
