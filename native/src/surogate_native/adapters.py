@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import triton
-from surogate_native import adapters_programs as programs
 from torch import Tensor
+
+from surogate_native import adapters_programs as programs
 
 ROWS = 1024
 """Tokens whose contributions to a gradient one program adds, at most."""

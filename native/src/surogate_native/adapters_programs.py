@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from surogate_native.random_programs import hash32
 
 
