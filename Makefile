@@ -24,7 +24,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-gpu lint format types docs native clean
+.PHONY: help setup train test test-slow test-fuzz test-gpu lint format types docs native clean
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -40,6 +40,9 @@ test: lint types ## Lint, types and the tests; WORKERS=0 for one process
 
 test-slow: $(STAMP) ## The tests that take minutes
 	$(SHARED) $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST)
+
+test-fuzz: $(STAMP) ## Ten thousand drawn configurations, data files, checkpoints and templates
+	$(SHARED) $(BIN)/python -m pytest -m fuzz $(PYTEST)
 
 test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST)

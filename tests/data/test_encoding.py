@@ -32,18 +32,18 @@ from surogate_core.plugins import load_plugins
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 128 KiB, so that a few megabytes are many."""
-    monkeypatch.setattr(json_rows, "_BLOCK", 1 << 17)
+    """Chunks of 64 KiB, so that a megabyte is many."""
+    monkeypatch.setattr(json_rows, "_BLOCK", 1 << 16)
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 texts, about 4 MB; every 500th row is malformed."""
+    """1,600 texts, about 1.6 MB; every 200th row is malformed."""
     path = tmp_path_factory.mktemp("big") / "big.jsonl"
     with path.open("w") as file:
-        for i in range(4000):
+        for i in range(1600):
             row = {"text": f"text {i} " + "why and so " * 90}
-            file.write("broken\n" if i % 500 == 7 else json.dumps(row) + "\n")
+            file.write("broken\n" if i % 200 == 7 else json.dumps(row) + "\n")
     return path
 
 
@@ -116,12 +116,12 @@ def test_a_killed_tokenisation_leaves_nothing_that_is_read_and_no_process(big: P
     cache = tmp_path / "cache"
     script = tmp_path / "tokenise.py"
     script.write_text(
-        "from surogate_core.data import pipeline, sources\n"
+        "from surogate_core.data import json_rows, pipeline\n"
         "from surogate_core.data.tokenizer import load_tokenizer\n"
         "from surogate_core.plugins import load_plugins\n"
         "from surogate_core.config.schema import RunConfig\n"
         "if __name__ == '__main__':\n"
-        "    pipeline._SAVE_SECONDS, sources._BLOCK = -1.0, 1 << 17\n"
+        "    pipeline._SAVE_SECONDS, json_rows._BLOCK = -1.0, 1 << 14\n"
         f"    config = RunConfig(datasets=[dict(path={str(big)!r}, type='text')], dataloader_num_workers=2,\n"
         f"        data_cache_dir={str(cache)!r}, validation_split_ratio=0.0)\n"
         f"    pipeline.prepare(config, load_tokenizer({EMBEDDED_TOKENIZER!r}), load_plugins().all('dataset'))\n"
@@ -197,7 +197,7 @@ def test_a_bad_row_of_a_format_is_counted_wherever_it_is_made(big: Path) -> None
     encoder = RowEncoder(format=row_format, options=_NoOptions(), context=context)
     source = open_source(SourceSpec(path=str(big)))
     chunks = list(encode_chunks(encoder, source.chunks(), 2))
-    assert sum(chunk.bad_row_count for chunk in chunks) == sum(chunk.rows for chunk in chunks) == 4000
+    assert sum(chunk.bad_row_count for chunk in chunks) == sum(chunk.rows for chunk in chunks) == 1600
 
 
 @pytest.mark.parametrize("emptied", [True, False], ids=["emptied", "sealed, not yet named"])

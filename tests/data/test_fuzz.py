@@ -24,7 +24,7 @@ def fuzz_data() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("cases", "least_read", "least_refused"), [(60, 5, 20), pytest.param(500, 50, 200, marks=pytest.mark.slow)]
+    ("cases", "least_read", "least_refused"), [(30, 3, 10), pytest.param(500, 50, 200, marks=pytest.mark.slow)]
 )
 def test_no_data_set_breaks_the_pipeline(
     cases: int, least_read: int, least_refused: int, fuzz_data: ModuleType

@@ -32,8 +32,10 @@ def two_weights(first_OI: Tensor, scale_O: Tensor, second_OI: Tensor, x_NI: Tens
     return torch.tanh(x_NI @ first_OI.t()) * scale_O + x_NI @ second_OI.t()
 
 
-@pytest.mark.parametrize("compiler", ["fx", "inductor"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("compiler", "recompute"),
+    [("fx", False), ("fx", True), ("inductor", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
+)
 def test_products_of_a_program(compiler: str, recompute: bool) -> None:
     values = [random(O, I), random(O, seed=1), random(O, I, seed=2), random(N, I, seed=3)]
     dy = random(N, O, seed=4)

@@ -161,7 +161,7 @@ def test_equal_to_autograd(policy: str, trained: str, kernels: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["none", "block", *(pytest.param(p, marks=pytest.mark.slow) for p in ("half", "all regions"))]
+    "policy", ["block", *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "half", "all regions"))]
 )
 def test_inductor_equals_autograd(policy: str) -> None:
     check(make(policy, "adapter", compiler="inductor"), "adapter")

@@ -287,7 +287,7 @@ def _run(case: Case, directory: Path, root: Path, held: dict[int, Any]) -> None:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", fuzzing.numbers(40, 300, 3000))
 def test_checkpoints(number: int, saved: tuple[Path, dict[int, Any]]) -> None:
     root, held = saved
     torch.set_num_threads(1)

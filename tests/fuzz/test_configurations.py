@@ -269,7 +269,7 @@ def run(case: Case, directory: Path) -> None:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", [20, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", fuzzing.numbers(10, 150, 1500))
 def test_configurations(number: int) -> None:
     registry()
     counts = fuzzing.fuzz(cases(), run, number, start=1)

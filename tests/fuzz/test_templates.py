@@ -243,7 +243,7 @@ def run(case: Case, directory: Path) -> None:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", fuzzing.numbers(40, 300, 3000))
 def test_templates(number: int) -> None:
     _loaded()
     counts = fuzzing.fuzz(cases(), run, number, start=2)

@@ -39,7 +39,7 @@ def test_a_pickled_job_gives_the_same_bits_in_another_process(
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     base = [word for word in base if not word.startswith("max_steps")]
-    base += ["max_steps=2", "lora=true", "lora_rank=4"]
+    base = [*base, "max_steps=2", "lora=true", "lora_rank=4"]
     assert job_of(installed, *base, f"output_dir={here}").run(registry=installed) == 0
     (tmp_path / "job").write_bytes(pickle.dumps(job_of(installed, *base, f"output_dir={there}")))
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "job")]

@@ -30,26 +30,22 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [
-        ("device=cuda", MachineError),
-        ("tokenizer=/nowhere", UserError),
-        ("optimizer=adamw", UserError),
-        ("sequence_len=80", UserError),
-        ("datasets=[{path: /nowhere.jsonl, type: conversation}]", UserError),
-        ("resume_from_checkpoint=/nowhere", UserError),
-    ],
-)
-def test_a_failed_start_leaves_a_finished_run_as_it_is(
-    tmp_path: Path, base: list[str], run_here: RunHere, wrong: str, kind: type[SurogateError]
-) -> None:
+def test_failed_starts_leave_a_finished_run_as_it_is(tmp_path: Path, base: list[str], run_here: RunHere) -> None:
     run_here(tmp_path, *base, "max_steps=2")
     before = contents(tmp_path)
-    with pytest.raises(kind):
-        run_here(tmp_path, *base, "max_steps=2", wrong)
-    assert contents(tmp_path) == before
-    assert read_run(tmp_path).outcome == "finished"
+    starts: dict[str, type[SurogateError]] = {
+        "device=cuda": MachineError,
+        "tokenizer=/nowhere": UserError,
+        "optimizer=adamw": UserError,
+        "sequence_len=80": UserError,
+        "datasets=[{path: /nowhere.jsonl, type: conversation}]": UserError,
+        "resume_from_checkpoint=/nowhere": UserError,
+    }
+    for wrong, kind in starts.items():
+        with pytest.raises(kind):
+            run_here(tmp_path, *base, "max_steps=2", wrong)
+        assert contents(tmp_path) == before, wrong
+        assert read_run(tmp_path).outcome == "finished", wrong
 
 
 def test_a_start_that_fails_while_the_model_is_set_up_leaves_it_too(
@@ -84,7 +80,7 @@ def test_a_failed_start_in_a_fresh_directory_is_recorded_and_makes_way(
     assert not (tmp_path / "former-1").exists()
 
 
-@pytest.mark.parametrize("mode", [(), ("lora=true",)], ids=["full", "lora"])
+@pytest.mark.parametrize("mode", [(), ("lora=true", "lora_target_modules=[q_proj]")], ids=["full", "lora"])
 def test_a_new_start_keeps_the_former_run_as_a_run_directory(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, mode: tuple[str, ...]
 ) -> None:

@@ -277,7 +277,7 @@ def _alter(state: Path, manifest: Path, text: str) -> None:
 
 
 def test_kills_change_no_bit(tmp_path: Path) -> None:
-    kill_test(tmp_path, mode="lora", kills=2, steps=40)
+    kill_test(tmp_path, mode="lora", kills=1, steps=15)
 
 
 @pytest.mark.slow

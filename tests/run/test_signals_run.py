@@ -185,10 +185,17 @@ def child(
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, base: list[str], run_here: RunHere) -> Path:
+    """A run that nothing has cut."""
+    place = tmp_path_factory.mktemp("whole")
+    run_here(place, *base)
+    return place
+
+
 def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
-    tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
+    tmp_path: Path, base: list[str], whole: Path, run_here: RunHere, history: History, digests: Digests
 ) -> None:
-    run_here(tmp_path / "whole", *base)
     with child(tmp_path / "cut", base, "monitor=[jsonl,console]", seconds=0.5, stdout=subprocess.PIPE) as process:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -199,15 +206,14 @@ def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
     assert "Held-out loss" not in out
     assert err == ""
     assert run_here(tmp_path / "cut", *base) == 0
-    assert history(tmp_path / "cut") == history(tmp_path / "whole")
-    assert digests(tmp_path / "cut" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
+    assert history(tmp_path / "cut") == history(whole)
+    assert digests(tmp_path / "cut" / "checkpoint-6") == digests(whole / "checkpoint-6")
 
 
 def test_a_closed_terminal_saves_a_checkpoint(
-    tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
+    tmp_path: Path, base: list[str], whole: Path, run_here: RunHere, history: History, digests: Digests
 ) -> None:
     """The kernel sends SIGHUP when the terminal goes; nothing can be shown any more."""
-    run_here(tmp_path / "whole", *base)
     terminal, side = os.openpty()
 
     def take_terminal() -> None:
@@ -226,8 +232,8 @@ def test_a_closed_terminal_saves_a_checkpoint(
     assert "Traceback" not in err
     assert (tmp_path / "cut" / "checkpoint-1").is_dir()
     assert run_here(tmp_path / "cut", *base) == 0
-    assert history(tmp_path / "cut") == history(tmp_path / "whole")
-    assert digests(tmp_path / "cut" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
+    assert history(tmp_path / "cut") == history(whole)
+    assert digests(tmp_path / "cut" / "checkpoint-6") == digests(whole / "checkpoint-6")
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, base: list[str], run_here: RunHere) -> None:

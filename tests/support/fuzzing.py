@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -33,6 +34,11 @@ BATCH = 50
 LONGEST_PROBLEM = 4000
 LONGEST_MESSAGE = 60_000
 """A configuration may have many mistakes, each at most `LONGEST_PROBLEM` long."""
+
+
+def numbers(few: int, more: int, many: int) -> list[Any]:
+    """How many cases `make test`, `make test-slow` and `make test-fuzz` draw, as parameters of a test."""
+    return [few, pytest.param(more, marks=pytest.mark.slow), pytest.param(many, marks=pytest.mark.fuzz)]
 
 
 class Hang(BaseException):

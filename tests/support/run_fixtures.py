@@ -66,7 +66,7 @@ def installed() -> Registry:
     return load_plugins()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def base(data_cache: Path) -> list[str]:
     """Overrides of a small run from random weights."""
     return [*QUICK, *SMALL, f"data_cache_dir={data_cache}"]
@@ -78,7 +78,7 @@ def base_on(data_cache: Path) -> Callable[[Path], list[str]]:
     return lambda model: [*QUICK, f"data_cache_dir={data_cache}", f"model={model}", "lora=true", "tokenizer=null"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_here(installed: Registry) -> RunHere:
     """Composes, checks and runs as the console script does; later overrides win. Errors are raised."""
     from surogate_core.config.resolve import load_run_config
