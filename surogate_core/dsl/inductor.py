@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from surogate_core.caches import use_private_caches
+from surogate_core.kernels.registry import write_in_place
 
 UNTIMED = {
     "deterministic": True,
@@ -29,6 +30,8 @@ UNTIMED = {
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph for inputs like these (fake tensors)."""
     _keep_additions(module)
+    write_in_place(module.graph)
+    module.recompile()
     use_private_caches()
     with torch.no_grad(), torch._inductor.config.patch(UNTIMED):
         return torch._inductor.compile(module, list(inputs))

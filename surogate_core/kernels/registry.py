@@ -60,6 +60,35 @@ def workspace(target: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
     return register
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPlace:
+    """The form of a custom op that writes into arguments which it declares as mutated."""
+
+    op: Any
+    """Takes the arguments of the op whose form it is, and returns the same."""
+    takes: Callable[..., bool]
+    """Whether it may replace the op for these arguments, which are fake tensors where they are tensors."""
+
+
+in_place: dict[Any, InPlace] = {}
+"""A custom op that changes no argument, as an overload (``torch.ops.namespace.name.default``) → the form that does.
+
+A traced graph has the first, so that it can be cut and reordered. Inductor gets the second, whose schema says what is
+written: its functionalisation orders the readers, and copies where a reader still needs the old values.
+"""
+
+
+def write_in_place(graph: fx.Graph) -> None:
+    """Replace ops of a graph by the forms that write into their arguments."""
+    for node in graph.nodes:
+        form = in_place.get(node.target) if node.op == "call_function" else None
+        if form is None:
+            continue
+        arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        if form.takes(*arguments, **named):
+            node.target = form.op
+
+
 @dataclass(slots=True)
 class KernelTable:
     """The kernels that a run may use on its device, and what was chosen of them."""

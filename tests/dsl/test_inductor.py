@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from surogate_core.dsl import inductor
+from surogate_core.dsl.trace import Signature, without_gradients
+from surogate_core.kernels import registry
+from surogate_core.kernels.registry import InPlace
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -51,6 +55,78 @@ def test_nothing_is_timed_and_the_settings_are_put_back(monkeypatch: pytest.Monk
     inductor.compile_graph(torch.fx.GraphModule(torch.nn.Module(), graph), [torch.zeros(1)])
     assert seen == [(True, False, False)]
     assert settings() == before
+
+
+@torch.library.custom_op("surogate_test::past", mutates_args=())
+def past(x: Tensor, inputs: int) -> Tensor:
+    """x · 2 and the sum of a row; columns behind the inputs are not read."""
+    return past_in_place(x.clone(), inputs)
+
+
+@torch.library.custom_op("surogate_test::past_", mutates_args=("x",))
+def past_in_place(x: Tensor, inputs: int) -> Tensor:
+    """The same; the sum is written behind the inputs."""
+    WRITTEN.append(x.data_ptr())
+    x[:, inputs] = x[:, :inputs].sum(1)
+    return 2 * x[:, : inputs + 1]
+
+
+@torch.library.custom_op("surogate_test::roomy", mutates_args=())
+def roomy(x: Tensor) -> Tensor:
+    """[x | 3x], or with columns that hold nothing in the place of the latter."""
+    out = torch.cat((x, 3 * x), dim=1)
+    MADE.append(out.data_ptr())
+    return out
+
+
+WRITTEN: list[int] = []
+MADE: list[int] = []
+
+
+@past.register_fake
+@past_in_place.register_fake
+def _(x: Tensor, inputs: int) -> Tensor:
+    return x.new_empty(x.shape[0], inputs + 1)
+
+
+@roomy.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], 2 * x.shape[1])
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["columns behind are free", "columns behind are read"])
+def test_an_op_writes_behind_its_input_where_nothing_else_reads(monkeypatch: pytest.MonkeyPatch, read: bool) -> None:
+    """Without a copy where the columns are free, and into a copy where they are not."""
+    form = InPlace(op=torch.ops.surogate_test.past_.default, takes=lambda x, inputs: x.shape[1] > inputs)
+    monkeypatch.setitem(registry.in_place, torch.ops.surogate_test.past.default, form)
+
+    def function(x: Tensor) -> Tensor:
+        both = roomy(x)
+        y = past(torch.cat((both[:, :8], x.new_empty(4, 8)), dim=1), 8)
+        # The first columns are read again behind the op, as attention's backward reads its output.
+        return y.sum(1) + (both.sum(1) if read else both[:, :8].sum(1))
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    expected = 4 * x.sum(1) + (4 if read else 1) * x.sum(1)
+    WRITTEN.clear()
+    MADE.clear()
+    (found,) = without_gradients(function, [Signature.of(x)], compiler="inductor")([x])
+    torch.testing.assert_close(found, expected)
+    assert (WRITTEN == MADE) == (not read)
+
+
+def test_an_op_that_has_no_room_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = InPlace(op=torch.ops.surogate_test.past_.default, takes=lambda x, inputs: x.shape[1] > inputs)
+    monkeypatch.setitem(registry.in_place, torch.ops.surogate_test.past.default, form)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 8)
+    calls = [graph.call_function(torch.ops.surogate_test.past.default, (x, inputs)) for inputs in (8, 7)]
+    registry.write_in_place(graph)
+    assert [call.target for call in calls] == [
+        torch.ops.surogate_test.past.default,
+        torch.ops.surogate_test.past_.default,
+    ]
 
 
 KERNELS = """

@@ -354,6 +354,41 @@ def test_what_stands_side_by_side_is_not_joined(first: slice, second: slice, roo
     assert sum(n.target == torch.ops.aten.cat.default for n in module.graph.nodes) == left
 
 
+@pytest.mark.parametrize(
+    ("reader", "joins"),
+    [
+        (lambda x, both: both[:, :16].sum(1, keepdim=True), 0),
+        (lambda x, both: both.view(5, 10, 2)[:, 2:6].flatten(1), 0),
+        (lambda x, both: both[:, :20], 1),
+        (lambda x, both: both[:, 16:], 1),
+        (lambda x, both: both.split([10, 7, 3], dim=1)[1], 1),
+        (lambda x, both: both.t()[15:18], 1),
+        (lambda x, both: both * 2, 1),
+    ],
+    ids=["columns in front", "as heads", "all columns", "columns behind", "a part", "transposed", "the buffer"],
+)
+def test_columns_that_another_reads_are_no_room(reader: Callable[[Tensor, Tensor], Tensor], joins: int) -> None:
+    """What is joined ends in columns that its reader writes into: they may not be columns that something else reads."""
+
+    def joined(x: Tensor) -> Tensor:
+        both = side_by_side(x)
+        wide = torch.cat((both[:, :16], x.new_empty(5, 4)), dim=1)
+        return wide[:, :16].exp().sum() + reader(x, both).exp().sum()
+
+    module = _export(joined, [Signature.of(torch.randn(5, 8))], joint=False)
+    assert sum(n.target == torch.ops.aten.cat.default for n in module.graph.nodes) == joins
+
+
+def test_columns_of_an_input_are_no_room() -> None:
+    """An input is read elsewhere: the block's by its backward, a weight by other layers."""
+
+    def joined(x: Tensor) -> Tensor:
+        return torch.cat((x[:, :4], x.new_empty(5, 4)), dim=1)[:, :4].exp()
+
+    module = _export(joined, [Signature.of(torch.randn(5, 8))], joint=False)
+    assert sum(n.target == torch.ops.aten.cat.default for n in module.graph.nodes) == 1
+
+
 @pytest.mark.parametrize(("width", "kept"), [(64, [(3, 1), (3, 1)]), (8, [])])
 def test_an_op_is_not_repeated_for_a_small_part_of_its_results(width: int, kept: list[tuple[int, ...]]) -> None:
     """The backward of a layer norm wants its mean and deviation alone: kept where they are little beside the output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from gpu_packs import triton_packs
 from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
@@ -62,6 +64,40 @@ def test_gradients_are_those_of_the_cpu(recompute: bool, full: bool) -> None:
     error, name = tiny.worst({n: g.cpu() for n, g in tiny.gradients(found, batches(0)).items()}, exact)
     other, _ = tiny.worst({n: g.cpu() for n, g in tiny.gradients(plain, batches(0)).items()}, exact)
     assert error <= 1.5 * other, f"{name}: {error:.1e}, the core's own kernels {other:.1e}"
+
+
+class Calls(TorchDispatchMode):
+    """Addresses of what the pack's ops are given first and make first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, list[int]] = defaultdict(list)
+        self.made: dict[str, list[int]] = defaultdict(list)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function.namespace == "surogate_triton":
+            name = function.overloadpacket.__name__
+            self.given[name].append(args[0].data_ptr())
+            self.made[name].append((found if isinstance(found, Tensor) else found[0]).data_ptr())
+        return found
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_compiled_layers_write_in_place_and_copy_nothing(recompute: bool) -> None:
+    """u behind what attention made, du behind the gradients that SwiGLU's and the norms' backwards made."""
+    found = engine(recompute=Recompute(block=recompute), cuda_graphs=False)
+    with Calls() as calls:
+        found.accumulate(batches(0)[:1], step=0)
+    forwards = 2 if recompute else 1
+    assert len(calls.given["adapted_linears_"]) >= 4 * CONFIG["num_hidden_layers"]
+    assert not calls.given["adapted_linears"]
+    assert len(calls.made["attention"]) == forwards * CONFIG["num_hidden_layers"]
+    assert set(calls.made["attention"]) <= set(calls.given["adapted_linears_"])
+    for op in ("swiglu_backward", "norm_rope_backward"):
+        assert len(calls.made[op]) == CONFIG["num_hidden_layers"]
+        assert set(calls.made[op]) <= set(calls.given["adapted_linears_backward_"])
+    assert len(calls.given["adapted_linears_backward"]) == 2 * CONFIG["num_hidden_layers"], "o and down, alone"
 
 
 def test_losses_follow_the_cpu() -> None:

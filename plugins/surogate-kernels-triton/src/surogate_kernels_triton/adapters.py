@@ -2,6 +2,9 @@
 
 What the adapters add to a product is a few more columns of its inner dimension: u stands past x in
 its own rows and scale·B past W, so that y takes no second pass; likewise du past dy, and A below W.
+Both ops have two forms. A graph is traced with the one that changes no argument. Inductor gets the
+other, whose name ends in `_` and which declares that it writes u or du into an argument. The columns
+for them come from a `cat` that ends in an empty tensor.
 Shape suffixes as in `surogate_core.kernels.panels`.
 """
 
@@ -28,7 +31,27 @@ from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import workspace
+from surogate_core.kernels.registry import InPlace, in_place, workspace
+
+
+@torch.library.custom_op("surogate_triton::adapted_linears_", mutates_args=("x",))
+def _forward_in_place(
+    x: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """(y, u); x is [N, I + ranks or more], and u is written behind its first I columns."""
+    n, width, ranks = x.shape[0], sum(outputs), rank * len(outputs)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    u_NR = x.new_empty(n, ranks)
+    down(x, panel_QP[width:, :inputs], u_NR, x[:, inputs:], seed, len(outputs), p, salts)
+    return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
 
 
 @torch.library.custom_op("surogate_triton::adapted_linears", mutates_args=())
@@ -42,17 +65,11 @@ def _forward(
     p: float,
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    # x is [N, I + ranks or more]: u is written past x; nobody else reads it.
-    n, width, ranks = x.shape[0], sum(outputs), rank * len(outputs)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    u_NR = x.new_empty(n, ranks)
-    down(x, panel_QP[width:, :inputs], u_NR, x[:, inputs:], seed, len(outputs), p, salts)
-    return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
+    """(y, u); x is [N, I + ranks or more], of which columns behind the first I are not read."""
+    return _forward_in_place(x.clone(), panel_QP, seed, inputs, outputs, rank, p, salts)
 
 
-@_forward.register_fake
-def _(
+def _forward_fake(
     x: Tensor,
     panel_QP: Tensor,
     seed: Tensor,
@@ -63,6 +80,13 @@ def _(
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], sum(outputs)), x.new_empty(x.shape[0], rank * len(outputs))
+
+
+_forward.register_fake(_forward_fake)
+_forward_in_place.register_fake(_forward_fake)
+in_place[torch.ops.surogate_triton.adapted_linears.default] = InPlace(
+    op=torch.ops.surogate_triton.adapted_linears_.default, takes=lambda *arguments: True
+)
 
 
 @register_flop_formula(torch.ops.surogate_triton.adapted_linears)
@@ -80,6 +104,33 @@ def _flops(
     return 2 * x_shape[0] * (sum(outputs) * (inputs + ranks) + inputs * ranks)
 
 
+@torch.library.custom_op("surogate_triton::adapted_linears_backward_", mutates_args=("dy",))
+def _backward_in_place(
+    dy: Tensor,
+    x: Tensor,
+    u_NR: Tensor,
+    panel_QP: Tensor,
+    seed: Tensor,
+    inputs: int,
+    outputs: Sequence[int],
+    rank: int,
+    scale: float,
+    p: float,
+    salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dA, dB); dy is [N, outputs + ranks or more], and du is written behind the gradients."""
+    slots, width, ranks = len(outputs), sum(outputs), rank * len(outputs)
+    x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
+    dy, du_NR, db, counters = gradients(dy, u_NR, panel_QP[:, inputs:], inputs, outputs, rank, scale)
+    if p == 0:
+        da = down_gradient(x_NI, du_NR, counters)
+        return torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs]), da, db
+    da = dropped_gradient(x_NI, du_NR, seed, slots, p, salts)
+    dx = torch.mm(dy[:, :width], panel_QP[:width, :inputs])
+    add_dropped(dx, du_NR, panel_QP[width:, :inputs], seed, slots, p, salts)
+    return dx, da, db
+
+
 @torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
@@ -94,21 +145,13 @@ def _backward(
     p: float,
     salts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # dy may be [N, width + ranks or more]: du is then written past the gradients; nobody else reads it.
-    slots, width, ranks = len(outputs), sum(outputs), rank * len(outputs)
-    x_NI = x[:, :inputs] if x.stride(1) == 1 else x[:, :inputs].contiguous()
-    dy, du_NR, db, counters = gradients(dy, u_NR, panel_QP[:, inputs:], inputs, outputs, rank, scale)
-    if p == 0:
-        da = down_gradient(x_NI, du_NR, counters)
-        return torch.mm(dy[:, : width + ranks], panel_QP[: width + ranks, :inputs]), da, db
-    da = dropped_gradient(x_NI, du_NR, seed, slots, p, salts)
-    dx = torch.mm(dy[:, :width], panel_QP[:width, :inputs])
-    add_dropped(dx, du_NR, panel_QP[width:, :inputs], seed, slots, p, salts)
-    return dx, da, db
+    """(dx, dA, dB); dy is [N, outputs or more], of which columns behind the gradients are not read."""
+    # Without columns for du, `gradients` copies dy while it reads it.
+    dy = dy[:, : sum(outputs)]
+    return _backward_in_place(dy, x, u_NR, panel_QP, seed, inputs, outputs, rank, scale, p, salts)
 
 
-@_backward.register_fake
-def _(
+def _backward_fake(
     dy: Tensor,
     x: Tensor,
     u_NR: Tensor,
@@ -127,6 +170,19 @@ def _(
         x.new_empty((ranks, inputs), dtype=torch.float32),
         x.new_empty((width, rank), dtype=torch.float32),
     )
+
+
+def _has_room(dy: Tensor, x: Tensor, u_NR: Tensor, *rest: Any) -> bool:
+    """Whether there are columns for du behind the gradients; a view of the gradients alone is copied."""
+    outputs = rest[3]
+    return dy.shape[1] > sum(outputs)
+
+
+_backward.register_fake(_backward_fake)
+_backward_in_place.register_fake(_backward_fake)
+in_place[torch.ops.surogate_triton.adapted_linears_backward.default] = InPlace(
+    op=torch.ops.surogate_triton.adapted_linears_backward_.default, takes=_has_room
+)
 
 
 @workspace(torch.ops.surogate_triton.adapted_linears_backward)
