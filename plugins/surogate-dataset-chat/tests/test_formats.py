@@ -134,7 +134,7 @@ def test_a_system_prompt_may_be_in_two_places_if_it_is_one(context: EncodeContex
 
 def test_properties_are_left_out_on_purpose_only(context: EncodeContext) -> None:
     row = {"messages": [{**USER, "mood": "calm"}, {**ASSISTANT, "reasoning_content": "Hm.", "id": "x1", "score": 3}]}
-    with pytest.raises(RowError, match=r"leaves out mood of message 1 \(user\), reasoning_content of message 2"):
+    with pytest.raises(RowError, match=r"drops mood of message 1 \(user\), reasoning_content of message 2"):
         conversation(row, context)
     found = conversation(row, context, ignored_properties=["mood", "reasoning_content"])
     assert equal(found, conversation({"messages": [USER, ASSISTANT]}, context))
