@@ -207,7 +207,7 @@ def calls(value: Any) -> Any:
         ({"messages": [{"role": "system", "content": "a"}, ASSISTANT], "sys": "b"}, "have different system prompts"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "field 'tools' is not JSON"),
         ({"messages": [USER, ASSISTANT], "images": ["a.png"]}, "field 'images' has something other than text"),
-        ({"messages": [{**USER, "images": ["a.png"]}, ASSISTANT]}, "leaves out images of message 1 (user)"),
+        ({"messages": [{**USER, "images": ["a.png"]}, ASSISTANT]}, "drops images of message 1 (user)"),
         (
             {"messages": [part("input_audio", input_audio={"data": "AA"}), ASSISTANT]},
             "of type 'input_audio'; only text",
