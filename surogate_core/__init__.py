@@ -9,7 +9,7 @@ from pluggy import HookimplMarker
 __version__ = "0.1.0"
 
 API_VERSION = 1
-"""Version of the hook contract (docs/hooks.md); raised when a hook changes incompatibly."""
+"""Version of the hook contract (docs/hooks.md); incremented when a hook changes incompatibly."""
 
 hookimpl = HookimplMarker("surogate")
 """Marks a function of a plugin module as the implementation of a hook."""

@@ -1,4 +1,4 @@
-"""The micro-batch: what the data side hands to the engine.
+"""The micro-batch, which the data side passes to the engine.
 
 Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S document borders.
 """
@@ -19,9 +19,8 @@ IGNORE_LABEL = -100
 class MicroBatch:
     """Packed rows, flattened, on the host. All shapes are the same in every micro-batch of a run.
 
-    Labels are already shifted: `labels[t]` is the token that position t predicts, `IGNORE_LABEL`
-    where nothing is to be learnt, always so at the last position of a document. Padding is a
-    document of its own with no labels.
+    Labels are already shifted: `labels[t]` is the token that position t predicts, `IGNORE_LABEL` where nothing is
+    learnt, as at the last position of every document. Padding is a separate document without labels.
     """
 
     input_ids: Tensor
@@ -31,19 +30,20 @@ class MicroBatch:
     positions: Tensor
     """[N] int32, restarting at 0 in each document."""
     cu_seqlens: Tensor
-    """[S] int32, the documents' borders in the flattened row: 0, …, N, then N repeated."""
+    """[S] int32, the borders of the documents in the flattened row: 0, …, N, then N repeated."""
     max_seqlen: int
-    """A bound of a document's length that is the same for the whole run (= sequence_len)."""
+    """Largest length of a document, the same for the whole run (= sequence_len)."""
     tokens: int
     """Tokens that are not padding."""
     label_tokens: int
     """Positions that carry loss."""
     weights: Tensor | None = None
-    """[N] float32: what each position counts in the loss; None is 1 for each, in the whole run."""
+    """[N] float32: loss weight of each position; None is 1 for each, in the whole run."""
 
     pairs: int | None = None
-    """Pairs of a token and one that it attends to, itself included, padding aside; None: for each of `tokens` as many
-    as the positions say on average."""
+    """Pairs of a token and a token that it attends to, itself included, without padding; None: estimated from the mean
+    position.
+    """
 
     @property
     def loss_weight(self) -> float:
@@ -51,7 +51,7 @@ class MicroBatch:
         return float(self.label_tokens) if self.weights is None else self.weights.double().sum().item()
 
     def pinned(self) -> MicroBatch:
-        """The micro-batch in page-locked memory, from which copies to a GPU run beside the host."""
+        """The micro-batch in page-locked memory, from which copies to a GPU are asynchronous."""
         import torch
 
         values = {f.name: getattr(self, f.name) for f in fields(self)}

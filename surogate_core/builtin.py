@@ -1,4 +1,4 @@
-"""What the core itself offers, through the same hooks as any plugin."""
+"""The core's own offers, through the same hooks as any plugin."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def surogate_offloader() -> bundles.Offloader:
 
 @hookimpl
 def surogate_kernel_pack() -> bundles.KernelPack:
-    """Kernels that torch brings."""
+    """Kernels of torch."""
     from surogate_core.kernels.attention import TORCH_PACK
 
     return TORCH_PACK

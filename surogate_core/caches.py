@@ -1,7 +1,7 @@
 """The caches of compiled code that later processes run: directories that only this user can write to.
 
-By default Inductor uses ``/tmp/torchinductor_NAME``, with NAME from a variable. Whoever makes that directory first can
-put code into the runs of the user with that name.
+By default Inductor uses ``/tmp/torchinductor_NAME``, with NAME from a variable. An attacker who creates that directory
+first can put code into the runs of the user with that name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"
 
 
 def use_private_caches() -> None:
-    """Point Inductor, Triton and CuPy to caches of the user's own, unless the user has named others.
+    """Point Inductor, Triton and CuPy to private caches of the user, unless the user has named others.
 
-    Raises `UserError` where a directory that the user has named can be written to by others.
+    Raises `UserError` if others can write to a directory that the user has named.
     """
     for variable, name in VARIABLES.items():
         given = os.environ.get(variable)
@@ -66,7 +66,7 @@ def _versions() -> str:
 
 
 def _unsafe(directory: Path) -> str:
-    """Why others may write to a directory, which is made if it does not exist; empty if they may not."""
+    """The reason why others can write to a directory, which is created if missing; empty if they cannot."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()

@@ -1,4 +1,4 @@
-"""Errors that end a run, by whose they are; the CLI turns each into its exit code."""
+"""Errors that end a run, by their cause; the CLI maps each to its exit code."""
 
 from __future__ import annotations
 

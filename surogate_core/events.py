@@ -55,7 +55,9 @@ def _with_underscores(name: str) -> str:
 
 
 def strict_json(value: Any) -> Any:
-    """The value as strict JSON can hold it: NaN and infinities as text, mappings with text keys, the rest as text."""
+    """The value for strict JSON: NaN and infinities become text, keys of mappings become text, and so does any other
+    type.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -70,7 +72,7 @@ def strict_json(value: Any) -> Any:
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """The event as a mapping that strict JSON can hold: its name under ``event``, then its fields."""
+    """The event as a mapping for strict JSON: its name under ``event``, then its fields."""
     return {"event": event.name} | {f.name: strict_json(getattr(event, f.name)) for f in fields(event)}
 
 
@@ -83,23 +85,25 @@ class RunStart(Event):
     parameters: int
     """All parameters, frozen ones included."""
     trainable_parameters: int
-    """Those that are trained, adapters included."""
+    """Trained parameters, adapters included."""
     train_tokens: int
-    """Tokens of one epoch, padding not counted."""
+    """Tokens of one epoch, without padding."""
     steps: int
     """Optimizer steps of the whole run."""
     start_step: int
     """Steps already done, by a resumed checkpoint."""
     tokens_per_step: int
-    """Token slots of one optimizer step, padding counted."""
+    """Positions of one optimizer step, padding included."""
     epochs: float
     """Epochs of the whole run."""
     device: str
     """The device in words."""
     gemm_flops_per_second: float | None = None
-    """Measured rate of a large product in the dtype of the weights, to which `StepEnd.speed_of_light` is the share."""
+    """Measured rate of a large matrix product in the dtype of the weights; `StepEnd.speed_of_light` is relative to
+    it.
+    """
     notes: tuple[str, ...] = ()
-    """Things the owner of the run should know, one sentence each."""
+    """Notes for the user, one sentence each."""
 
     def __post_init__(self) -> None:
         _mask(self, "model", "notes")
@@ -115,9 +119,9 @@ class Progress(Event):
     task: str
     """The task in words, e.g. `loading weights`."""
     done: int
-    """How much of it is done."""
+    """Finished part, in `unit`."""
     total: int = 0
-    """How much there is; 0 where that is unknown."""
+    """The whole, in `unit`; 0 if unknown."""
     unit: str = ""
     """Unit of `done` and `total`, e.g. `B` for bytes; empty for plain counts."""
 
@@ -130,7 +134,7 @@ class StepEnd(Event):
     """One optimizer step has been taken. On CUDA it is emitted one step late, without a sync."""
 
     step: int
-    """1 for the first."""
+    """Number of the step; the first is 1."""
     epoch: float
     """Epochs done, with a fraction."""
     loss: float
@@ -140,7 +144,7 @@ class StepEnd(Event):
     lr: float
     """Learning rate of the step."""
     tokens: int
-    """Tokens of the step, padding not counted."""
+    """Tokens of the step, without padding."""
     label_tokens: int
     """Tokens of the step that carry loss."""
     total_tokens: int
@@ -148,27 +152,27 @@ class StepEnd(Event):
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float
-    """`tokens` over `seconds`."""
+    """`tokens` divided by `seconds`."""
     eta_seconds: float
-    """Seconds to the end of the run, by the recent rate."""
+    """Estimated seconds to the end of the run."""
     peak_memory_bytes: int
     """Peak of the device allocator on CUDA, peak resident set on a CPU."""
     speed_of_light: float | None = None
-    """SOL: share, 0 to 1, of the measured product rate at which the step's necessary FLOPs were done."""
+    """SOL: rate of the step's necessary FLOPs, as a share (0 to 1) of the measured rate of a product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStats(Event):
-    """What the driver says of the GPU, every `log_gpu_util` steps; read in a thread, so it may come a step late."""
+    """GPU telemetry of the driver, every `log_gpu_util` steps. A thread reads it, so it may be one step late."""
 
     step: int
     """Optimizer steps done."""
     utilization: float
-    """Share of the last moments, 0 to 1, in which a kernel ran."""
+    """Share of recent time, 0 to 1, in which a kernel ran."""
     memory_used_bytes: int
-    """Of the whole device, other processes included."""
+    """Memory used on the whole device, other processes included."""
     memory_total_bytes: int
-    """Memory that the device has."""
+    """Total memory of the device."""
     power_watts: float
     """Power drawn."""
     temperature_celsius: float
@@ -186,11 +190,11 @@ class EvalEnd(Event):
     loss: float
     """Mean over the label tokens of the held-out rows."""
     label_tokens: int
-    """Tokens that the mean is over."""
+    """Number of label tokens in the mean."""
     seconds: float
     """Wall time of the evaluation."""
     gap: float | None
-    """Held-out loss less the mean training loss of the last min(20, steps since the last evaluation) steps."""
+    """Held-out loss minus the mean training loss of the last min(20, steps since the last evaluation) steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +213,14 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Event):
-    """Something the owner of the run should see."""
+    """A message for the user."""
 
     level: Literal["info", "warning", "error"]
-    """How much it matters."""
+    """Severity."""
     message: str
-    """One sentence or a few."""
+    """The message, in one or a few sentences."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Figures and names behind it."""
+    """Figures and names that the message is based on."""
 
     def __post_init__(self) -> None:
         _mask(self, "message", "data")
@@ -224,69 +228,71 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionStats(Event):
-    """How the delayed scales of a recipe have fitted the values of some steps, by role (activation, weight, gradient).
+    """How well the delayed scales of a recipe fitted the values of recent steps, by role (activation, weight,
+    gradient).
 
-    Counted are tensors: one of each projection, role and step whose values were scaled by what earlier steps saw.
+    The shares count tensors: one for each projection, role and step whose values were scaled by the history of earlier
+    steps.
     """
 
     step: int
     """The last of the steps."""
     steps: int
-    """How many they are."""
+    """Number of steps."""
     saturated: Mapping[str, float]
-    """Role → share, 0 to 1, of the tensors whose largest value was beyond the format's, and was cut off."""
+    """Role → share, 0 to 1, of the tensors whose largest value exceeded the format's, and was clipped."""
     underflowed: Mapping[str, float]
     """Role → share of the tensors whose largest value was below the format's smallest normal number."""
     worst: str
-    """The tensor farthest beyond its format, such as ``layer 3 self_attn.q_proj activation``; empty if none."""
+    """The tensor that exceeded its format most, such as ``layer 3 self_attn.q_proj activation``; empty if none."""
     worst_excess: float
-    """How many times the largest of the format its largest value was; 0 if there is none."""
+    """Its largest value divided by the largest of the format; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStats(Event):
-    """How a mixture-of-experts model has sent the tokens of one step to its experts; such a family emits it."""
+    """How a mixture-of-experts model routed the tokens of one step to its experts; such a family emits it."""
 
     step: int
     """Optimizer steps done."""
     imbalance: float
-    """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is perfectly even."""
+    """Tokens of the busiest expert divided by the mean of all experts, in the worst layer; 1 is perfectly even."""
     utilization: float
-    """Share of the experts that got a token, 0 to 1, mean over the layers."""
+    """Share of the experts that received a token, 0 to 1, mean over the layers."""
     aux_loss: float | None = None
     """Load-balancing loss before its coefficient, mean over the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseChange(Event):
-    """The training has entered another phase."""
+    """The training has entered a new phase."""
 
     step: int
     """Optimizer steps done."""
     phase: Literal["warmup", "converging", "plateau", "diverging", "unstable"]
-    """The new one."""
+    """The new phase."""
     previous: Literal["warmup", "converging", "plateau", "diverging", "unstable"]
-    """The one before."""
+    """The previous phase."""
     improvement: float
-    """Relative fall of the mean loss between the two halves of the window."""
+    """Relative decrease of the mean loss between the two halves of the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice(Event):
-    """What the owner of the run could turn, and why."""
+    """Advice: the key that the user could change, and why."""
 
     step: int
     """Optimizer steps done."""
     rule: str
     """Name of the rule that fired."""
     message: str
-    """What was seen, in a sentence."""
+    """The observation, in one sentence."""
     key: str
     """The configuration key to change."""
     suggestion: str
     """How to change it."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """The figures that the rule fired on."""
+    """The figures that made the rule fire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,9 +310,9 @@ class RunEnd(Event):
     last_eval_loss: float | None
     """Loss of the last evaluation; None without one."""
     export_path: str | None
-    """The directory of the result; None where nothing was exported."""
+    """The directory of the export; None if nothing was exported."""
     message: str = ""
-    """Why it ended, or how to go on; may be empty."""
+    """The reason of the end, or how to resume; may be empty."""
 
     def __post_init__(self) -> None:
         _mask(self, "message")
@@ -327,14 +333,14 @@ class Control:
     lr_scale: float | None = None
     """Multiply the schedule's learning rate by this from now on."""
     fade_steps: int = 0
-    """Steps over which `lr_scale` blends back to 1, linearly; 0 keeps it for good."""
+    """Steps over which `lr_scale` returns to 1, linearly; 0 makes it permanent."""
     proceed: bool = False
-    """Go on after a step that was not finite, which was not applied, instead of ending the run."""
+    """Continue after a step with a value that was not finite (it was not applied) instead of ending the run."""
     stop: bool = False
-    """Finish: save, export, end."""
+    """End the run: save, export, end."""
     save: bool = False
     """Write a checkpoint now."""
     events: tuple[Event, ...] = ()
-    """Events that all monitors are shown after the one that is answered; answers to them are not obeyed."""
+    """Events for all monitors, emitted after the answered one; answers to them are ignored."""
     reason: str = ""
-    """Why, for the notice that the run gives."""
+    """The reason, shown in the run's notice."""

@@ -63,7 +63,7 @@ def surogate_recipe() -> Offer[b.Recipe]:
 
 @hookspec
 def surogate_weight_format() -> Offer[b.WeightFormat]:
-    """Weight formats: what frozen base weights rest in under QLoRA."""
+    """Weight formats: how frozen base weights are stored under QLoRA."""
 
 
 @hookspec
@@ -73,7 +73,7 @@ def surogate_optimizer() -> Offer[b.OptimizerSpec]:
 
 @hookspec
 def surogate_offloader() -> Offer[b.Offloader]:
-    """Offloaders: where a kind of tensor lives between uses."""
+    """Offloaders: where tensors of a kind are kept between uses."""
 
 
 @hookspec

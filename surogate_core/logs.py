@@ -1,7 +1,7 @@
 """Logging, configured in one place: JSON lines in the run's log, short lines on stderr.
 
-Everything below warning, and everything of other libraries below error, goes to the log only.
-Records before the log's place is known are kept in memory and written when it is. Secrets are masked in both places.
+Everything below warning, and everything of other libraries below error, goes to the log only. Records are kept in
+memory until the path of the log is known, and are then written. Secrets are masked in both places.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Passwords, tokens and signatures are replaced by ``***`` before a text leaves the process.
 
-Everything that shows a text to somebody uses it: errors, events, logs, reports, run.json, model cards and the trackers.
-It recognises a secret by its place (the user part of a URL) or by its name (``X-Amz-Signature=``, ``api_key:``), and
-no other secrets.
+All code that shows a text uses it: errors, events, logs, reports, run.json, model cards and the trackers. It recognises
+a secret by its place (the user part of a URL) or by its name (``X-Amz-Signature=``, ``api_key:``), and no other
+secrets.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def masked(text: str) -> str:
 
 
 def masked_yaml(text: str) -> str:
-    """The same of a YAML text, whose ``name: value`` lines count too; what comes out is YAML."""
+    """The same for a YAML text, whose ``name: value`` lines count too; the result is YAML."""
     return masked(_LINE.sub(rf"\g<1>'{MASK}'", text))
 
 
 def masked_values(value: Any) -> Any:
-    """The same of nested mappings and lists: texts are masked, and every text under a secret's name is replaced."""
+    """The same for nested mappings and lists: texts are masked, and every text under a secret's name is replaced."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, Mapping):

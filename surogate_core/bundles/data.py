@@ -19,12 +19,12 @@ class FormatChoice:
     fields: Mapping[str, Any]
     """Fields of that type, as an entry of `datasets` would have them."""
     reason: str
-    """What in the rows shows it; said to the user."""
+    """The evidence in the rows, shown to the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFormat:
-    """One `type` of data set: how a row becomes tokens and labels, or which other type does that."""
+    """One `type` of data set: encodes a row as tokens and labels, or chooses another type that does."""
 
     name: str
     """The `type` of an entry of `datasets`."""
@@ -35,16 +35,17 @@ class DatasetFormat:
     choose: Callable[[Sequence[Mapping[str, Any]], Any], FormatChoice] | None = None
     """Instead of `encode`: (sampled rows, options) → the type that reads them; raises `RowError` when none does."""
     columns: Callable[[Any], Collection[str]] | None = None
-    """Options → the fields of a row that `encode` reads; the run names those that it does not. None: not known.
-    A function of a module, as `encode`: it is sent to worker processes, and a lambda cannot be."""
+    """Options → the fields of a row that `encode` reads; the run lists the fields that it does not read. None: not
+    known. Like `encode`, it must be a function of a module, because it is sent to worker processes.
+    """
     trains_prompts: bool = False
     """Whether every token of a document is meant to be trained, so the run does not warn about it."""
     version: int = 1
-    """Raised when the same row encodes differently; part of the shard cache's digest."""
+    """Increment it when the same row encodes differently; part of the shard cache's digest."""
     tasks: tuple[str, ...] | None = None
     """Tasks that can train on it; None is all that train on documents."""
     examples: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = ()
-    """(row, fields of an entry) that the format reads; the conformance kit tries it with them."""
+    """(row, fields of an entry) that the format reads; the conformance kit uses them."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless exactly one of `encode` and `choose` is given."""

@@ -23,11 +23,13 @@ class Kernel:
     supports: Callable[[torch.device, torch.dtype], bool]
     """(device, dtype of the first argument) → whether it can run there."""
     takes: Callable[..., bool] = lambda *args, **kwargs: True
-    """Whether it takes these arguments, asked with the op's own while a block is traced: shapes, never values."""
+    """Whether it supports these arguments, called with the op's arguments while a block is traced: shapes, never
+    values.
+    """
     priority: int = 0
     """The highest supporting priority wins; the reference has -100."""
     deterministic: bool = True
-    """Equal inputs give equal bits. A kernel that cannot promise it is used with `deterministic=false` only."""
+    """Whether equal inputs give equal bits. A kernel without this property is used only with `deterministic=false`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,8 @@ class KernelPack:
     kernels: Callable[[], Iterable[Kernel]]
     """Called once, on first use; may compile."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
-    """Why the device cannot use the pack, or None."""
+    """The reason why the device cannot use the pack, or None."""
     rewrites: Callable[[], Iterable[Callable[[torch.fx.Graph], None]]] = tuple
-    """Changes to a block's joint graph of forward and backward, made in place before it is cut in two: a kernel that
-    does the work of several ops takes their place so. Called once; ops of other packs may stand in the graph."""
+    """Changes to a block's joint graph of forward and backward, made in place before it is cut in two, for example to
+    replace several ops by one kernel. Called once; the graph may contain ops of other packs.
+    """

@@ -1,4 +1,4 @@
-"""Monitors: what receives a run's events."""
+"""Monitors: receive the events of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Monitor(Protocol):
-    """What a `MonitorSpec` builds."""
+    """The monitor that a `MonitorSpec` builds."""
 
     def on_event(self, event: Event) -> Control | None:
-        """See one event; may answer with a control. Never blocks on the device."""
+        """Receive one event; may answer with a control. Never blocks on the device."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the monitor, as JSON values."""
+        """The monitor's state for a checkpoint, as JSON values."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
