@@ -78,7 +78,7 @@ class DynamicCode:
         return code_N.to(torch.uint8).view(x_BK.shape), absmax_B
 
     def dequantise(self, codes_BK: Tensor, absmax_B: Tensor) -> Tensor:
-        """The fp32 blocks that the codes stand for."""
+        """The fp32 blocks that the codes represent."""
         values_N = self.values.index_select(0, codes_BK.flatten().int())
         return values_N.view(codes_BK.shape).mul_(absmax_B[:, None])
 
@@ -127,11 +127,11 @@ def adamw_8bit_update(
 ) -> None:
     """A step of `BlockwiseAdamW` on one range, in place; `grad_BK` is its gradients, `codes` those of m and v.
 
-    Every multiply-add has one rounding and nothing else is contracted, so that the state is the same to the bit on CPUs
-    and GPUs; the masters are too but for torch's square root on a CPU.
+    Every multiply-add has one rounding and nothing else is contracted, so that the state is bit-equal on CPUs and GPUs.
+    The masters are bit-equal too, except for torch's square root on a CPU.
     """
     keep = rates.skip > 0
-    # A host that may look need not write what it found; a GPU's may not wait.
+    # On a CPU the host may read the flag and skip the writes; with a GPU it must not wait.
     if keep.device.type == "cpu" and keep:
         return
     group = chunk.group

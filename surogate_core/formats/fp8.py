@@ -1,9 +1,8 @@
 """FP8 with one scale a tensor: its formulas, and the op that multiplies adapted projections so.
 
-A scale multiplies a value before it is rounded to FP8 (formats: arXiv 2209.05433). It is delayed
-(Transformer Engine's `DelayedScaling`): a row of [activation, weight, gradient] scales comes from
-earlier steps, and 0 is none yet. Suffixes as in `surogate_core.kernels.panels`, O outputs of one
-projection.
+A scale multiplies a value before it is rounded to FP8 (formats: arXiv 2209.05433). Scales are delayed (Transformer
+Engine's `DelayedScaling`): a row of [activation, weight, gradient] scales is computed from earlier steps, and 0 means
+that there is none yet. Suffixes as in `surogate_core.kernels.panels`, O outputs of one projection.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ def _swapped(tiles: Tensor) -> Tensor:
 def tiled(bytes_RC: Tensor) -> Tensor:
     """A matrix of bytes, both sides multiples of 128, as tiles [R/128, C/128, 128 · 128] in one row of bytes.
 
-    A tile lies together, in the order in which wgmma reads it from shared memory with a swizzle of
-    128 bytes: row by row, the chunk c of 16 bytes of row r at c ^ (r % 8).
+    A tile is contiguous, in the order in which wgmma reads it from shared memory with a swizzle of 128 bytes: row by
+    row, the chunk c of 16 bytes of row r at c ^ (r % 8).
     """
     rows, columns = bytes_RC.shape
     tiles = bytes_RC.reshape(rows // TILE, TILE, columns // TILE, TILE // CHUNK, CHUNK).transpose(1, 2)
@@ -100,13 +99,13 @@ def tiled(bytes_RC: Tensor) -> Tensor:
 
 
 def untiled(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrix [rows, columns] that `tiled` was given."""
+    """The matrix [rows, columns] of these tiles; the inverse of `tiled`."""
     tiles = flat.view(rows // TILE, columns // TILE, TILE, TILE // CHUNK, CHUNK)
     return _swapped(tiles).transpose(1, 2).reshape(rows, columns)
 
 
 def fits(shape: PanelShape, tokens: int) -> bool:
-    """Whether `scaled_linears` can be asked to work on such a panel and so many tokens."""
+    """Whether `scaled_linears` supports such a panel and this number of tokens."""
     sides = (shape.inputs, *shape.outputs)
     return tokens % TILE == 0 and all(n % (2 * TILE) == 0 for n in sides) and shape.ranks <= MOST_RANKS
 
@@ -202,11 +201,10 @@ def scaled_linears(
 ) -> Sequence[Tensor]:
     """Projections of one input with their LoRA adapters: y = x Wᵀ in FP8 + scale · dropout(x) Aᵀ Bᵀ for each.
 
-    One sum, rounded once to x's dtype. `weights` are as `pack` makes them, `rows` [3] fp32 hold the
-    delayed scales; all see the same x, and the first one's scale of it is taken. dx = dy W in e5m2 ×
-    e4m3. What a row's gradient is: the largest absolute values of x and dy, and 0. `panel` holds the
-    adapters in x's dtype (`shape.frozen` is False), `adapters` are what gradients are of, as in
-    `ops.adapted_linears`.
+    Each output is one sum, rounded once to x's dtype. `weights` are made by `pack`, `rows` [3] fp32 have the delayed
+    scales; all projections share x, and the first row's scale of x is used. dx = dy W in e5m2 × e4m3. The gradient of a
+    row contains the largest absolute values of x and dy, and 0. `panel` has the adapters in x's dtype (`shape.frozen`
+    is False), `adapters` are the tensors that receive gradients, as in `ops.adapted_linears`.
     """
     found: tuple[Tensor, ...] = _ScaledLinears.apply(x_NI, panel, seed, shape, margin, *weights, *rows, *adapters)
     return found

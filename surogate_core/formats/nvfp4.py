@@ -1,9 +1,8 @@
-"""NVFP4: E2M1 codes in blocks with E4M3 scales, and one fp32 scale a tensor (arXiv 2509.25149).
+"""NVFP4: E2M1 codes in blocks with E4M3 scales, and one fp32 scale per tensor (arXiv 2509.25149).
 
-Suffixes: R rows, K the inner dimension of a product, which blocks of 16 lie along; P and Q are R and K
-up to the next multiple of 16. All arithmetic is fp32 unless it says otherwise, in an order that is
-written out, so that a kernel can give the same bits. Constants are computed rather than stored, so that
-a traced graph holds none.
+Suffixes: R rows, K the inner dimension of a product, along which blocks of 16 extend; P and Q are R and K rounded up to
+a multiple of 16. All arithmetic is fp32 unless stated otherwise, in an explicit order, so that a kernel can give the
+same bits. Constants are computed rather than stored, so that a traced graph contains none.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def hadamard(x_RK: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Which operand of a product a matrix becomes."""
+    """The role of a matrix as an operand of a product."""
 
     square: bool = False
     """Blocks of 16×16 instead of 1×16, rounded to nearest: the transpose has the same values."""
@@ -191,6 +190,6 @@ def nvfp4_quantised(x: Tensor, seed: Tensor | None, how: Operand) -> tuple[Tenso
 
 @op
 def nvfp4_rounded(x: Tensor, seed: Tensor | None, how: Operand) -> tuple[Tensor, Tensor]:
-    """What `nvfp4_quantised` stands for: (codes times block scales [R, K or Q] bf16, exact; decode)."""
+    """The values of `nvfp4_quantised`: (codes times block scales [R, K or Q] bf16, exact; decode)."""
     found, (rows, inner) = _operand(x, seed, how)
     return found.blocks(rows, inner).bfloat16(), found.decode

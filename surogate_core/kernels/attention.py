@@ -250,7 +250,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seq
 def flash_attention_any_order(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """The same with dq summed in the order in which blocks come to their end."""
+    """The same, with dq summed in the order in which blocks finish."""
     with region("att"):
         return _FlashAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, False)
 

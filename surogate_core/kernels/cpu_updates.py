@@ -33,7 +33,7 @@ def _narrow(first: Tensor, second: Tensor, group: ParamGroup, **more: Any) -> bo
 
 @cache
 def _compiled() -> Any:
-    # Sizes are of two groups and the rest of each: one program for all.
+    # Sizes differ between the two groups and their last ranges; one program covers all.
     return torch.compile(_update, dynamic=True)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
-"""What the sources are compiled for ahead of time; the tests compile for each."""
+"""The architectures that the sources are compiled for ahead of time; the tests compile for each."""
 
 FLAGS = ("-std=c++17",)
 
@@ -142,7 +142,7 @@ def missing_gpu(device: torch.device) -> str | None:
 
 
 def missing_cupy() -> str | None:
-    """What to install where there is no CuPy, or None; for a pack's `unavailable`."""
+    """What to install if CuPy is missing, or None; for a pack's `unavailable`."""
     import importlib.util
 
     import torch

@@ -32,7 +32,7 @@ def attention_flops(q_shape: Sequence[int], *rest: Any, **named: Any) -> int:
 
 
 def readable(x_NHE: Tensor) -> Tensor:
-    """The tensor itself where its tokens are rows of [H · E] at 16-byte borders, else a dense copy."""
+    """The tensor itself if its tokens are rows of [H · E] at 16-byte borders, otherwise a dense copy."""
     row, head, feature = x_NHE.stride()
     aligned = x_NHE.data_ptr() % 16 == 0 and row % 8 == 0
     dense = feature == 1 and (head == x_NHE.shape[2] or x_NHE.shape[1] == 1) and row >= x_NHE[0].numel()

@@ -135,7 +135,7 @@ _active: ContextVar[KernelTable | None] = ContextVar("surogate_kernels", default
 
 @contextmanager
 def using(table: KernelTable) -> Iterator[KernelTable]:
-    """Ops called within choose from the table; without one they run their references."""
+    """Ops called inside choose from the table; outside of a table they run their references."""
     token = _active.set(table)
     try:
         yield table

@@ -19,10 +19,10 @@ SALTS = 1 << 10
 
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 `x` as one of the two bf16 neighbours, the nearer the likelier; from the low 16 of the int32 `bits`.
+    """Stochastic rounding of fp32 `x` to one of its two bf16 neighbours, by the low 16 of the int32 `bits`.
 
-    The mean over the bits is `x`. A bf16 value stays what it is, and so does what is not finite. A value next to
-    the largest may become infinite, as it does when rounded to nearest.
+    The mean over the bits is `x`. bf16 values and values that are not finite do not change. A value next to the largest
+    may become infinite, as with rounding to nearest.
     """
     raised = ((x.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
     # The fraction of a NaN could be carried away.

@@ -35,13 +35,13 @@ def fault_of(control: object) -> str:
 
 
 class EventBus:
-    """Hands every event to every monitor; one that raises is closed and left out, and the run goes on."""
+    """Passes every event to every monitor. A monitor that raises is closed and disabled, and the run continues."""
 
     def __init__(self, monitors: Mapping[str, Monitor]):
         """`monitors`: name → monitor, in the order in which they see events."""
         self._monitors = dict(monitors)
         self.failures: list[str] = []
-        """Which monitors failed and were disabled, one sentence each."""
+        """The monitors that failed and were disabled, one sentence each."""
 
     @property
     def names(self) -> tuple[str, ...]:

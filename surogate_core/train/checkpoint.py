@@ -66,7 +66,7 @@ class FailedReadError(MachineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a complete checkpoint directory holds."""
+    """The contents of a complete checkpoint directory."""
 
     step: int
     sequence: int
@@ -120,7 +120,7 @@ class CheckpointDir:
     ) -> Path:
         """Write ``checkpoint-<step>`` from groups of named tensors (any device) and a JSON state.
 
-        `progress` is told the bytes of tensors that are written, and all.
+        `progress` receives the bytes of tensors written so far, and their total.
 
         When this returns the checkpoint is durable and this run's older ones beyond `limit` are gone. When it
         raises (`MachineError`: disk full or failing; `UserError`: not writable), nothing has changed.

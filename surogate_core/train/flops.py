@@ -1,7 +1,7 @@
-"""How much arithmetic a step cannot do without, and how fast this device multiplies: the share is SOL.
+"""The necessary FLOPs of a step and the rate of a product on this device, which together give SOL.
 
-Counted are the products of the base weights and attention. Adapters, recomputation, norms and padding are not work:
-a run that does less of them is faster at the same count.
+The count includes the products of the base weights and attention. It excludes adapters, recomputation, norms and
+padding: a run that does less of them is faster at the same count.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from surogate_core.batch import MicroBatch
 from surogate_core.dsl.declare import Model
 
 ATTENTION_PASSES = 3.5
-"""Forwards that attention's forward and backward cost together (arXiv 2307.08691, section 4.1)."""
+"""Cost of attention's forward and backward together, in forwards (arXiv 2307.08691, section 4.1)."""
 
 GEMM_SIZE = {"cuda": 8192, "cpu": 1024}
-"""Rows, columns and inner size of the product that is timed, by the type of device."""
+"""Rows, columns and inner size of the timed product, by the type of device."""
 
 GEMM_REPEATS = 10
 
@@ -34,11 +34,11 @@ class Work:
     products_per_token: float
     """Forward, input gradients, and weight gradients where weights are trained; head included."""
     attention_per_pair: float
-    """Of one token with one that it attends to, in all layers, forward and backward."""
+    """FLOPs for one token and one token that it attends to, in all layers, forward and backward."""
 
     @classmethod
     def of(cls, model: Model, *, frozen: bool) -> Work:
-        """`frozen`: whether the base is not trained. Without `num_attention_heads` no attention is counted."""
+        """`frozen`: whether the base is frozen. Without `num_attention_heads` no attention is counted."""
         weights, attending = model.vocab_size * model.width, 0
         for _, block in model.blocks(0):
             slots = block.linear_slots(None)
@@ -56,22 +56,25 @@ class Work:
         return self.products_per_token + self.attention_per_pair * pairs
 
     def step(self, batches: Sequence[MicroBatch]) -> float:
-        """FLOPs of an optimizer step over these micro-batches; padding counts as nothing."""
+        """FLOPs of an optimizer step over these micro-batches, without padding."""
         tokens = sum(b.tokens for b in batches)
         pairs = sum(b.tokens * mean_pairs(b.positions) if b.pairs is None else b.pairs for b in batches)
         return self.products_per_token * tokens + self.attention_per_pair * pairs
 
 
 def mean_pairs(positions_N: Tensor) -> float:
-    """Tokens that a token attends to on average, where positions restart in each document; padding is one too."""
+    """Mean number of tokens that a token attends to; positions restart in each document, and padding is a document
+    too.
+    """
     return float(positions_N.double().mean()) + 1.0
 
 
 @cache
 def gemm_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of a square product of random values of this dtype, measured once a process.
+    """Rate of a square product of random values of this dtype, measured once per process.
 
-    Of several the median on a GPU, whose clock sinks under load, the fastest on a CPU, which other work only slows.
+    Takes the median of the repeats on a GPU, whose clock drops under load, and the minimum on a CPU, which other
+    processes only slow down.
     """
     size = GEMM_SIZE.get(device.type, 1024)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

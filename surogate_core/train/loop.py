@@ -48,15 +48,15 @@ class _Interrupted(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class LoopState:
-    """What a checkpoint keeps of the loop, as JSON values."""
+    """The loop's state in a checkpoint, as JSON values."""
 
     step: int = 0
     """Optimizer steps done."""
     total_tokens: int = 0
     lr_scale: float = 1.0
-    """Product of the monitors' `Control.lr_scale` that are for good and have begun."""
+    """Product of the monitors' permanent `Control.lr_scale` that have begun."""
     lr_changes: list[tuple[float, int, int]] = field(default_factory=list)
-    """(scale, first step, steps to blend back over) of the others that are not over."""
+    """(scale, first step, steps of its return to 1) of the temporary ones that are not over."""
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
     evaluated_step: int | None = None
@@ -108,20 +108,20 @@ class _Made:
 
 
 class _Mebibytes:
-    """Progress in MiB, an event a mebibyte at most."""
+    """Progress in MiB, at most one event per mebibyte."""
 
     def __init__(self, emit: Callable[[Event], object], task: str):
         self._emit, self._task, self._done, self._total = emit, task, 0, 1
         self._tell(0)
 
     def told(self, done: int, total: int) -> None:
-        """So many bytes are done; the end is told by `over` alone."""
+        """Report `done` bytes; only `over` reports the end."""
         self._total = max(1, -(-total // 2**20))
         if self._done < done // 2**20 < self._total:
             self._tell(done // 2**20)
 
     def over(self) -> None:
-        """All is done."""
+        """Report the end."""
         self._tell(self._total)
 
     def _tell(self, done: int) -> None:
@@ -284,7 +284,7 @@ class Loop:
             if previous:
                 self._report(previous)
             done = self.state.step
-            # Read once: a signal that comes from here on is of the next step, so that none ends unsaved.
+            # Read once: a later signal belongs to the next step, so that the run never ends without saving.
             signalled = self.signals.received is not None
             evaluating, last = self._evaluation_due(done), done == self.total_steps
             saving = self.config.save_steps > 0 and done % self.config.save_steps == 0
@@ -401,7 +401,7 @@ class Loop:
             self._telemetry.ask(step)
 
     def _watch_precision(self, launched: _Launched, step: int) -> None:
-        """Count what saturated, of figures that came with the step, and tell it now and then."""
+        """Count saturated tensors from the step's figures, and emit the statistics every `WINDOW` steps."""
         if self._precision is None:
             return
         self._precision.observe(launched.result.used_range(self._precision.columns))

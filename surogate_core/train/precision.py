@@ -1,4 +1,4 @@
-"""How a recipe's delayed scales have fitted: what the loop tells of them, from figures that come with each step.
+"""Statistics on how well a recipe's delayed scales fit, from figures that are read with each step.
 
 Shape suffixes: P slots, K roles.
 """
@@ -18,21 +18,21 @@ WINDOW = 50
 """Steps between two events."""
 
 FULL = 1 + 2.0**-20
-"""Used range above which values were cut off: a scale is rounded, so a value as large as before may exceed 1."""
+"""Used range above which values were clipped: a scale is rounded, so a value as large as before may exceed 1."""
 
 
 class PrecisionWatch:
-    """Counts tensors that saturated or underflowed, over the steps since it was last asked."""
+    """Counts tensors that saturated or underflowed since the last `take`."""
 
     def __init__(self, names: Sequence[str], formats: Mapping[str, float]):
-        """`names`: of the slots, [P]; `formats`: see `RangedState`, [K]."""
+        """`names`: names of the slots, [P]; `formats`: see `RangedState`, [K]."""
         self._names, self._roles = names, tuple(formats)
         self._floors_K = torch.tensor(list(formats.values()), dtype=torch.float32)
         self._clear()
 
     @classmethod
     def of(cls, engine: Engine) -> PrecisionWatch | None:
-        """The engine's, or None where its recipe has no delayed scales."""
+        """The watch of an engine; None if its recipe has no delayed scales."""
         state = engine.recipe_state
         return cls(engine.slot_names(), state.formats) if isinstance(state, RangedState) else None
 
@@ -47,7 +47,7 @@ class PrecisionWatch:
         return len(self._roles)
 
     def observe(self, used_PK: Tensor) -> None:
-        """A step's used ranges, on the host. What is not finite belongs to a step that is not applied."""
+        """Take a step's used ranges, on the host. A value that is not finite belongs to a step that is not applied."""
         scaled = torch.isfinite(used_PK) & (used_PK > 0)
         counted = (scaled, scaled & (used_PK > FULL), scaled & (used_PK < self._floors_K))
         self._steps += 1
@@ -58,7 +58,7 @@ class PrecisionWatch:
             self._worst = float(largest), f"{self._names[slot]} {self._roles[role]}"
 
     def take(self, step: int) -> PrecisionStats | None:
-        """The event of the steps up to `step` that were not told yet; None where nothing was scaled in them."""
+        """The event of the steps up to `step` since the last one; None if nothing was scaled in them."""
         seen, saturated, underflowed = self._counts_3K.tolist()
         (excess, worst), steps = self._worst, self._steps
         self._clear()

@@ -18,7 +18,7 @@ ROUTING_SCALARS = ("imbalance", "utilization", "aux_loss")
 
 
 def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
-    """(step, name → value); no names for an event without figures. What was not measured is left out."""
+    """(step, name → value); no names for an event without figures. Values that were not measured are left out."""
     match event:
         case StepEnd():
             return event.step, _named("train", event, STEP_SCALARS)

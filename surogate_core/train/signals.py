@@ -83,5 +83,5 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
         if outer:
-            # A limit around this one goes on counting.
+            # An enclosing limit continues to count.
             signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - begin), 1e-3))

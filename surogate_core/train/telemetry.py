@@ -34,7 +34,7 @@ class GpuTelemetry:
     """One reading at a time of one GPU; after the first failure there are no more, and the log says why."""
 
     def __init__(self, uuid: str, *, nvml: Nvml | None = None):
-        """`uuid` as NVML writes it, ``GPU-…``. `nvml` stands for the package; it is imported in the thread."""
+        """`uuid` as NVML writes it, ``GPU-…``. `nvml` replaces the package, which the thread imports otherwise."""
         self._uuid, self._nvml = uuid, nvml
         self._handle: Any = None
         self._asked: SimpleQueue[int | None] = SimpleQueue()
