@@ -37,13 +37,13 @@ class EncodeContext:
     sequence_len: int
     """Tokens of a packed row."""
     truncation_strategy: TruncationStrategy = "delete"
-    """Applied by the packer after encoding; a format that cuts its parts itself reads it here."""
+    """The packer applies it after encoding; a format that cuts documents itself may read it here."""
     system: str | None = None
     """The system prompt of conversations that have none."""
     use_chat_template: bool = True
-    """False: rows are plain text, also where the tokenizer has a chat template."""
+    """False: rows are plain text, even if the tokenizer has a chat template."""
     max_length: int | None = None
-    """Tokens of the longest document, at most `sequence_len`; None is that. Applied by the packer, as above."""
+    """Tokens of the longest document, at most `sequence_len`; None is `sequence_len`. The packer applies it."""
     loss_scale: LossScale = "default"
     """Which tokens of a conversation are trained, unless its messages decide."""
 
@@ -61,7 +61,7 @@ class Encoded:
     labels: NDArray[np.int32]
     """[T] int32."""
     weights: NDArray[np.float32] | None = None
-    """[T] float32: what each trained token counts in the loss, 0 where nothing is trained; None is 1 for each."""
+    """[T] float32: loss weight of each token, 0 if it is not trained; None is 1 for each trained token."""
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "labels"):
@@ -88,7 +88,7 @@ class Encoded:
         trained: Sequence[bool | int] | NDArray[np.bool_] | None = None,
         weights: Sequence[float] | NDArray[np.floating] | None = None,
     ) -> Encoded:
-        """The document whose tokens with a true `trained` carry loss; None trains them all.
+        """Make a document whose tokens with a true `trained` carry loss; None trains them all.
 
         A token of weight 0 carries none; the weights of tokens that carry none are set to 0, and
         weights that are all 1 become None.
@@ -106,5 +106,5 @@ class Encoded:
 
     @property
     def label_tokens(self) -> int:
-        """Tokens that carry loss; the first token is predicted by nothing."""
+        """Number of tokens that carry loss; the first token never does, because nothing predicts it."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE_LABEL))

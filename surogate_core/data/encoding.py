@@ -1,7 +1,7 @@
 """Chunks of rows → chunks of documents, in this process or in several.
 
-The result does not depend on how many processes there are: chunks are handed out and taken back
-in order. Processes are started fresh (spawned), so they inherit neither CUDA nor threads.
+The result does not depend on the number of processes: chunks are sent and received in order. Processes are started
+fresh (spawned), so they inherit neither CUDA nor threads.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ if TYPE_CHECKING:
     from surogate_core.data.encoded import EncodeContext, Encoded
 
 WORTH_PROCESSES = 8 << 20
-"""Bytes of a data set from which the start of processes, a few seconds, is worth it."""
+"""Size of a data set in bytes above which starting processes, which takes a few seconds, is worth it."""
 MOST_PROCESSES = 16
 """Largest number of processes of `dataloader_num_workers: auto`."""
 UNREAD_KEPT, LONGEST_NAME = 100, 60
-"""How many unread fields are named, and the characters of a name: data may have any number."""
+"""Largest number of unread fields that are named, and of characters of a name, because data may have any number."""
 _FEW = 8
-"""Chunks that are not worth a process; of more, this one encodes the first while the others start."""
+"""Up to this number of chunks are encoded in this process; with more, this process encodes the first ones while the
+others start.
+"""
 _AHEAD = 3
-"""Chunks that are under way for each process."""
+"""Chunks in flight per process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +63,7 @@ class EncodedChunk:
     """The first of them."""
     tokens_T: NDArray[np.int32]
     weights_T: NDArray[np.uint8]
-    """Index into `weight_values` of what each token counts in the loss."""
+    """Index into `weight_values` of each token's loss weight."""
     weight_values: list[float]
     """Begins with 0 and 1."""
     lengths_D: NDArray[np.int64]
@@ -71,11 +73,11 @@ class EncodedChunk:
     ends_special: int
     """Documents whose last trained token is a special one."""
     unread: Mapping[str, int] = field(default_factory=dict)
-    """Field that the format does not read → rows that have something in it."""
+    """Field that the format does not read → number of rows with a value in it."""
 
     @classmethod
     def of(cls, documents: list[Encoded], **facts: Any) -> EncodedChunk:
-        """The documents end to end, and the other fields."""
+        """The concatenated documents, and the other fields."""
         codes, values = _weight_codes(documents)
         return cls(
             tokens_T=_joined([d.input_ids for d in documents], np.int32),
@@ -161,13 +163,13 @@ def _weight_codes(documents: list[Encoded]) -> tuple[list[NDArray[np.uint8]], li
 
 
 def check_weights(values: list[float]) -> None:
-    """Raise `UserError` when a data set has more loss weights than a byte can number."""
+    """Raise `UserError` if a data set has more different loss weights than a byte can index."""
     if len(values) > 256:
         raise UserError("A data set has more than 254 different loss weights. Fix: round the weights of its messages.")
 
 
 def _document_digest(document: Encoded) -> bytes:
-    """SHA-256 of what is trained on; independent of how weights are stored."""
+    """SHA-256 of a document's tokens, labels and weights; independent of the storage of weights."""
     content = hashlib.sha256(len(document.input_ids).to_bytes(8, "little"))
     content.update(document.input_ids.tobytes())
     content.update(document.labels.tobytes())
@@ -180,7 +182,9 @@ def _document_digest(document: Encoded) -> bytes:
 
 
 def process_count(wanted: int | str, size: int) -> int:
-    """Processes to encode a data set of `size` bytes with; 0 is this one. A size of 0 is not known: it may be large."""
+    """Number of processes to encode a data set of `size` bytes; 0 means this process. A size of 0 is unknown and may be
+    large.
+    """
     if isinstance(wanted, int):
         return wanted
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -189,7 +193,7 @@ def process_count(wanted: int | str, size: int) -> int:
 
 def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) -> Generator[EncodedChunk, None, None]:
     """The encoded chunks, in order. Raises what the format raises, and `MachineError` when a process is killed."""
-    # Rows are encoded one at a time: threads of the tokenizer would only fight over the cores.
+    # Rows are encoded one at a time: threads of the tokenizer would only compete for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     chunks = iter(chunks)
     first = list(islice(chunks, _FEW)) if processes else []
@@ -221,9 +225,9 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Start processes that never hear Ctrl-C, which goes to all of a terminal; this one hears it afterwards.
+    """Start processes that ignore Ctrl-C, which a terminal sends to all processes; this one handles it afterwards.
 
-    What is held when a process starts it holds for good; a process that is still importing could not ignore it.
+    A process inherits the blocked signal; a process that is still importing could not ignore it.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -236,10 +240,10 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _can_be_sent(encoder: RowEncoder) -> bool:
-    """Whether another process can be given the encoder: not where its format or options exist in this one only."""
+    """Whether the encoder can be sent to another process; it cannot if its format or options exist only in this one."""
     try:
         ForkingPickler.dumps(encoder)
-    except Exception:  # what cannot be pickled raises what it likes
+    except Exception:  # pickling may raise any exception
         return False
     return True
 
@@ -248,7 +252,7 @@ _encoder: Callable[[Chunk], EncodedChunk] | None = None
 
 
 def _start(encoder: RowEncoder) -> None:
-    """Make this process ready: it does not outlive the one that started it."""
+    """Initialise this process, so that it does not outlive the process that started it."""
     global _encoder
     parent = multiprocessing.parent_process()
     if parent is not None:

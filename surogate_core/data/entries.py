@@ -15,9 +15,11 @@ from surogate_core.data.sources import Source, SourceSpec
 from surogate_core.errors import ConfigError, Problem, UserError
 
 WHOLE_CHUNKS, SAMPLED_CHUNKS = 16, 200
-"""Chunks of a data set, a megabyte or 256 rows each: those that are read whole to choose a type, and all sampled."""
+"""Chunks of a data set, of a megabyte or 256 rows: those that are read completely to choose a type, and all sampled
+ones.
+"""
 SAMPLED_ROWS = 20
-"""Rows from the beginning of a chunk that is not read whole."""
+"""Rows from the beginning of a chunk that is not read completely."""
 FIRST_ROWS, MOST_ROWS = 2000, 10_000
 """Rows from which a type is chosen: the first ones, and later ones with other fields, up to the maximum."""
 
@@ -33,13 +35,13 @@ class DatasetEntry:
     options: Any
     """Instance of the format's options dataclass."""
     chosen: str = ""
-    """Why the rows are read as this type, where the configuration left that to them."""
+    """Why the rows are read as this type, if the type was chosen from the rows."""
 
 
 def parse_entries(
     entries: Sequence[Mapping[str, Any]], formats: Mapping[str, DatasetFormat], *, key: str
 ) -> list[DatasetEntry]:
-    """Check every entry against its format. Raises `ConfigError` with all that is wrong in any of them."""
+    """Check every entry against its format. Raises `ConfigError` with all mistakes of all entries."""
     problems: list[Problem] = []
     parsed = [_parse(dict(entry), formats, f"{key}[{i}]", problems) for i, entry in enumerate(entries)]
     if problems:
@@ -59,7 +61,7 @@ def check_task(entry: DatasetEntry, task: str) -> None:
 
 
 def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
-    """The entry with the type that is chosen from a sample of its rows, if its own type asks for that.
+    """The entry with the type that is chosen from a sample of its rows, if its type is chosen so.
 
     Raises `UserError` when no type fits, or no installed plugin offers it.
     """

@@ -63,7 +63,7 @@ def require_unicode(text: str, what: str) -> None:
 
 
 class TwiceError(ValueError):
-    """An object of JSON has a name twice, of which a dictionary keeps one."""
+    """A JSON object has a name twice, of which a dictionary keeps only one."""
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def from_json(text: str, what: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value with objects that have no null properties: columns make one of every property that another row has."""
+    """The value without null properties of objects, because columnar files give each row the properties of all rows."""
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str) -> Kind | str:
-    """The kind of a file by its name, or why a file of that name is not read."""
+    """The kind of a file by its name, or the reason why it is not read."""
     path = Path(name)
     suffix = path.suffix.lower()
     compression = COMPRESSIONS.get(suffix)
@@ -94,7 +94,7 @@ def readable(file: str) -> Iterator[None]:
 
 @contextmanager
 def decompressed(opened: AbstractContextManager[IO[bytes]], compression: str | None) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of what `opened` opens. They may not seek; `forward` passes over some then."""
+    """The decompressed bytes of what `opened` opens. They may not be seekable; then use `forward` to skip bytes."""
     with ExitStack() as stack:
         handle = stack.enter_context(opened)
         match compression:
@@ -122,7 +122,7 @@ def decompressed(opened: AbstractContextManager[IO[bytes]], compression: str | N
 
 
 def forward(handle: IO[bytes], count: int) -> None:
-    """Pass over `count` bytes of a file that was just opened."""
+    """Skip `count` bytes of a file that was just opened."""
     if handle.seekable():
         handle.seek(count)
         return
@@ -131,7 +131,9 @@ def forward(handle: IO[bytes], count: int) -> None:
 
 
 def bom_length(file: str, head: bytes) -> int:
-    """Bytes of the UTF-8 byte order mark that a file's first bytes are. Raises `UserError` for another encoding's."""
+    """Length of the UTF-8 byte order mark at the beginning of a file. Raises `UserError` for that of another
+    encoding.
+    """
     for bom, name in _OTHER_BOMS.items():
         if head.startswith(bom):
             raise UserError(
@@ -151,7 +153,7 @@ class Directory:
     splits: dict[str, list[Path]]
     """Split → its data files, sorted by path."""
     left_out: tuple[str, ...]
-    """Each further file as ``name (why it is not read)``; without hidden files and those that describe a data set."""
+    """Each other file as ``name (reason)``, except hidden files and those that describe a data set."""
 
 
 def list_directory(root: Path) -> Directory:
@@ -189,7 +191,7 @@ def _files_below(root: Path) -> list[Path]:
 
 
 def _why_not(path: Path, kind: Kind) -> str:
-    """Why a file whose name is that of a data file is not read; nothing: it is."""
+    """The reason why a file with the name of a data file is not read; empty if it is read."""
     if not path.is_file():
         return "a broken link" if path.is_symlink() else "neither a file nor a directory"
     if kind.compression and path.with_suffix("").is_file():

@@ -1,6 +1,6 @@
-"""Rows of JSON files: one object a line, objects one after another, arrays of objects, or a mixture of these.
+"""Rows of JSON files: one object per line, consecutive objects, arrays of objects, or a mixture of these.
 
-Every value of a file is a row, a bad row, or the reason why the file is refused; nothing is passed over.
+Every value of a file is a row, a bad row, or the reason why the file is refused; nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENDS = json.JSONDecoder(parse_int=lambda digits: 0)
 
 
 class _BrokenError(Exception):
-    """The text cannot be read on from a line."""
+    """The text cannot be read beyond a line."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(reason)
@@ -134,7 +134,7 @@ def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int | None) -
 
 
 def _object(line: bytes) -> Mapping[str, Any] | None:
-    """The object that is all of a line, as most lines are; None for any other line."""
+    """The object of a line that consists of one object, as most lines do; None for any other line."""
     try:
         value = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):
@@ -143,7 +143,7 @@ def _object(line: bytes) -> Mapping[str, Any] | None:
 
 
 def _line_rows(line: bytes) -> Iterator[Mapping[str, Any] | RowError]:
-    """The values on a line: one, several one after another, or an array of objects."""
+    """The values on a line: one, several, or an array of objects."""
     try:
         value = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except UnicodeDecodeError as error:

@@ -1,12 +1,12 @@
 """Decides which tokens of a rendered conversation are trained: those of the assistant only.
 
-Two ways to find them. A template with ``{% generation %}`` blocks says itself. Any other is asked
-what it renders before and after each assistant turn: what the turn adds is the assistant's
-(prefix differencing). Where later turns change how earlier ones are rendered (Qwen3 shows its
-thinking in the last turn only), the turn's text is found by swapping it for a marker.
+There are two ways to find them. The ``{% generation %}`` blocks of a template mark them. For any other template, the
+conversation is rendered before and after each assistant turn, and the added text is the assistant's (prefix
+differencing). If later turns change the rendering of earlier ones (Qwen3 shows its thinking in the last turn only), the
+turn's text is found by replacing it with a marker.
 
-Asking costs three renderings a turn. A conversation whose texts are all swapped at once costs one,
-and serves where the pieces around the markers prove that nothing else has changed.
+This takes three renderings per turn. Replacing all texts of a conversation at once takes only one, and is used if the
+text around the markers proves that nothing else has changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Override(NamedTuple):
 
     @classmethod
     def taken_from(cls, message: dict[str, Any]) -> Override:
-        """What the message says under `train` or `training`, and `weight` or `loss_scale`; these are removed from it.
+        """The message's values of `train` or `training`, and `weight` or `loss_scale`; these are removed from it.
 
         Raises `RowError` for values of another type and for contradictions.
         """
@@ -135,7 +135,7 @@ def _has_words(ids: NDArray[np.int32], special: Container[int]) -> bool:
 def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Encoded:
     """Plain text; the answer and the end-of-text token after it are trained.
 
-    The prompt's tokens are those that it has alone, as in generation.
+    The prompt is tokenised alone, as in generation.
     """
     # A prompt that writes the first special token itself must not get it twice.
     own = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
@@ -177,7 +177,7 @@ def _wanted_weights(messages: Messages, overrides: Sequence[Override] | None, lo
 def _marked_spans(
     chat: Chat, messages: Messages, tools: Tools, marked: list[Span], wanted: list[float], needed: list[int]
 ) -> list[tuple[Span, int]]:
-    """The template's generation blocks that are needed, each with the assistant turn that it is of."""
+    """The needed generation blocks of the template, each with its assistant turn."""
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     wanted_turns = set(needed).intersection(turns)
     if not wanted_turns:
@@ -206,7 +206,7 @@ def _spans(chat: Chat, messages: Messages, tools: Tools, text: str, needed: Sequ
 def _all_at_once(
     chat: Chat, messages: Messages, tools: Tools, text: str, needed: Sequence[int]
 ) -> dict[int, Span] | None:
-    """By one rendering with all needed contents swapped; None where that proves nothing."""
+    """The spans from one rendering with all needed contents replaced; None if it is not conclusive."""
     frame = chat.frame()
     if not frame.ending:
         return None
@@ -261,7 +261,7 @@ def _swap(message: Mapping[str, Any], turn: int, *, has_opening: bool) -> tuple[
         return None
     if message["role"] == "assistant":
         if not has_opening and not message.keys() <= {"role", "content"}:
-            return None  # what of the turn is rendered before the content would be left out
+            return None  # the part of the turn that is rendered before the content would be missing
         thinking = _THINKING.fullmatch(content) if "<think>" in content else None
         if thinking is not None and has_opening:
             # Templates parse thinking, so the tags must stay; markers replace the text inside and after them.
@@ -299,7 +299,7 @@ def _match(text: str, other: Sequence[str], contents: Mapping[int, str]) -> dict
 
 
 def _forms(content: str) -> Iterable[str]:
-    """The content as templates write it: as it is, or with white space taken off."""
+    """The forms in which templates write the content: unchanged, or stripped of white space."""
     yield content
     if content != content.strip() or content[:1] == "\n" or content[-1:] == "\n":
         yield from dict.fromkeys(
@@ -346,7 +346,7 @@ def _turn_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn: in
             return start, end + len(frame.ending)
     else:
         end = len(after)
-    # Line breaks between turns are the template's, not what the assistant says.
+    # Line breaks between turns belong to the template, not to the assistant.
     turn_text = text[start:end].rstrip()
     if is_last and frame.closing and turn_text.endswith(frame.closing):
         turn_text = turn_text.removesuffix(frame.closing).rstrip()
@@ -372,7 +372,7 @@ def _content_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn:
 
 
 def _common(a: str, b: str) -> int:
-    """Characters that two texts share at their beginning."""
+    """Length of the common prefix of two texts."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -386,7 +386,7 @@ def _common(a: str, b: str) -> int:
 def _prefix(
     chat: Chat, messages: Messages, tools: Tools, text: str, *, add_generation_prompt: bool = False
 ) -> str | None:
-    """What the template renders for the first messages, if it is how the whole conversation begins."""
+    """The rendering of the first messages, if the whole conversation begins with it."""
     if not messages:
         return None
     try:

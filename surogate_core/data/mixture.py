@@ -1,4 +1,4 @@
-"""Which documents an epoch takes: those not held out, each data set as often as its weight says."""
+"""Chooses the documents of an epoch: those that are not held out, each data set as often as its weight says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split_documents(count: int, ratio: float, seed: int) -> tuple[NDArray[np.int
 
 
 def count_copies(digests: NDArray[np.uint64]) -> int:
-    """Documents whose digest an earlier document has."""
+    """Number of documents with the digest of an earlier document."""
     ordered = np.sort(digests)
     return int(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
@@ -29,11 +29,12 @@ def count_copies(digests: NDArray[np.uint64]) -> int:
 def keep_copies_together(
     kept: NDArray[np.int64], out: NDArray[np.int64], digests: NDArray[np.uint64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A split with all copies of a document on one side; `digests` are equal for copies. Others stay where they are.
+    """A split with all copies of a document on one side; copies have equal `digests`. Other documents do not change
+    sides.
 
-    Copies follow the first of them, but more copies than half of what is held out are kept. Where that leaves nothing
-    held out, the smallest set of copies of a held-out document is; nothing is where all documents are equal. There must
-    be copies, and `out` must not be empty.
+    Copies follow the first copy, except that copies that fill more than half of the held-out part are trained. If
+    nothing is then held out, the smallest set of copies of a held-out document is held out; if all documents are equal,
+    nothing is. There must be copies, and `out` must not be empty.
     """
     values, counts = np.unique(digests, return_counts=True)
     held = np.zeros(len(digests), bool)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from surogate_core.data.encoded import TruncationStrategy
 
 PACKING_VERSION = 1
-"""Raised when the same documents pack differently; part of the packed rows' key."""
+"""Incremented when the same documents pack differently; part of the packed rows' key."""
 
 WINDOW = 1 << 16
 """Documents that are packed together."""
@@ -76,7 +76,7 @@ class PackStats:
     label_tokens: int = 0
     """Positions that carry loss."""
     max_documents: int = 0
-    """Most documents in a row, the padding counted as one."""
+    """Largest number of documents in a row; padding counts as one."""
 
 
 class Lengths(Protocol):
@@ -125,7 +125,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def cut(length: int, longest: int, strategy: TruncationStrategy) -> list[tuple[int, int]]:
-    """(start, length) of the parts, of `longest` tokens at most, that a document of `length` enters rows with.
+    """(start, length) of the parts, each of at most `longest` tokens, into which a document of `length` is split.
 
     The parts of a split document overlap by one token, which is context only in the later part:
     so every label of the document is learnt exactly once.
@@ -147,7 +147,7 @@ def cut(length: int, longest: int, strategy: TruncationStrategy) -> list[tuple[i
 def pack(
     documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
 ) -> Iterator[list[list[Piece]]]:
-    """Rows of the documents, window by window; `stats` is counted up as they are made."""
+    """Rows of the documents, window by window; updates `stats`."""
     for first in range(0, len(documents), settings.window):
         window = documents[first : first + settings.window]
         pieces = list(_pieces(window, known, settings, stats))

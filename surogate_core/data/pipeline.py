@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 MANY_DROPPED_SHARE = 0.1
-"""Above this share of documents dropped for their length, the run is warned."""
+"""Share of documents dropped because of their length above which the run warns."""
 
 _PROGRESS_SECONDS = 0.2
 _CHECK_SECONDS = 1.0
-"""A check of the cache that takes longer is shown."""
+"""Seconds after which a check of the cache is shown."""
 _SAVE_SECONDS = 5.0
-"""Work that a killed tokenisation loses."""
+"""Seconds between two saves; a killed tokenisation loses at most this much work."""
 _STATE = "state.json"
 
 
@@ -77,7 +77,7 @@ def prepare(
     trains_prompts: bool = False,
     progress: Callable[[Progress], None] = lambda event: None,
 ) -> PreparedData:
-    """Read, tokenise and pack the data sets of `config`, or map what an earlier run made of them.
+    """Read, tokenise and pack the data sets of `config`, or map the result of an earlier run.
 
     `trains_prompts`: whether the task trains every token on purpose (`TaskSpec.trains_prompts`).
     Raises `ConfigError` for a wrong entry, `UserError` for missing, empty or too broken data,
@@ -274,7 +274,7 @@ class _Encoder:
             "use_chat_template": config.use_chat_template,
             "max_length": config.max_length,
             "loss_scale": config.loss_scale,
-            # Both shape tokens: the one renders templates, the other splits text.
+            # Both libraries determine tokens: one renders templates, the other splits text.
             "libraries": [transformers.__version__, tokenizers.__version__],
         }
 
@@ -362,7 +362,7 @@ class _Encoder:
                 now = time.monotonic()
                 if now - shown > _PROGRESS_SECONDS:
                     shown = now
-                    # Rows that come are as long as those that came, as far as anyone knows.
+                    # Estimate: the remaining rows are as long as those that were read.
                     total = max(rows, round(rows * source.size / chunk.done)) if chunk.done else 0
                     self._progress(Progress(task=task, done=rows, total=total, unit="rows"))
                 if now - saved > _SAVE_SECONDS:
@@ -400,7 +400,7 @@ class _Encoder:
             }
 
     def _count_bad_rows(self, entry: DatasetEntry, rows: Sequence[BadRow], count: int) -> None:
-        """Note `count` bad rows, of which `rows` are the first; past the limit the run ends."""
+        """Record `count` bad rows, of which `rows` are the first; above the limit the run ends."""
         self._bad_row_count += count
         self._bad_rows += rows[: BAD_ROWS_KEPT - len(self._bad_rows)]
         if self._bad_row_count > self._max_bad_rows:
@@ -432,7 +432,7 @@ def _concatenated(sets: list[_Loaded]) -> Documents:
 def _mixture(
     sets: list[_Loaded], documents: Documents, passes: Sequence[NDArray[np.int64]] | None
 ) -> tuple[float, ...]:
-    """Each data set's share of the tokens that an epoch is made of."""
+    """Each data set's share of the tokens of an epoch."""
     if passes is None:
         tokens = np.array([item.report.tokens for item in sets], np.float64)
     else:
@@ -448,7 +448,7 @@ def _mixture(
 
 
 def _longest(config: RunConfig) -> str:
-    """The key that bounds a document's length, and its value."""
+    """The key that limits a document's length, and its value."""
     key = "sequence_len" if config.max_length is None else "max_length"
     return f"{key}={getattr(config, key)}"
 

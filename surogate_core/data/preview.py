@@ -1,4 +1,4 @@
-"""Packed documents as text that shows which tokens are trained; for people, so every character can be seen.
+"""Packed documents as text that shows which tokens are trained. Every character is visible.
 
 Shape suffix: T tokens of one document.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from surogate_core.data.shards import PackedRows
 
 SHOWN_TOKENS = 600
-"""Tokens of a document that are shown; the middle of a longer one is left out."""
+"""Tokens of a document that are shown; the middle of a longer document is omitted."""
 EXAMPLE_TOKENS = 120
-"""The same, of an example in a warning."""
+"""The same for an example in a warning."""
 RECORDED_EXAMPLES = 3
-"""Documents that the record of a run shows."""
+"""Number of documents in the record of a run."""
 EXAMPLE_DOCUMENTS = 1000
-"""Documents among which a warning's example is looked for."""
+"""Number of documents among which a warning's example is chosen."""
 
 LEGEND = "⟦…⟧ trained (⟦×0.5 …⟧ with that loss weight), «…» a special token, ↵ a line's end, ⇥ a tab, · a space"
 """The legend of the marks of `plain`."""
@@ -49,9 +49,9 @@ class PackedDocument:
     input_ids: NDArray[np.int32]
     """[T] int32."""
     weights: NDArray[np.float32]
-    """[T] float32: what each token counts in the loss, 0 where nothing is trained.
+    """[T] float32: loss weight of each token, 0 if it is not trained.
 
-    The first token is predicted by nothing, so it never is.
+    The first token is never trained, because nothing predicts it.
     """
 
     @property
@@ -67,7 +67,7 @@ class PackedDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Neighbouring tokens that are treated alike."""
+    """Adjacent tokens with the same treatment."""
 
     kind: Literal["token", "special", "gap"]
     """``gap`` replaces omitted tokens; its text has their number."""
@@ -170,7 +170,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def visible(text: str, *, line: str = "↵\n") -> str:
-    """The text with its line ends, tabs and control characters to be seen, and spaces where they are easily missed.
+    """The text with visible line ends, tabs and control characters, and visible spaces where they are easily missed.
 
     `line` replaces a line's end.
     """
@@ -240,7 +240,8 @@ def examples(rows: PackedRows, tokenizer: PreTrainedTokenizerBase) -> list[dict[
 
 
 def suspicious_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A document as plain text, for data of which almost nothing is trained, or everything unasked.
+    """A document as plain text, for data of which almost nothing is trained, or everything although the configuration
+    does not ask for it.
 
     Such data has a warning in its report; the example shows why.
     """

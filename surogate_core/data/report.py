@@ -35,7 +35,7 @@ class BadRow:
 
     @classmethod
     def of(cls, where: str, error: ValueError) -> BadRow:
-        """The reason on one line that any log can take, whatever of the row it quotes."""
+        """The reason on one line, with control characters escaped."""
         reason = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "…"
@@ -96,7 +96,7 @@ class DatasetReport:
 
     @property
     def trained_share(self) -> float:
-        """Share of the tokens that carry loss, of those that can: a document's first token cannot."""
+        """Share of the tokens that carry loss, relative to those that can: the first token of a document cannot."""
         return self.label_tokens / max(1, self.tokens - self.documents)
 
 
@@ -113,7 +113,7 @@ class DataReport:
     eval: PackStats | None
     warnings: tuple[str, ...]
     mixture: tuple[float, ...] = ()
-    """Share of each entry of `datasets` in the tokens that an epoch is made of, before long documents are cut."""
+    """Share of each entry of `datasets` in the tokens of an epoch, before long documents are cut."""
     copies: int = 0
     """Documents of `datasets` that are equal to an earlier one in tokens, labels and weights."""
 
@@ -174,7 +174,7 @@ def list_bad_rows(bad: tuple[BadRow, ...] | list[BadRow], total: int) -> str:
 
 
 def copies_text(count: int) -> str:
-    """How many documents are copies, without a full stop."""
+    """A sentence on the number of copies, without a full stop."""
     return "1 document is a copy of another" if count == 1 else f"{count:,} documents are copies of others"
 
 

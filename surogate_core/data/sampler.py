@@ -25,7 +25,7 @@ STATE_VERSION = 1
 
 
 def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
-    """The rows end to end as one micro-batch of host tensors; None is a row of padding only."""
+    """The concatenated rows as one micro-batch of host tensors; None is a row of padding only."""
     import torch
 
     length = rows.sequence_len
@@ -73,9 +73,9 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
 class StepLoader:
     """An endless stream of optimizer steps over epochs, each epoch in an order of its own.
 
-    Rows are taken from one stream, so a step may span the border of two epochs and no row is
-    ever left out. The order depends on the seed, the epoch and the number of rows alone; the
-    state is the number of rows taken, so it stays valid when the batch size changes.
+    Rows are taken from one stream, so a step may span two epochs and no row is ever left out. The order depends only on
+    the seed, the epoch and the number of rows. The state is the number of rows taken, so it stays valid when the batch
+    size changes.
     """
 
     def __init__(self, rows: PackedRows, *, rows_per_micro_batch: int, micro_batches: int, seed: int):
@@ -89,7 +89,7 @@ class StepLoader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the rows that have been handed out."""
+        """Passes over the rows so far, with a fraction."""
         return self._taken / len(self._rows)
 
     @property

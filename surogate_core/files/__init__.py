@@ -1,1 +1,1 @@
-"""Files and directories: written whole or not at all, private where they must be, local or from the hub."""
+"""Files and directories: written completely or not at all, private if necessary, local or from the hub."""

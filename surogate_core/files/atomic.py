@@ -1,8 +1,8 @@
 """Directories and files that are either the old one or the new one, whatever kills the process.
 
-A directory is written under a hidden sibling name, synced, and renamed into place. Its siblings:
-``.NAME.surogate-tmp`` is being written, ``.NAME.surogate-old`` is the one being replaced, and
-``.NAME.surogate-trash`` is being deleted. `recover` settles what a killed process left of them.
+A directory is written under a hidden sibling name, synced, and renamed into place. Its siblings: ``.NAME.surogate-tmp``
+is being written, ``.NAME.surogate-old`` is the one being replaced, and ``.NAME.surogate-trash`` is being deleted.
+`recover` cleans up after a killed process.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def remove_directory(path: Path) -> None:
 
 
 def recover(final: Path) -> None:
-    """Settle what a killed replacement of `final` left: restore the old directory or delete the leftovers."""
+    """Clean up after a killed replacement of `final`: restore the old directory or delete the leftovers."""
     old = sibling(final, "old")
     if old.exists():
         if final.exists():
@@ -174,7 +174,7 @@ def replaced_directory(final: Path, *, what: str, needed: int | None = None, fix
         temporary.rename(final)
         sync_directory(final.parent)
     except BaseException as error:
-        # The space must be measured before the partial files give theirs back.
+        # The space must be measured before the partial files are deleted.
         translated = (
             disk_error(error, what=what, path=final, needed=needed, fix=fix) if isinstance(error, OSError) else None
         )

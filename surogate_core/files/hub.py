@@ -38,9 +38,9 @@ def commit_of(directory: Path) -> str | None:
 def fetch(repo: str, files: Sequence[str], *, revision: str | None, key: str) -> Path:
     """The snapshot of a repository at a branch, tag or commit (None: the default branch) with those of `files` it has.
 
-    What is in the cache is not fetched again; ``HF_HUB_OFFLINE`` and a missing network leave the cache alone to
-    serve, whose snapshot may lack files: the caller looks, and raises `absent`. `key` names what asked.
-    Raises `UserError` for what is not on the hub, and `MachineError` when the hub cannot be reached.
+    Files in the cache are not downloaded again. With ``HF_HUB_OFFLINE`` or without a network only the cache is used,
+    whose snapshot may lack files: the caller checks, and raises `absent`. `key` is the configuration key that named the
+    repository. Raises `UserError` if the hub does not have it, and `MachineError` if the hub cannot be reached.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -78,7 +78,7 @@ def fetch(repo: str, files: Sequence[str], *, revision: str | None, key: str) ->
 
 
 def absent(repo: str, snapshot: Path, files: Sequence[str], *, key: str) -> SurogateError:
-    """The error for files that are needed and that `fetch` did not bring."""
+    """The error for needed files that `fetch` did not find."""
     commit = commit_of(snapshot)
     at = f"{key} {repo}" + (f"@{commit}" if commit else "")
     named = ", ".join(files)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the record of a run: strict JSON, one event a line. This module alone writes and reads the format."""
+"""metrics.jsonl, the record of a run: strict JSON, one event per line. Only this module writes and reads the format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = "metrics.jsonl"
 """Name of the file in a run's output directory."""
 
 NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-"""How numbers that JSON lacks are written."""
+"""Numbers that JSON lacks, and their text."""
 
 SECONDS = 0.5
 """Time between two writes of steps."""
@@ -73,8 +73,8 @@ def as_number(value: Any) -> float:
 
 
 def has_run(path: Path) -> bool:
-    """Whether the file has anything of a run that got as far as its start."""
-    # To open a pipe would wait for ever.
+    """Whether the file has events of a run that reached its start."""
+    # Opening a pipe would wait forever.
     return path.is_file() and any(r.get("event") in ("run_start", "step_end") for r in read_lines(path))
 
 
@@ -92,20 +92,20 @@ def _restored(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Writes every event as one line: steps twice a second, all else at once, in their order.
+    """Writes every event as one line, in order: steps twice a second, other events at once.
 
-    A line by itself costs the loop ten times what it costs in a group, because a step leaves the caches cold.
+    Writing a single line costs the loop ten times as much as a line in a group, because a step leaves the caches cold.
     After `flush` the file has every event so far, so that a checkpoint never has more steps than the file. A run that
     resumes at step s drops the records of later steps that a killed run left, so that no step has two. A run that
-    starts anew moves an earlier run's file to ``<name>.1`` (``.2``, …). A start that fails before its first step
-    leaves the file of an earlier run as it is, and writes its few events where there is none.
+    starts anew moves an earlier run's file to ``<name>.1`` (``.2``, …). A start that fails before its first step leaves
+    the file of an earlier run as it is, and writes its few events where there is none.
     """
 
     def __init__(self, path: Path, *, progress: bool = False):
-        """`progress`: also write progress events, which are many. Nothing is opened before the run's start."""
+        """`progress`: also write progress events, of which there are many. No file is opened before the run's start."""
         self._path = path
         self._progress = progress
-        # Only the run's start says what to keep of an earlier file.
+        # Only the run's start determines what to keep of an earlier file.
         self._file: IO[bytes] | None = None
         self._waiting: deque[tuple[float, Event]] = deque()
         self._writing = threading.Lock()
@@ -113,7 +113,7 @@ class MetricsWriter:
         self._error: Exception | None = None
 
     def add(self, event: Event) -> None:
-        """Take the event; raises what a write of earlier ones raised."""
+        """Take the event; raises the error of an earlier write."""
         if self._error is not None:
             raise self._error
         if isinstance(event, StepEnd):
@@ -129,7 +129,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the events that wait."""
+        """Write the pending events."""
         with self._writing:
             if self._file is None:
                 return
@@ -171,7 +171,7 @@ class MetricsWriter:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
-        # Unbuffered: a line is on its way to the disk when `write` returns.
+        # Unbuffered: the kernel has a line when `write` returns.
         self._file = os.fdopen(regular(self._path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
     def _close(self) -> None:

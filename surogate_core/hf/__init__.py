@@ -1,1 +1,1 @@
-"""What is read from and written for Hugging Face: weights, adapters, exports, model cards."""
+"""Hugging Face formats, read and written: weights, adapters, exports, model cards."""

@@ -25,7 +25,7 @@ OF_THE_PLACE = frozenset(
     launcher dataloader_num_workers
     """.split()  # noqa: SIM905
 )
-"""Keys that shape no weight: where a run was and who watched it."""
+"""Keys that affect no weight: places and monitors of a run."""
 
 _ROPE = ("rope_scaling", "rope_parameters")
 
@@ -44,11 +44,11 @@ class Card:
     base_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the base's ``config.json`` that the run changed, e.g. ``{"max_position_embeddings": 8192}``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Config keys worth knowing, in order."""
+    """Selected configuration keys, in order."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Final figures, e.g. ``{"held-out loss": 1.23}``, in order; None is left out."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """The run's configuration where it is not the default, as flat keys."""
+    """The run's keys that differ from their defaults, as flat keys."""
 
 
 def changed_keys(config: RunConfig) -> dict[str, Any]:

@@ -31,7 +31,9 @@ PIECE = 8 * 2**20
 
 _THREADS = 8
 _SETTLED_NS = 2 * 10**9
-"""A file that changed less than this before it was read may change again within one tick of its clock."""
+"""A file that changed less than this many nanoseconds before it was read may change again within the same clock
+tick.
+"""
 _SHOWN = 3
 
 log = structlog.get_logger(__name__)
@@ -66,7 +68,9 @@ class Contents:
             self._reading[name] = _Reading(path=file.path, facts=facts, pieces=pieces, began=time.time_ns())
 
     def digests(self) -> dict[str, str]:
-        """File name → digest (hex) of its data; waits until all is read. Raises `MachineError` when a read fails."""
+        """File name → digest (hex) of its data; waits until all files are read. Raises `MachineError` if a read
+        fails.
+        """
         for name, reading in list(self._reading.items()):
             digest = xxhash.xxh3_128(b"".join(piece.result() for piece in reading.pieces)).hexdigest()
             self._known[name] = digest
@@ -112,7 +116,7 @@ class Contents:
         return digest if isinstance(digest, str) else None
 
     def _keep(self, reading: _Reading, digest: str) -> None:
-        """Remember a digest; if it cannot be written, it is computed again next time."""
+        """Store a digest; if it cannot be written, it is computed again next time."""
         facts = reading.facts
         if _facts(reading.path) != facts or reading.began - max(facts["mtime_ns"], facts["ctime_ns"]) < _SETTLED_NS:
             return

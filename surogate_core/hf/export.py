@@ -40,7 +40,7 @@ def generation_of(
 ) -> dict[str, Any]:
     """The base's ``generation_config.json``, or the token ids of `config`, with the end of a turn among its ends.
 
-    A base model's own does not know the token that ends a turn in the chats it was trained on: it would talk on.
+    That of a base model lacks the token that ends a turn in the trained chats, so generation would not stop.
     """
     found = base.generation_config() if base else None
     if found is None:
@@ -67,11 +67,10 @@ def export_full(
 ) -> Path:
     """Write a Hugging Face model directory; a former export there is replaced when the new one is whole.
 
-    `tensors`: (Hugging Face name, tensor on any device), each written and let go before the next is
-    asked for. `config`: the mapping of ``config.json``; `model_type` and `architectures` must be in
-    it, `torch_dtype` is set to the tensors' most common dtype. `generation_config` defaults to the
-    token ids of `config`. Raises `MachineError` (disk full) or `UserError` (not writable, or the
-    directory holds something that is not an export).
+    `tensors`: (Hugging Face name, tensor on any device), each written and freed before the next is read. `config`: the
+    mapping of ``config.json``; `model_type` and `architectures` must be in it, `torch_dtype` is set to the tensors'
+    most common dtype. `generation_config` defaults to the token ids of `config`. Raises `MachineError` (disk full) or
+    `UserError` (not writable, or the directory holds something that is not an export).
     """
     assert config.get("model_type")
     assert config.get("architectures")

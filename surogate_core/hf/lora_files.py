@@ -47,7 +47,7 @@ _NEUTRAL = frozenset(
 """Keys that are honoured, or change nothing of a finished adapter; any other that is set is refused."""
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Ways to initialise that leave the base weights as they are."""
+"""Initialisations that do not change the base weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class LoraAdapter:
     """A LoRA adapter: y += scale · x Aᵀ Bᵀ on some modules."""
 
     source: str
-    """Where it is from, for messages."""
+    """Its source, for messages."""
     rank: int
     alpha: float
     scale: float
@@ -76,7 +76,9 @@ class LoraAdapter:
 
     @classmethod
     def open(cls, path: Path, *, key: str = "adapter_path") -> LoraAdapter:
-        """A PEFT directory; `key` is what named it. Raises one `UserError` with everything that is wrong."""
+        """Open a PEFT directory; `key` is the configuration key that named it. Raises one `UserError` with all
+        faults.
+        """
         values = _read_config(path / CONFIG)
         problems = _unsupported(values)
         rank, alpha = values.get("r"), values.get("lora_alpha")
@@ -124,7 +126,7 @@ class LoraAdapter:
         return self.scale * self.rank
 
     def adapts(self, name: str) -> bool:
-        """Whether it is on the base tensor of this name."""
+        """Whether it adapts the base tensor of this name."""
         return name.endswith(".weight") and self.prefix + name.removesuffix(".weight") + _SIDES[0] in self.tensors
 
     def get(self, name: str) -> Tensor:
@@ -139,7 +141,7 @@ class LoraAdapter:
         return (b @ a).mul_(self.scale)
 
     def check_against(self, shapes: Mapping[str, Sequence[int]], *, key: str = "adapter_path") -> None:
-        """Hold the headers against a base (tensor name → shape); one `UserError` lists all that does not fit."""
+        """Compare the headers with a base (tensor name → shape); one `UserError` lists all mismatches."""
         problems = []
         linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
         for module in self.modules:
@@ -199,11 +201,11 @@ class InitialAdapter:
 
     @property
     def folded(self) -> tuple[LoraAdapter, ...]:
-        """Those that the base has folded in."""
+        """The adapters that are folded into the base."""
         return self.stack[:-1] if self.mode == "trainable" else self.stack
 
     def check_continues(self, names: set[str], *, rank: int, alpha: float) -> None:
-        """Hold the adapter that is trained on against the run's; one `UserError` lists all differences."""
+        """Compare the adapter to continue with the run's settings; one `UserError` lists all differences."""
         if self.start is None:
             return
         theirs, own = self.start, {name.removesuffix(_SIDES[0]) for name in names if name.endswith(_SIDES[0])}
@@ -233,7 +235,7 @@ def stack_fingerprint(stack: Iterable[LoraAdapter]) -> str:
 def check_merging(stack: Iterable[LoraAdapter], shapes: Mapping[str, Sequence[int]], *, tied: bool, key: str) -> None:
     """Refuse a stack that does not fit a base (tensor name → shape)."""
     if tied:
-        # A file may hold the head though it is tied; what is loaded is the embedding.
+        # A file may contain the head although it is tied; the embedding is loaded.
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     for adapter in stack:
         adapter.check_against(shapes, key=key)
@@ -242,8 +244,8 @@ def check_merging(stack: Iterable[LoraAdapter], shapes: Mapping[str, Sequence[in
 def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
     """A base tensor with every delta of the stack added in fp32 and rounded once, to the tensor's own dtype.
 
-    PEFT's merge_and_unload of one adapter gives the same bits. `weight` itself is returned when no
-    adapter is on it. Raises `UserError` when the sum is not finite or the weight is quantised.
+    PEFT's merge_and_unload of one adapter gives the same bits. Returns `weight` itself if no adapter applies to it.
+    Raises `UserError` when the sum is not finite or the weight is quantised.
     """
     import torch
 
@@ -257,7 +259,7 @@ def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
     for adapter in hits:
         total = adapter.delta(module).add_(total)
     total = total.to(weight.dtype)
-    # The extremes, as isfinite would make copies of the tensor; a NaN is both.
+    # Check the extremes, because isfinite would copy the tensor; a NaN is both of them.
     if not all(extreme.isfinite() for extreme in torch.aminmax(total)):
         sources = ", ".join(adapter.source for adapter in hits)
         raise UserError(f"{name}: is not finite with {sources} folded in. Fix: use an adapter of a sound run.")

@@ -1,4 +1,4 @@
-"""Checkpoints whose projections are quantised: which tensors make up a weight, and what it is.
+"""Checkpoints whose projections are quantised: the tensors that make up a weight, and its value.
 
 Supports fine-grained FP8 (arXiv 2412.19437), NVFP4 as ModelOpt writes it, and MXFP4 (OCP microscaling formats, version
 1.0), as the ``quantization_config`` of a ``config.json`` states it. Shape suffixes: O outputs, I inputs.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRIP = 1 << 22
-"""Values that are dequantised at a time, about."""
+"""Approximate number of values that are dequantised at a time."""
 SKIP_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
 """The methods' keys that list the modules that are not quantised."""
 
@@ -34,10 +34,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a checkpoint keeps the weights of its projections."""
+    """The format in which a checkpoint stores the weights of its projections."""
 
     name: str
-    """For people."""
+    """Name for messages."""
     parts: Mapping[str, Part]
     dequantise: Callable[[Mapping[str, Tensor], int, int], Tensor]
     """(parts, first row, one past the last) → [rows, I] fp32."""
@@ -48,13 +48,13 @@ class Scheme:
     rows: int = 1
     """Ranges of rows must begin at multiples of this number."""
     weight_format: str | None = None
-    """The weight format that takes such tensors as they are."""
+    """The weight format that adopts such tensors unchanged."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where checkpoints differ in them."""
+    """Rows and columns that share a scale, if checkpoints differ in them."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a ``config.json``; None where nothing is quantised, or by a method that is not read."""
+        """The scheme of a ``config.json``; None if nothing is quantised, or by an unsupported method."""
         values = config.get("quantization_config")
         if not isinstance(values, Mapping):
             return None
@@ -74,7 +74,7 @@ class Scheme:
         )
 
     def tensors(self, name: str, known: Iterable[str]) -> dict[str, str] | None:
-        """Part → tensor of the weight of this name; None where it is not quantised.
+        """Part → tensor of the weight of this name; None if it is not quantised.
 
         A part that is missing has the name that it should have.
         """
@@ -89,7 +89,7 @@ class Scheme:
         return names if own else None
 
     def weight_of(self, name: str, known: Iterable[str]) -> str:
-        """The weight that a tensor of the file is a part of; its own name where it is none."""
+        """The weight that a tensor of the file belongs to; its own name if it is not a part."""
         for part in self.parts.values():
             for suffix in part.suffixes:
                 weight = name.removesuffix(suffix) + ".weight"

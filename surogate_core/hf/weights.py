@@ -47,7 +47,7 @@ class ModelDir:
         self._files = files
         self._where = where
         self.scheme = Scheme.of(config)
-        """How its projections are quantised; None where they are not, or by a method that is not read."""
+        """How its projections are quantised; None if they are not, or by an unsupported method."""
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None) -> ModelDir:
@@ -92,7 +92,7 @@ class ModelDir:
         return tuple(dict.fromkeys(named))
 
     def parts(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors of a quantised weight, read as they are; None where it is not quantised."""
+        """The tensors of a quantised weight, not dequantised; None if it is not quantised."""
         names = self._parts(name)
         return None if names is None else {part: self._files[self._where[n]][n] for part, n in names.items()}
 
@@ -143,7 +143,8 @@ class ModelDir:
         self._files[self._where[name]].copy_into(name, target)
 
     def check(self, expected: Mapping[str, Iterable[int]]) -> tuple[str, ...]:
-        """Hold the headers against the model's needs (name → shape); returns the names that it does not need.
+        """Compare the headers with the tensors that the model needs (name → shape); returns the names that it does not
+        need.
 
         Raises one `UserError` that lists every missing tensor, with the nearest name here, and every
         tensor of another shape or of a dtype that is no plain float, with its file.
