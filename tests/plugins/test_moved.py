@@ -1,0 +1,67 @@
+"""Each plugin's directory can be moved: elsewhere it builds, and its own tests pass beside the core alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+import pytest
+from environments import Environment
+from wheels import unpack
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGINS = sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml"))
+LEFT = shutil.ignore_patterns("__pycache__", "build", "dist", ".*")
+
+
+def built(project: Path, out: Path) -> tuple[Path, Path]:
+    """(wheel, sdist) of a project, by the build tool of this environment."""
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(out)]
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="session")
+def shared_wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The wheels of the core and of what kernel packs share."""
+    out = tmp_path_factory.mktemp("wheels")
+    return [built(project, out / str(number))[0] for number, project in enumerate((ROOT, ROOT / "native"))]
+
+
+def sources(names: Iterable[str]) -> set[str]:
+    """The names of files in CUDA C++."""
+    return {PurePosixPath(name).name for name in names if PurePosixPath(name).suffix in (".cu", ".cuh")}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_a_moved_plugin_builds_and_passes_its_tests(plugin: Path, tmp_path: Path, shared_wheels: list[Path]) -> None:
+    moved = Path(shutil.copytree(plugin, tmp_path / "elsewhere" / plugin.name, ignore=LEFT))
+    wheel, sdist = built(moved, tmp_path / "out")
+    own = sources(str(path) for path in moved.rglob("*"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert sources(archive.namelist()) == own
+    with tarfile.open(sdist) as archive:
+        names = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in archive.getnames()}
+    assert sources(names) == own
+    assert {"pyproject.toml", "README.md"} | {f"tests/{f.name}" for f in (plugin / "tests").glob("*.py")} <= names
+
+    environment = Environment(tmp_path, without="*surogate*")
+    for one in (*shared_wheels, wheel):
+        unpack(one, environment.site)
+    # The tests find the installed package, not the sources beside them.
+    shutil.rmtree(moved / "src")
+    said = environment.run("pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests", cwd=moved)
+    assert " passed" in said.splitlines()[-1] or " skipped" in said.splitlines()[-1]
+    # A later check of this directory finds no other distribution of ours.
+    listed = environment.run("surogate_core", "plugins", "list", cwd=tmp_path)
+    others = {path.name for path in PLUGINS} - {plugin.name}
+    assert not [name for name in others if name in listed.split()]
