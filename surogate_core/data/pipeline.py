@@ -104,11 +104,7 @@ def prepare(
     if eval_sets:
         measured = _concatenated(eval_sets)
         held_out = packer.pack(measured, None, "all")
-        if repeated := int(np.isin(measured.digests(), digests).sum()):
-            encoder.notices.append(
-                f"{repeated:,} of {len(measured):,} documents of validation_datasets are in datasets too: the held-out "
-                f"loss is partly measured on training data."
-            )
+        encoder.notices += _repeated(measured, digests)
     elif len(split.out):
         held_out = packer.pack(documents, [split.out], {**split.key, "side": "eval"})
     _require_rows(train, config, "datasets")
@@ -133,6 +129,17 @@ def prepare(
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
     return PreparedData(train=train, eval=held_out, report=report, digest=digest)
+
+
+def _repeated(measured: Documents, trained: NDArray[Any]) -> list[str]:
+    """A warning where held-out documents have the digests of `trained` ones."""
+    repeated = int(np.isin(measured.digests(), trained).sum())
+    if not repeated:
+        return []
+    return [
+        f"{repeated:,} of {len(measured):,} documents of validation_datasets are in datasets too: the held-out "
+        f"loss is partly measured on training data."
+    ]
 
 
 # ---------------------------------------------------------------------- split and packed rows

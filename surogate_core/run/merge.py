@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,26 +146,13 @@ def merge(
     `UserError` or `MachineError`, before anything is written if it can.
     """
     check_place(output)
-    repo, revision = split_revision(base)
-    local = Path(base).expanduser().is_dir()
-    if not local and (repo.startswith((".", "/", "~")) or repo.count("/") > 1):
-        raise UserError(f"--base-model {base}: there is no such directory. Fix: correct --base-model.")
+    repo, revision = _named_base(base)
     stack, used = open_trained(trained)
     top = stack[-1]
-    if not local and revision is None and top.base_model == repo:
+    if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
     model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
-    for path in (model.path, used):
-        if path.resolve().is_relative_to(output.resolve()):
-            raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
-    _check_config(model)
-    shapes = {name: model.shape(name) for name in model.names()}
-    tied = bool(model.config.get("tie_word_embeddings"))
-    lora_files.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
-    total = sum(map(model.read_bytes, model.names()))
-    if total > (free := atomic.free_bytes(output.absolute().parent)):
-        need, has = atomic.human_bytes(total), atomic.human_bytes(free)
-        raise MachineError(f"--output {output}: {need} needed, {has} free. Fix: choose a place on another disk.")
+    total = _check(model, stack, used, output)
     config, changed = _trained_config(model, top, used)
     facts = exported_facts(used)
     folded_in = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
@@ -186,29 +173,41 @@ def merge(
         # A run leaves one in its adapter that knows the token which ends a turn of its chats.
         generation_config=generation_config_in(used) or model.generation_config(),
     )
-    warnings = list(_warnings(base, model, top, used))
-    steps = facts.get("figures", {}).get("steps")
-    later = _later_checkpoint(trained, steps) if used == trained / "adapter" else None
-    if later is not None:
-        warnings.append(
-            f"{used} is of step {steps}, and {later} was saved later. To merge that one, name it: "
-            f"--checkpoint-dir {later}"
-        )
-    if model.scheme is not None:
-        warnings.append(
-            f"the weights of {base} are quantised ({model.scheme.name}); "
-            f"those of the merged model are dequantised to bf16."
-        )
-    elif (quantised := facts.get("settings", {}).get("weight_format")) is not None:
-        warnings.append(
-            f"{used} was trained on weights in {quantised}, and is folded into those of {base} as they are. "
-            f"merge_adapter=true in the run folds it into the weights that it was trained on."
-        )
     modules = {module for adapter in stack for module in adapter.modules}
-    return Merged(used=used, weights=len(modules), warnings=tuple(warnings))
+    warnings = (
+        *_base_warnings(base, model, top, used),
+        *_later_warnings(trained, used, facts),
+        *_dtype_warnings(base, model, used, facts),
+    )
+    return Merged(used=used, weights=len(modules), warnings=warnings)
 
 
-def _warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple[str, ...]:
+def _named_base(base: str) -> tuple[str, str | None]:
+    """The directory or hub id, and the revision that is named with a hub id."""
+    repo, revision = split_revision(base)
+    local = Path(base).expanduser().is_dir()
+    if not local and (repo.startswith((".", "/", "~")) or repo.count("/") > 1):
+        raise UserError(f"--base-model {base}: there is no such directory. Fix: correct --base-model.")
+    return repo, revision
+
+
+def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Path) -> int:
+    """Raise unless the stack fits the base and the result fits on the disk; the bytes that are read of the base."""
+    for path in (model.path, used):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
+    _check_config(model)
+    shapes = {name: model.shape(name) for name in model.names()}
+    tied = bool(model.config.get("tie_word_embeddings"))
+    lora_files.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
+    total = sum(map(model.read_bytes, model.names()))
+    if total > (free := atomic.free_bytes(output.absolute().parent)):
+        need, has = atomic.human_bytes(total), atomic.human_bytes(free)
+        raise MachineError(f"--output {output}: {need} needed, {has} free. Fix: choose a place on another disk.")
+    return total
+
+
+def _base_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple[str, ...]:
     """What may make the merged model another one than was trained."""
     if top.base_commit is not None and model.commit is not None and top.base_commit != model.commit:
         name = split_revision(base)[0]
@@ -220,6 +219,31 @@ def _warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple
     if was is not None and not model.fingerprint().startswith(was):
         return (f"{used} was trained on a base of other files or another configuration than {base}.",)
     return ()
+
+
+def _later_warnings(trained: Path, used: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Where the adapter of a run is folded in, and a checkpoint beside it was saved after it."""
+    steps = facts.get("figures", {}).get("steps")
+    later = _later_checkpoint(trained, steps) if used == trained / "adapter" else None
+    if later is not None:
+        yield (
+            f"{used} is of step {steps}, and {later} was saved later. To merge that one, name it: "
+            f"--checkpoint-dir {later}"
+        )
+
+
+def _dtype_warnings(base: str, model: ModelDir, used: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Where the weights of the base are not those that the adapter was trained on, to the bit."""
+    if model.scheme is not None:
+        yield (
+            f"the weights of {base} are quantised ({model.scheme.name}); "
+            f"those of the merged model are dequantised to bf16."
+        )
+    elif (quantised := facts.get("settings", {}).get("weight_format")) is not None:
+        yield (
+            f"{used} was trained on weights in {quantised}, and is folded into those of {base} as they are. "
+            f"merge_adapter=true in the run folds it into the weights that it was trained on."
+        )
 
 
 def _trained_config(model: ModelDir, top: LoraAdapter, used: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,16 +18,15 @@ from torch import Tensor
 from surogate_core.batch import MicroBatch
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
-from surogate_core.data.sampler import EvalBatches, StepLoader, collate
+from surogate_core.data.sampler import collate
 from surogate_core.dsl.slots import LinearSlot
-from surogate_core.engine.engine import Engine
+from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.kernels import ops
 from surogate_core.run.assemble import build_engine, prepare_recipe, resolve_device, resolve_model
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
-from surogate_core.train.loop import total_steps
-from surogate_core.train.lr import learning_rate, warmup_length
+from surogate_core.train.drive import drive
 from surogate_core.train.precision import PrecisionWatch
 
 if TYPE_CHECKING:
@@ -114,7 +113,8 @@ def measure(
     tokenizer, _ = tokenizer_of_run(
         first, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None
     )
-    data = prepare(first, tokenizer, registry.all("dataset"), progress=progress)
+    spec = registry.get("task", first.task)
+    data = prepare(first, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, progress=progress)
     device = resolve_device(first)
     roundings: dict[str, Rounding] = {}
     for _, config in runs:
@@ -157,57 +157,27 @@ def _train(
     data: PreparedData,
     progress: Callable[[Progress], None],
 ) -> tuple[Engine, Training]:
-    rows = config.per_device_train_batch_size
-    loader = StepLoader(
-        data.train,
-        rows_per_micro_batch=rows,
-        micro_batches=config.gradient_accumulation_steps,
-        seed=config.train_seed,
-    )
+    task = registry.get("task", config.task).build(config, data)
     engine = build_engine(
         config,
         registry,
         resolve_model(config, registry),
-        sample=collate(data.train, [0] * rows),
+        sample=task.sample(),
         progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
     )
-    evaluation = None if data.eval is None else EvalBatches(data.eval, rows_per_micro_batch=rows)
     watch = PrecisionWatch.of(engine)
-    steps = total_steps(config, loader, done=0)
     held: list[tuple[int, float]] = []
     losses: list[float] = []
-
-    def evaluate(step: int) -> None:
-        if evaluation is not None:
-            held.append((step, engine.evaluate(evaluation)[0]))
-
-    evaluate(0)
-    warmup = warmup_length(total_steps=steps, warmup_steps=config.warmup_steps, warmup_ratio=config.warmup_ratio)
-    for step in range(steps):
-        lr = learning_rate(
-            step,
-            total_steps=steps,
-            peak=config.learning_rate,
-            kind=config.lr_scheduler_type,
-            warmup_steps=warmup,
-            cooldown_steps=config.cooldown_steps,
-            final_fraction=config.final_lr_fraction,
-        )
-        result = engine.train_step(loader.next_step(), step=step, lr=lr)
-        loss, norm = result.read()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise UserError(
-                f"{name}: step {step + 1}: the loss is {loss:.6g} and the gradient norm {norm:.6g}. "
-                f"Fix: lower learning_rate (now {config.learning_rate:g}), or look at the data."
-            )
-        losses.append(loss)
-        if watch is not None:
-            watch.observe(result.used_range(watch.columns))
-        if step + 1 == steps or (config.eval_steps > 0 and (step + 1) % config.eval_steps == 0):
-            evaluate(step + 1)
-        progress(Progress(task=f"{name}: training", done=step + 1, total=steps, unit="steps"))
+    for taken in drive(config, engine, task.steps(), task.evaluation()):
+        if taken.result is not None:
+            losses.append(_finite_loss(name, taken.step, taken.result, config))
+            if watch is not None:
+                watch.observe(taken.result.used_range(watch.columns))
+            progress(Progress(task=f"{name}: training", done=taken.step, total=taken.total, unit="steps"))
+        if taken.held is not None:
+            held.append((taken.step, taken.held))
     recipe, options = prepare_recipe(config, registry, engine.settings.device)
-    scales = watch.take(steps) if watch is not None else None
+    scales = watch.take(len(losses)) if watch is not None else None
     return engine, Training(
         name=name,
         recipe=recipe.name,
@@ -217,6 +187,17 @@ def _train(
         saturated=scales.saturated if scales else None,
         underflowed=scales.underflowed if scales else None,
     )
+
+
+def _finite_loss(name: str, step: int, result: StepResult, config: RunConfig) -> float:
+    """The loss of a step; raises `UserError` where it or the gradient norm is not finite."""
+    loss, norm = result.read()
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise UserError(
+            f"{name}: step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}. "
+            f"Fix: lower learning_rate (now {config.learning_rate:g}), or look at the data."
+        )
+    return loss
 
 
 # --------------------------------------------------------------------------------- rounding

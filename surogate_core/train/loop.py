@@ -24,7 +24,7 @@ from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notic
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
-from surogate_core.train.lr import faded, learning_rate, warmup_length
+from surogate_core.train.lr import faded, rate_of
 from surogate_core.train.precision import WINDOW, PrecisionWatch
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.telemetry import GpuTelemetry
@@ -185,6 +185,11 @@ def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
     return done + max(0, math.ceil(left - 1e-6))
 
 
+def evaluation_due(done: int, *, total: int, every: int) -> bool:
+    """Whether a run evaluates after `done` of `total` steps: at the beginning, after each `every` steps, at the end."""
+    return done in (0, total) or (every > 0 and done % every == 0)
+
+
 class Loop:
     """Trains an engine on a loader for a number of steps."""
 
@@ -326,24 +331,11 @@ class Loop:
         return "stopped" if self.stop_reason else None
 
     def _evaluation_due(self, done: int) -> bool:
-        every = self.config.eval_steps
-        due = done in (0, self.total_steps) or (every > 0 and done % every == 0)
+        due = evaluation_due(done, total=self.total_steps, every=self.config.eval_steps)
         return due and self.state.evaluated_step != done
 
     def _learning_rate(self, step: int) -> float:
-        config = self.config
-        warmup = warmup_length(
-            total_steps=self.total_steps, warmup_steps=config.warmup_steps, warmup_ratio=config.warmup_ratio
-        )
-        rate = self._lr_factor(step) * learning_rate(
-            step,
-            total_steps=self.total_steps,
-            peak=config.learning_rate,
-            kind=config.lr_scheduler_type,
-            warmup_steps=warmup,
-            cooldown_steps=config.cooldown_steps,
-            final_fraction=config.final_lr_fraction,
-        )
+        rate = self._lr_factor(step) * rate_of(self.config, step, total_steps=self.total_steps)
         return min(rate, torch.finfo(torch.float32).max)
 
     def _lr_factor(self, step: int) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
 
 Kind = Literal["linear", "cosine", "wsd", "constant"]
 
@@ -56,6 +59,21 @@ def learning_rate(
     if step < begin:
         return decayed(step)
     return final + (decayed(begin) - final) * (total_steps - step) / cooldown
+
+
+def rate_of(config: RunConfig, step: int, *, total_steps: int) -> float:
+    """The learning rate that the configuration gives optimizer step `step`, 0 for the first."""
+    return learning_rate(
+        step,
+        total_steps=total_steps,
+        peak=config.learning_rate,
+        kind=config.lr_scheduler_type,
+        warmup_steps=warmup_length(
+            total_steps=total_steps, warmup_steps=config.warmup_steps, warmup_ratio=config.warmup_ratio
+        ),
+        cooldown_steps=config.cooldown_steps,
+        final_fraction=config.final_lr_fraction,
+    )
 
 
 def faded(scale: float, *, since: int, steps: int) -> float:

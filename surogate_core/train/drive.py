@@ -1,0 +1,42 @@
+"""Training without a run around it, for studies and benchmarks: the same steps, rates and evaluations as a run's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from surogate_core.bundles import Evaluation, Steps
+from surogate_core.config.schema import RunConfig
+from surogate_core.engine.engine import Engine, StepResult
+from surogate_core.train.loop import evaluation_due, total_steps
+from surogate_core.train.lr import rate_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step that was taken, or the evaluation before the first one."""
+
+    step: int
+    """Optimizer steps done; 0 before the first."""
+    total: int
+    """Optimizer steps of the whole training."""
+    result: StepResult | None
+    """None where `step` is 0."""
+    held: float | None
+    """The held-out loss after the step, where an evaluation was due."""
+
+
+def drive(config: RunConfig, engine: Engine, steps: Steps, evaluation: Evaluation | None) -> Iterator[Taken]:
+    """Train the engine on all steps that the configuration asks for, one for each item.
+
+    Nothing is prefetched, saved or watched. Whether a loss is finite is the caller's to look at.
+    """
+    total = total_steps(config, steps, done=0)
+    for done in range(total + 1):
+        result = None
+        if done:
+            step = done - 1
+            result = engine.train_step(steps.next_step(), step=step, lr=rate_of(config, step, total_steps=total))
+        due = evaluation is not None and evaluation_due(done, total=total, every=config.eval_steps)
+        held = engine.evaluate(evaluation)[0] if due and evaluation is not None else None
+        yield Taken(step=done, total=total, result=result, held=held)
