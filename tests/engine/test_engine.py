@@ -212,7 +212,6 @@ def test_equal_layers_share_their_programs() -> None:
     programs = [engine.programs.layer(piece) for piece in engine.layers.values()]
     assert len(programs) == 5
     assert all(p is programs[0] for p in programs)
-    assert len(engine.programs._layers) == 1
     assert len(engine.programs._heads) == 2, "11 + 11 + 10 tokens: two sizes of chunk"
     assert not engine.programs._evaluations, "evaluation is traced when it is first asked for"
     engine.programs.progress = lambda task, done, total: said.append(f"{task} {done}/{total}")

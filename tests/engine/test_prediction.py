@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw.adamw import AdamW
+from surogate_optimizer_adamw import surogate_optimizer
 from surogate_recipe_bf16 import linear
 from tiny_qwen3 import make_engine, tiny_config
 
-from surogate_core.bundles import Objective, OptimizerSpec, Recipe
+from surogate_core.bundles import Objective, Recipe
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_engine(
         recipe=Recipe(name="bf16", linear=linear),
         recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=AdamW.build),
+        optimizer=surogate_optimizer(),
         offloader=NO_OFFLOAD,
         kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK]),
         lora=chosen,

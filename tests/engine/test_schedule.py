@@ -110,8 +110,18 @@ def test_actions_print() -> None:
     assert str(Action("tables", "")) == "tables"
 
 
+def words(schedule: Sequence[Action], key: str, verb: str) -> list[str]:
+    """The actions of a piece, but for prefetches, in the half of the schedule that has the verb."""
+    turn = next(i for i, a in enumerate(schedule) if a.verb == "loss" or (a.key, a.verb) == (HEAD, "backward"))
+    half = schedule[:turn] if verb == "forward" else schedule[turn:]
+    found = [f"{a.verb} {a.kind or ''}".strip() for a in half if a.key == key and a.verb != "prefetch"]
+    assert verb in found
+    return found
+
+
 def test_equal_layers_fold() -> None:
-    text = render(training_schedule(28, train_embedding=True))
+    training = training_schedule(28, train_embedding=True)
+    text = render(training)
     lines = text.splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "tables",
@@ -123,11 +133,11 @@ def test_equal_layers_fold() -> None:
         "layer 0",
         "embed",
     ]
-    assert lines[2] == (
-        "layers 0…26: prefetch weights of the next · fetch weights · forward · put residuals · release weights"
-    )
-    assert lines[6] == (
-        "layer 0: prefetch gradients of the next · fetch weights · fetch residuals · fetch gradients · backward · "
-        "reduce gradients · release gradients · release residuals · release weights"
-    )
+    # A line has the words of its actions, in order, and a prefetch is on the line of what it overlaps.
+    forward, backward = words(training, layer_key(1), "forward"), words(training, layer_key(0), "backward")
+    assert [part.removesuffix(" of the next") for part in lines[2].split(": ")[1].split(" · ")] == [
+        f"prefetch {forward[0].split()[1]}",
+        *forward,
+    ]
+    assert [part for part in lines[6].split(": ")[1].split(" · ") if "prefetch" not in part] == backward
     assert "…" not in render(training_schedule(1, train_embedding=False))

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw.adamw import AdamW
+from surogate_optimizer_adamw import surogate_optimizer
 from surogate_recipe_bf16 import surogate_recipe
 from torch import Tensor
 
-from surogate_core.bundles import Kernel, KernelPack, Offloader, OptimizerSpec, TensorKind
+from surogate_core.bundles import Kernel, KernelPack, Offloader, TensorKind
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
 
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 REFERENCES_ONLY = KernelPack(name="none", kernels=tuple[Kernel, ...])
 BF16 = surogate_recipe()
-ADAMW = OptimizerSpec(name="adamw", build=AdamW.build)
+ADAMW = surogate_optimizer()
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

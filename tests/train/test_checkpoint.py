@@ -225,7 +225,7 @@ def not_an_object(path: Path) -> None:
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 DAMAGES = [
     *((tear, file) for tear in (truncate, missing, empty, garbage, replaced_by_a_directory) for file in FILES),
-    *((flip, file) for file in FILES[:3]),
+    *((flip, file) for file in FILES),
     *((replaced_by_a_loop, file) for file in FILES[2:]),
     *((tear, FILES[3]) for tear in (wrong_format, listing_another_place, not_an_object)),
 ]
