@@ -72,5 +72,10 @@ class OptimizerSpec:
     """For `surogate plan`'s prediction."""
     master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
     """The `master_dtype`s that it can train; bf16 it writes by `surogate_core.kernels.rounding.write_master`."""
+    rule: str | None = None
+    """Name of its update rule: optimizers with one rule train alike, and `surogate plan --fit` proposes the one with
+    less state. None: it trains like no other."""
+    cpu_cost: float = 1.0
+    """Time of its step on a CPU as a multiple of the time of fused AdamW; for `surogate plan --fit`."""
     adapters: bool = True
     """Whether it makes sense on adapters; one that does not is refused with `lora`."""

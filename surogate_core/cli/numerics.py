@@ -26,7 +26,6 @@ Takes what `surogate sft` takes; without a FILE it trains the embedded example, 
   --output DIR         where the files go (numerics)
 """
 
-REFERENCE = "bf16"
 SMALL: Mapping[str, str] = {
     "max_steps": "60",
     "sequence_len": "128",
@@ -96,6 +95,7 @@ def _configs(
     words: _Words, overrides: Sequence[str], file: Path | None, registry: Registry
 ) -> list[tuple[str, RunConfig]]:
     """(name, checked configuration) of each run, the reference first."""
+    from surogate_core.config.choices import default_groups
     from surogate_core.config.resolve import load_run_config
 
     if any(_key(word) == "recipe" for word in overrides):
@@ -108,7 +108,8 @@ def _configs(
     installed = list(registry.all("recipe"))
     asked = words.recipes
     if asked is None:
-        asked = [r for r in installed if r == REFERENCE] + sorted(r for r in installed if r != REFERENCE)
+        default = default_groups()["recipe"]
+        asked = [r for r in installed if r == default] + sorted(r for r in installed if r != default)
     chosen = [[name] for name in asked] + words.runs
     for recipe, *_ in chosen:
         if recipe not in installed:

@@ -9,10 +9,12 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OptimizerSpec
+from surogate_core.bundles.options import flat_values, options_from_flat
 from surogate_core.cli.plan_room import Room
 from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.schema import RunConfig, Selection
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.atomic import human_bytes
@@ -28,8 +30,6 @@ BUS = 25e9
 """Bytes a second between host and GPU in one direction, assumed: PCIe 4.0 x16."""
 HOST = 50e9
 """Bytes a second of the optimizer step on a CPU, assumed."""
-BLOCKWISE = 16.0
-"""Times that 8-bit AdamW takes of AdamW's time on a CPU: 8.0 against 0.5 ns a parameter on one core (EPYC)."""
 BUDGETS = (0.75, 0.5, 0.25)
 """The values of `recompute_budget` that are proposed."""
 STREAMING = frozenset({"cpu_training", "offload_quants"})
@@ -39,7 +39,6 @@ FEWEST_TOKENS = 256
 SHOWN = 3
 ALIKE = 0.9
 """A further proposal takes at most this share of each one's bytes before it, in one place."""
-EIGHT_BIT = "adamw_8bit"
 
 
 def parse_size(text: str) -> int:
@@ -87,10 +86,14 @@ def proposals(
             traced[key(changed)] = count(changed)
         return place(changed, traced[key(changed)])
 
-    before, found = _seconds(config, predicted(config), flops), []
+    def seconds_of(changed: RunConfig, prediction: Prediction) -> float:
+        spec: OptimizerSpec = registry.get("optimizer", changed.optimizer.name)
+        return _seconds(changed, prediction, flops, spec.cpu_cost)
+
+    before, found = seconds_of(config, predicted(config)), []
     for changed in _candidates(config, registry):
         prediction = predicted(changed)
-        seconds = _seconds(changed, prediction, flops) - before
+        seconds = seconds_of(changed, prediction) - before
         found.append(
             Proposal(changes=_overrides(config, changed), config=changed, prediction=prediction, seconds=seconds)
         )
@@ -104,18 +107,21 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     chunks = chunks[:1] + [c for c in chunks[1:] if tokens // c >= FEWEST_TOKENS]
     optimizers = [config.optimizer]
     specs: Mapping[str, OptimizerSpec] = registry.all("optimizer")
-    eight = specs.get(EIGHT_BIT)
-    dtype = config.master_dtype or "fp32"
-    if eight is not None and dtype in eight.master_dtypes and config.optimizer.name == "adamw":
-        optimizers.append(Selection(name=eight.name, options=eight.options()))
+    mine, flat = specs[config.optimizer.name], flat_values(config.optimizer.options)
+    for spec in specs.values():
+        alike = spec.rule is not None and spec.rule == mine.rule
+        trains = (config.master_dtype or "fp32") in spec.master_dtypes and (spec.adapters or not config.lora)
+        if alike and trains and spec.state_bytes_per_parameter < mine.state_bytes_per_parameter:
+            optimizers.append(Selection(name=spec.name, options=options_from_flat(spec.options, flat)))
     switches = ["offload_residual", "offload_optimizer", "offload_master", "offload_grads", "cpu_training"]
     asked = {f.name: getattr(config, f.name) for f in fields(RunConfig)}
     if config.lora and (weight_formats(asked) or registry.get("recipe", config.recipe.name).pack is not None):
         switches.append("offload_quants")
     offloaders = registry.all("offload")
     if config.offload.name == "none":
-        able = offload.DEFAULT in offloaders
-        selected = Selection(name=offload.DEFAULT, options=offloaders[offload.DEFAULT].options() if able else None)
+        name = offloader_of_keys()
+        able = name in offloaders
+        selected = Selection(name=name, options=offloaders[name].options() if able else None)
     else:
         # Chosen without keys it moves all that it can already.
         able, selected = any(getattr(config, s) for s in switches), config.offload
@@ -167,8 +173,11 @@ def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _seconds(config: RunConfig, prediction: Prediction, flops: float) -> float:
-    """Time of an optimizer step that goes into offloading, computing again and the pieces of the head."""
+def _seconds(config: RunConfig, prediction: Prediction, flops: float, cpu_cost: float) -> float:
+    """Time of an optimizer step that goes into offloading, computing again and the pieces of the head.
+
+    `cpu_cost`: that of the optimizer's spec.
+    """
     size = {h.kind: h.nbytes for h in prediction.held}
     times = config.gradient_accumulation_steps
     gradients, masters = size.get("gradients", 0), size.get("masters", 0)
@@ -189,8 +198,7 @@ def _seconds(config: RunConfig, prediction: Prediction, flops: float) -> float:
     if config.cpu_training:
         streamed = weights + (size.get("compute copies", 0) or masters)
         update = 2 * masters + gradients + 2 * size.get("optimizer state", 0)
-        slower = BLOCKWISE if config.optimizer.name == EIGHT_BIT else 1.0
-        seconds += times * 2 * (streamed + gradients) / BUS + slower * update / HOST
+        seconds += times * 2 * (streamed + gradients) / BUS + cpu_cost * update / HOST
     return seconds
 
 

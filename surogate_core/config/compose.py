@@ -24,8 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from surogate_core.conf_paths import CONFIG_NAME, conf_dir
+from surogate_core.config.choices import default_groups
 from surogate_core.config.interpolation import too_large
-from surogate_core.config.names import default_groups, flat_keys, schema_defaults
+from surogate_core.config.names import flat_keys, schema_defaults
 from surogate_core.errors import ConfigError, PluginError, Problem
 from surogate_core.plugins.registry import Registry
 

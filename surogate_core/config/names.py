@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
-import yaml
-
-from surogate_core.conf_paths import CONFIG_NAME, conf_dir
 from surogate_core.config import planned, schema
+from surogate_core.config.choices import default_groups
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.errors import PluginError, Problem
 from surogate_core.plugins.flat_keys import FlatKey
@@ -61,14 +58,6 @@ PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "load_in_8bit": {"true": "qlora_fp8: true", "": "qlora_fp8: false"},
 }
 """Key of other trainers → its value (``""``: any other) → the settings that do the same here, if it is not one key."""
-
-
-@cache
-def default_groups() -> Mapping[str, Any]:
-    """Group → option(s) of the defaults list in the primary config."""
-    text = (conf_dir() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text)["defaults"]
-    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def flat_keys(registry: Registry) -> Mapping[str, FlatKey]:

@@ -18,9 +18,6 @@ KINDS: Mapping[str, frozenset[TensorKind]] = {
 }
 """Key → the kinds of tensor that it moves."""
 
-DEFAULT = "host"
-"""The offloader of these keys where `offload` names none."""
-
 
 def chosen(values: Mapping[str, Any]) -> frozenset[TensorKind]:
     """The kinds that the keys of a configuration move; empty where none is set."""

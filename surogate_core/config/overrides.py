@@ -15,12 +15,12 @@ from typing import Any
 from hydra.core.override_parser.types import Glob, Override
 
 from surogate_core.conf_paths import expanded
+from surogate_core.config.choices import default_groups
 from surogate_core.config.defaults_list import choose_defaults
 from surogate_core.config.grammar import KEY, LimitError, NotWritableError, encode, parse_override
 from surogate_core.config.names import (
     KEYS,
     LIST_GROUPS,
-    default_groups,
     flat_keys,
     schema_defaults,
     unknown_key,
@@ -530,7 +530,6 @@ __all__ = [
     "Choice",
     "Settings",
     "Value",
-    "default_groups",
     "unknown_key",
     "unknown_name",
 ]

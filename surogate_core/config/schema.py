@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 
+from surogate_core.config.choices import default_groups
+
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 """Hydra's keys for calling Python objects; a config of ours never has them."""
@@ -35,6 +37,10 @@ class Selection:
     """Name of the bundle."""
     options: Any = None
     """Instance of the bundle's options dataclass."""
+
+
+def _default(group: str) -> Selection:
+    return Selection(name=default_groups()[group])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +152,7 @@ class RunConfig:
     """Without `recompute`: the share of each block's residuals that is kept; the cheapest to compute again are not."""
 
     # ------------------------------------------------------------------------ optimizer
-    optimizer: Selection = field(default_factory=lambda: Selection(name="adamw_8bit"))
+    optimizer: Selection = field(default_factory=lambda: _default("optimizer"))
     """The optimizer and its own options."""
     learning_rate: Annotated[float, Interval(ge=0, le=1000)] = 2e-4
     """Peak learning rate."""
@@ -204,7 +210,7 @@ class RunConfig:
     """Scale a block of NVFP4 to 4 instead of 6 where that makes the squared error smaller."""
 
     # ------------------------------------------------------------------------ precision
-    recipe: Selection = field(default_factory=lambda: Selection(name="bf16"))
+    recipe: Selection = field(default_factory=lambda: _default("recipe"))
     """The precision recipe and its own options."""
     model_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of weights and activations, in place of `torch_dtype`; null is what that says."""
@@ -226,7 +232,7 @@ class RunConfig:
     """Layers up to the last whose projections a recipe leaves in the model's dtype."""
 
     # ------------------------------------------------------------------------- placement
-    offload: Selection = field(default_factory=lambda: Selection(name="none"))
+    offload: Selection = field(default_factory=lambda: _default("offload"))
     """Where the tensors live that the keys below move; an offloader alone moves every kind that it can."""
     offload_dir: Name | None = None
     """Directory of an offloader's files; null is `output_dir`. They are scratch, and gone when the run is."""
@@ -244,7 +250,7 @@ class RunConfig:
     """Hold frozen weights as the recipe or a qlora key quantised them at load. Both always do; refused for others."""
     cpu_training: bool = False
     """Keep weights, masters, gradients and optimizer off the device; the CPU carries out the optimizer step."""
-    launcher: Selection = field(default_factory=lambda: Selection(name="local"))
+    launcher: Selection = field(default_factory=lambda: _default("launcher"))
     """How the run's processes start."""
 
     # ----------------------------------------------------------------------------- data

@@ -10,6 +10,7 @@ from typing import Any
 from surogate_core.bundles.options import field_types
 from surogate_core.config import offload
 from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.names import LIST_GROUPS, unknown_key, unknown_name
@@ -264,7 +265,7 @@ class _Validator:
         if not kinds or built["offload"] is None:
             return
         if built["offload"].name == "none":
-            built["offload"] = self.selection("offload", {"name": offload.DEFAULT}, "offload")
+            built["offload"] = self.selection("offload", {"name": offloader_of_keys()}, "offload")
             if built["offload"] is None:
                 return
         name = built["offload"].name
@@ -272,7 +273,7 @@ class _Validator:
         for key, wanted in offload.KINDS.items():
             if built[key] is True and wanted - offered:
                 message = f"offloader {name} does not place {', '.join(sorted(wanted - offered))}."
-                self._problem(key, message, f"{key}: false, or offload: {offload.DEFAULT}")
+                self._problem(key, message, f"{key}: false, or offload: {offloader_of_keys()}")
 
     def optimizer(self, built: Mapping[str, Any]) -> None:
         """Hold what is to be trained against what the optimizer can train."""

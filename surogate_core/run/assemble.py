@@ -21,6 +21,7 @@ from surogate_core.bundles import (
 )
 from surogate_core.config import offload
 from surogate_core.config.checks import QLORA, weight_formats
+from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
@@ -297,7 +298,7 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> Offloader:
     stepped = kinds & {"master", "gradients", "optimizer"}
     if stepped and not offloader.addressable and not config.cpu_training and resolve_device(config).type == "cuda":
         message = f"{offloader.name} keeps {', '.join(sorted(stepped))} where no GPU can address them."
-        problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offload.DEFAULT}")
+        problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offloader_of_keys()}")
         raise ConfigError([problem])
     return replace(offloader, kinds=kinds)
 

@@ -32,7 +32,6 @@ from surogate_core.run.prepare import (
     with_adjusted_epochs,
 )
 from surogate_core.run.record import new_run_id
-from surogate_core.run.tokenizer_of_run import EMBEDDED
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.loop import Loop
@@ -254,7 +253,8 @@ def _in_words(device: torch.device) -> str:
 
 def _next_steps(config: RunConfig) -> str:
     """How to go on from the embedded default to one's own model and data."""
-    if not any(str(d.get("path", "")).startswith(EMBEDDED) for d in config.datasets):
+    # Data in a package is an example that a plugin brings.
+    if not any(str(d.get("path", "")).startswith("pkg://") for d in config.datasets):
         return ""
     return (
         "This was the embedded example. With a model and data of your own:\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from surogate_core.config.choices import default_groups
 from surogate_core.data.templates import apply_template
 from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.errors import UserError
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.config.schema import RunConfig
-
-EMBEDDED = "pkg://surogate_dataset_chat/embedded"
-"""Where the data set and tokenizer of the embedded default are."""
 
 SMALL_VOCABULARY = 0.8
 """A tokenizer that knows a smaller share of a trained model's token ids may be another model's."""
@@ -32,7 +30,7 @@ def tokenizer_of_run(
     if where is None:
         raise UserError(
             f"tokenizer: a model from random weights has none of its own. "
-            f"Fix: set `tokenizer` to a directory or hub id; the embedded one is {EMBEDDED}/tokenizer."
+            f"Fix: set `tokenizer` to a directory or hub id; dataset={default_groups()['dataset']} brings one too."
         )
     # The model's own comes from the model's commit; another one may name a revision by itself.
     own = where == config.model.path

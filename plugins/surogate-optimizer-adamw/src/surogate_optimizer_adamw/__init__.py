@@ -42,6 +42,7 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
         build=_build,
         options=AdamWOptions,
         state_bytes_per_parameter=8.0,
+        rule="adamw",
         master_dtypes=("fp32", "bf16"),
     )
 
