@@ -20,6 +20,7 @@ from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import REFERENCE_PRIORITY, references, unknown_op
 from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.guard import explained
+from surogate_core.testing.honest import HonestOps
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error over the largest value of a tensor, by dtype of the inputs."""
@@ -213,7 +214,8 @@ def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> 
     # Views, so that the layout stays; what a function writes to them is seen in `leaves`.
     before = [t.clone() for t in leaves]
     given = [t.detach().requires_grad_() for t in leaves]
-    values = _values(function, inputs, given)
+    with HonestOps():
+        values = _values(function, inputs, given)
     _ensure_untouched(inputs.leaves, leaves, before, "argument")
     dys = [_normal(*y.shape, seed=70 + n).to(y) for n, y in enumerate(values.values())]
     if inputs.apart:
@@ -221,7 +223,8 @@ def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> 
     kept = [dy.clone() for dy in dys]
     live = [name for name, y in values.items() if not y.requires_grad]
     ensure(not live, f"{', '.join(live)} has no gradient")
-    gradients = torch.autograd.grad(list(values.values()), given, dys, allow_unused=True)
+    with HonestOps():
+        gradients = torch.autograd.grad(list(values.values()), given, dys, allow_unused=True)
     _ensure_untouched(inputs.leaves, leaves, before, "argument")
     _ensure_untouched(values, dys, kept, "gradient of")
     found = {name: y.detach() for name, y in values.items()}
