@@ -1,4 +1,4 @@
-"""Build the wheels of the core and of every plugin, with their digests and a statement of how they were built.
+"""Build the wheels of the core, surogate-native and every plugin, with digests and a statement of how they were built.
 
     python scripts/release.py [--output dist] [--only DIRECTORY …] [--repository URL] [--builder ID]
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build and attest; the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("dist"), help="default: %(default)s; must be empty or new")
-    parser.add_argument("--only", type=Path, nargs="+", help="directories to build; default: the core and every plugin")
+    parser.add_argument("--only", type=Path, nargs="+", help="directories to build; default: all")
     parser.add_argument("--repository", default="urn:surogate:source", help="what the statement calls the source")
     parser.add_argument("--builder", default="urn:surogate:builder:local", help="who builds; default: %(default)s")
     arguments = parser.parse_args(argv)
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(output.iterdir()):
         print(f"{output} is not empty. Fix: --output another directory", file=sys.stderr)
         return 2
-    projects = arguments.only or [ROOT, *(p.parent for p in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
+    projects = arguments.only or [
+        ROOT,
+        ROOT / "native",
+        *(p.parent for p in sorted(ROOT.glob("plugins/*/pyproject.toml"))),
+    ]
     commit, seconds, clean = source()
     for project in projects:
         build(project, output, seconds)

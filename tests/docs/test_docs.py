@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks/NOTEBOOK.md",
     *DOCS,
+    ROOT / "native/README.md",
     *sorted(ROOT.glob("plugins/*/*.md")),
 ]
 RUNNABLE = ("docs/hooks.md", "docs/writing-a-plugin.md")
