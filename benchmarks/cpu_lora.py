@@ -40,16 +40,16 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     import torch
     from surogate_model_qwen3.model import build
     from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-    from surogate_recipe_bf16 import linear
+    from surogate_recipe_bf16.gemm import BF16
 
     from surogate_core.batch import MicroBatch
-    from surogate_core.bundles import Objective, Recipe
+    from surogate_core.bundles import Objective
     from surogate_core.dsl.declare import LoRA
     from surogate_core.dsl.slots import Adapter
     from surogate_core.dsl.trace import Recompute
     from surogate_core.engine.engine import Engine, EngineSettings
     from surogate_core.engine.parameters import RandomSource
-    from surogate_core.engine.stores import NO_OFFLOAD
+    from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
     from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.ops import cross_entropy
     from surogate_core.kernels.registry import KernelTable
@@ -73,13 +73,12 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
             max_grad_norm=1.0,
             seed=0,
         ),
-        recipe=Recipe(name="bf16", linear=linear),
-        recipe_options=None,
+        recipe=BF16(),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=surogate_optimizer(),
         optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
-        offloader_options=None,
+        stores=DeviceStores(),
         kernels=KernelTable.build(device, [TORCH_PACK]),
         lora=LoRA(
             adapter=Adapter(rank=RANK, scale=2.0, dropout=dropout, dtype=torch.float32), targets=frozenset(["all"])

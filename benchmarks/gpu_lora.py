@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, get_args
 
 import numpy as np
@@ -36,11 +37,13 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     KernelPack,
     Objective,
-    Offloader,
+    OffloaderSpec,
     Recipe,
-    RecipeSettings,
+    RecipeContext,
+    RecipeSpec,
     TensorKind,
     WeightFormat,
+    WeightFormatSpec,
 )
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
@@ -136,16 +139,16 @@ def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
     return batches
 
 
-def prepared(name: str, device: torch.device) -> tuple[Recipe, Any]:
-    """A recipe with its default options, made ready for the device."""
-    recipe: Recipe = importlib.import_module(RECIPES[name]).surogate_recipe()
-    return recipe, recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device)
+def built(name: str, device: torch.device) -> Recipe:
+    """A recipe with its default options."""
+    spec: RecipeSpec = importlib.import_module(RECIPES[name]).surogate_recipe()
+    return spec.build(spec.options(), RecipeContext(device=device, dtype="bf16"))
 
 
 def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
     """The engine that a training run would make."""
     adapter = Adapter(rank=RANK, scale=2.0, dropout=options.dropout, dtype=torch.float32)
-    recipe, recipe_options = prepared(options.recipe, device)
+    placed = offloader(options.offload)
     optimizer = importlib.import_module(OPTIMIZERS[options.optimizer]).surogate_optimizer()
     return Engine(
         build(PRESETS[options.preset]),
@@ -164,13 +167,12 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
             max_grad_norm=1.0,
             seed=0,
         ),
-        recipe=recipe,
-        recipe_options=recipe_options,
+        recipe=built(options.recipe, device),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=optimizer,
         optimizer_options=optimizer.options(),
-        offloader=offloader(options.offload),
-        offloader_options=None,
+        offloader=placed,
+        stores=placed.build(placed.options(), gettempdir(), device),
         kernels=KernelTable.build(device, packs(options.packs), deterministic=not options.any_order),
         lora=None if options.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
         source=RandomSource(seed=0, std=0.02, device=device),
@@ -187,11 +189,11 @@ def _forget_the_set_up(task: str, done: int, total: int) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def offloader(kinds: list[TensorKind]) -> Offloader:
+def offloader(kinds: list[TensorKind]) -> OffloaderSpec:
     """What moves tensors of these kinds to host memory."""
     if not kinds:
         return NO_OFFLOAD
-    host: Offloader = importlib.import_module("surogate_offload_host").surogate_offloader()
+    host: OffloaderSpec = importlib.import_module("surogate_offload_host").surogate_offloader()
     return replace(host, kinds=frozenset(kinds))
 
 
@@ -199,8 +201,8 @@ def weight_format(name: str) -> WeightFormat | None:
     """What the frozen projections are kept in; None is bf16."""
     if name == "bf16":
         return None
-    found: WeightFormat = importlib.import_module(f"surogate_quant_{name}").surogate_weight_format()
-    return found
+    spec: WeightFormatSpec = importlib.import_module(f"surogate_quant_{name}").surogate_weight_format()
+    return spec.build(spec.options())
 
 
 def frozen_gib(engine: Engine, *roles: str) -> float:

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import surogate_recipe_bf16
 import surogate_recipe_nvfp4
 import torch
 from surogate_kernels_cuda import nvfp4
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
+from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, NoOptions, Objective, RecipeSettings
+from surogate_core.bundles import KernelPack, Objective, Recipe, RecipeContext
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.formats.nvfp4 import Operand, nvfp4_rounded
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
@@ -110,7 +110,7 @@ def make_batch() -> MicroBatch:
     )
 
 
-def training(recipe: Any, options: Any, packs: list[KernelPack]) -> dict[str, Any]:
+def training(recipe: Recipe, packs: list[KernelPack]) -> dict[str, Any]:
     """Tokens a second of optimizer steps of one micro-step."""
     device, start = torch.device("cuda"), time.perf_counter()
     engine = Engine(
@@ -131,12 +131,11 @@ def training(recipe: Any, options: Any, packs: list[KernelPack]) -> dict[str, An
             seed=0,
         ),
         recipe=recipe,
-        recipe_options=options,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=surogate_optimizer(),
         optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
-        offloader_options=None,
+        stores=DeviceStores(),
         kernels=KernelTable.build(device, packs),
         lora=None,
         source=RandomSource(seed=0, std=0.02, device=device),
@@ -169,18 +168,17 @@ def main() -> None:
     found["rounding"] = rounding(references=not options.skip_references)
     if not options.skip_training:
         pack = KernelPack(name="nvfp4", kernels=nvfp4.kernels)
-        bf16, fp4 = surogate_recipe_bf16.surogate_recipe(), surogate_recipe_nvfp4.surogate_recipe()
-        fp4_options = surogate_recipe_nvfp4.NVFP4Options(emulate="always")
-        prepared = fp4.prepare(fp4_options, RecipeSettings(model_dtype="bf16"), torch.device("cuda"))
-        runs = {
-            "bf16": (bf16, bf16.prepare(NoOptions(), RecipeSettings(model_dtype="bf16"), torch.device("cuda")), []),
-            "nvfp4, kernels": (fp4, prepared, [pack]),
-            "nvfp4, references": (fp4, prepared, []),
+        context = RecipeContext(device=torch.device("cuda"), dtype="bf16")
+        fp4 = surogate_recipe_nvfp4.build(surogate_recipe_nvfp4.NVFP4Options(emulate="always"), context)
+        runs: dict[str, tuple[Recipe, list[KernelPack]]] = {
+            "bf16": (BF16(), []),
+            "nvfp4, kernels": (fp4, [pack]),
+            "nvfp4, references": (fp4, []),
         }
-        for name, (recipe, recipe_options, packs) in runs.items():
+        for name, (recipe, packs) in runs.items():
             if options.skip_references and "references" in name:
                 continue
-            found[name] = training(recipe, recipe_options, [TORCH_PACK, *packs])
+            found[name] = training(recipe, [TORCH_PACK, *packs])
             print(name, found[name], flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

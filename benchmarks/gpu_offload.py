@@ -23,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 from surogate_offload_host import surogate_offloader
-from surogate_recipe_bf16 import surogate_recipe
+from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Objective, TensorKind
@@ -162,13 +163,12 @@ def make_engine(options: argparse.Namespace, device: torch.device) -> Engine:
             master_dtype=DTYPES[options.master],
             update_on_cpu=options.place == "cpu_training",
         ),
-        recipe=surogate_recipe(),
-        recipe_options=None,
+        recipe=BF16(),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=optimizer,
         optimizer_options=optimizer.options(),
         offloader=offloader,
-        offloader_options=None,
+        stores=offloader.build(offloader.options(), gettempdir(), torch.device("cuda")),
         kernels=KernelTable.build(device, [TORCH_PACK, *packs]),
         lora=None,
         source=RandomSource(seed=0, std=0.02, device=device),

@@ -49,13 +49,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, Objective, RecipeSettings
+from surogate_core.bundles import KernelPack, Objective, RecipeContext
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings, StepResult
 from surogate_core.engine.parameters import RandomSource, Source
-from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
@@ -251,7 +251,7 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
     """The model under a recipe."""
     device = torch.device(setting.device)
     cuda = device.type == "cuda"
-    recipe = importlib.import_module(RECIPES[name]).surogate_recipe()
+    spec = importlib.import_module(RECIPES[name]).surogate_recipe()
     adapter = Adapter(rank=setting.rank, scale=2.0, dropout=0.0, dtype=torch.float32)
     chosen = "adamw" if lora else setting.optimizer
     optimizer = importlib.import_module(f"surogate_optimizer_{chosen}").surogate_optimizer()
@@ -273,15 +273,14 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
             seed=setting.seed,
             plain_last=setting.plain_last if name == "nvfp4" else 0,
         ),
-        recipe=recipe,
-        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
+        recipe=spec.build(spec.options(), RecipeContext(device=device, dtype="bf16")),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=optimizer,
         optimizer_options=(
             NorMuonOptions(rest_lr_factor=REST, adamw_beta2=0.95) if chosen == "normuon" else AdamWOptions(beta2=0.95)
         ),
         offloader=NO_OFFLOAD,
-        offloader_options=None,
+        stores=DeviceStores(),
         kernels=KernelTable.build(device, packs_of(device)),
         lora=LoRA(adapter=adapter, targets=frozenset(["all"])) if lora else None,
         source=source,

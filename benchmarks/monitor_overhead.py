@@ -28,14 +28,14 @@ import torch
 from rich.console import Console
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-from surogate_recipe_bf16 import surogate_recipe
+from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Monitor, Objective
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.events import EvalEnd, RunEnd, RunInfo, RunStart, StepEnd
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
@@ -80,13 +80,12 @@ def make_engine(tokens: int) -> Engine:
             max_grad_norm=1.0,
             seed=0,
         ),
-        recipe=surogate_recipe(),
-        recipe_options=None,
+        recipe=BF16(),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=surogate_optimizer(),
         optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
-        offloader_options=None,
+        stores=DeviceStores(),
         kernels=KernelTable.build(device, [TORCH_PACK]),
         lora=None,
         source=RandomSource(seed=0, std=0.02, device=device),

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from bitsandbytes import functional
-from surogate_quant_nf4.nf4 import GROUP, Layout, pack, unpack
+from surogate_quant_nf4 import NF4Options
+from surogate_quant_nf4.nf4 import GROUP, NF4
 from torch import Tensor
-
-from surogate_core.bundles import WeightSettings
 
 INPUTS = 4096
 
@@ -45,10 +44,10 @@ def weights(count: int, device: torch.device) -> dict[str, Tensor]:
     return {name: value.to(device, torch.bfloat16) for name, value in found.items()}
 
 
-def differences(weight_OI: Tensor, settings: WeightSettings) -> Differences:
+def differences(weight_OI: Tensor, nf4: NF4) -> Differences:
     """Compare one weight."""
-    layout = Layout.of(weight_OI.numel(), settings)
-    kept = pack(weight_OI, settings)
+    layout = nf4.layout(weight_OI.numel())
+    kept = nf4.pack(weight_OI)
     codes, *parts = layout.parts(kept)
     theirs, state = functional.quantize_4bit(
         weight_OI, blocksize=layout.block, compress_statistics=layout.double, quant_type="nf4"
@@ -60,7 +59,7 @@ def differences(weight_OI: Tensor, settings: WeightSettings) -> Differences:
         expected = [state.absmax]
     other = codes ^ theirs.view(-1)
     room = torch.empty_like(weight_OI)
-    unpack(kept, room, settings)
+    nf4.unpack(kept, room)
     wide = functional.dequantize_4bit(theirs, state)
     return Differences(
         codes=int((other >> 4 != 0).sum() + (other & 15 != 0).sum()),
@@ -79,8 +78,8 @@ def main() -> None:
         for name, weight in weights(options.values + INPUTS, device).items():
             for block in (64, 128, 256, 512):
                 for double in (True, False):
-                    settings = WeightSettings(qlora_bnb_block_size=block, qlora_bnb_double_quant=double)
-                    found = differences(weight, settings)
+                    nf4 = NF4(NF4Options(block_size=block, double_quant=double))
+                    found = differences(weight, nf4)
                     print(f"{device.type}, {name}, {weight.numel()} values, block {block}, double {double}: {found}")
 
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,13 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     KernelPack,
     Objective,
-    Offloader,
+    OffloaderSpec,
     OptimizerSpec,
-    Recipe,
-    RecipeSettings,
+    RecipeContext,
+    RecipeSpec,
     TensorKind,
     WeightFormat,
+    WeightFormatSpec,
 )
 from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.slots import Adapter
@@ -212,12 +214,13 @@ def packs() -> list[KernelPack]:
 
 def shared(case: Case, device: torch.device) -> dict[str, Any]:
     """What a prediction and an engine are both given."""
-    offloader: Offloader = replace(surogate_offloader(), kinds=frozenset(case.kinds)) if case.kinds else NO_OFFLOAD
-    recipe: Recipe = importlib.import_module(RECIPES[case.recipe]).surogate_recipe()
+    offloader: OffloaderSpec = replace(surogate_offloader(), kinds=frozenset(case.kinds)) if case.kinds else NO_OFFLOAD
+    recipe: RecipeSpec = importlib.import_module(RECIPES[case.recipe]).surogate_recipe()
     spec: OptimizerSpec = importlib.import_module(f"surogate_optimizer_{case.optimizer}").surogate_optimizer()
     weight_format: WeightFormat | None = None
     if case.base != "bf16":
-        weight_format = importlib.import_module(f"surogate_quant_{case.base}").surogate_weight_format()
+        quant: WeightFormatSpec = importlib.import_module(f"surogate_quant_{case.base}").surogate_weight_format()
+        weight_format = quant.build(quant.options())
     adapter = Adapter(rank=RANK, scale=2.0, dropout=0.0, dtype=torch.float32)
     return {
         "settings": EngineSettings(
@@ -237,8 +240,7 @@ def shared(case: Case, device: torch.device) -> dict[str, Any]:
             master_dtype=getattr(torch, case.master),
             update_on_cpu=case.cpu_training,
         ),
-        "recipe": recipe,
-        "recipe_options": recipe.prepare(recipe.options(), RecipeSettings(model_dtype="bf16"), device),
+        "recipe": recipe.build(recipe.options(), RecipeContext(device=device, dtype="bf16")),
         "objective": Objective(name="cross_entropy", token_loss=cross_entropy),
         "optimizer": spec,
         "offloader": offloader,
@@ -289,7 +291,7 @@ def measure(name: str) -> Result:
     engine = Engine(
         model,
         optimizer_options=given["optimizer"].options(),
-        offloader_options=None,
+        stores=given["offloader"].build(given["offloader"].options(), gettempdir(), device),
         source=source,
         **given,
     )

@@ -48,15 +48,15 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_recipe() -> bundles.Recipe:
+def surogate_recipe() -> bundles.RecipeSpec:
     """A recipe."""
 
-    def linear(x: Any, weight: Any, slot: Any, options: Any) -> Any:
-        from MODULE.work import product
+    def build(options: Any, context: Any) -> Any:
+        from MODULE.work import Made
 
-        return product(x, weight)
+        return Made()
 
-    return bundles.Recipe(name="NAME", linear=linear, options=Options)
+    return bundles.RecipeSpec(name="NAME", build=build, options=Options)
 
 
 @hookimpl
@@ -78,11 +78,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from surogate_core import bundles
 
 
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+class Made(bundles.Recipe):
     """x Wᵀ."""
-    return x @ weight.t()
+
+    name = "NAME"
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, slot: Any) -> torch.Tensor:
+        """In the dtype of both."""
+        return x @ weight.t()
 
 
 class Monitor:
@@ -110,7 +116,7 @@ def make_plugins(site: Path, count: int) -> None:
         info = site / f"{module}-1.0.dist-info"
         files = {
             site / module / "__init__.py": MODULE.replace("MODULE", module).replace("NAME", name),
-            site / module / "work.py": WORK,
+            site / module / "work.py": WORK.replace("NAME", name),
             site / module / "conf/__init__.py": "",
             site / module / "conf/recipe/__init__.py": "",
             site / module / f"conf/recipe/{name}.yaml": f"name: {name}\nstrength: 1.0\n",

@@ -45,7 +45,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-from surogate_recipe_bf16 import surogate_recipe
+from surogate_recipe_bf16.gemm import BF16
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
@@ -55,7 +55,7 @@ from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource, Source
-from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
@@ -210,13 +210,12 @@ def make_engine(
             max_grad_norm=1.0,
             seed=SEED,
         ),
-        recipe=surogate_recipe(),
-        recipe_options=None,
+        recipe=BF16(),
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=surogate_optimizer(),
         optimizer_options=AdamWOptions(),
         offloader=NO_OFFLOAD,
-        offloader_options=None,
+        stores=DeviceStores(),
         kernels=KernelTable.build(device, packs),
         lora=None if setting.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
         source=source,

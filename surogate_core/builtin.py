@@ -53,7 +53,7 @@ def surogate_launcher() -> bundles.Launcher:
 
 
 @hookimpl
-def surogate_offloader() -> bundles.Offloader:
+def surogate_offloader() -> bundles.OffloaderSpec:
     """No offloading."""
     from surogate_core.engine.stores import NO_OFFLOAD
 

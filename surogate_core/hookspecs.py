@@ -57,12 +57,12 @@ def surogate_task() -> Offer[b.TaskSpec]:
 
 
 @hookspec
-def surogate_recipe() -> Offer[b.Recipe]:
+def surogate_recipe() -> Offer[b.RecipeSpec]:
     """Precision recipes: how a linear slot multiplies, forward and backward."""
 
 
 @hookspec
-def surogate_weight_format() -> Offer[b.WeightFormat]:
+def surogate_weight_format() -> Offer[b.WeightFormatSpec]:
     """Weight formats: how frozen base weights are stored under QLoRA."""
 
 
@@ -72,7 +72,7 @@ def surogate_optimizer() -> Offer[b.OptimizerSpec]:
 
 
 @hookspec
-def surogate_offloader() -> Offer[b.Offloader]:
+def surogate_offloader() -> Offer[b.OffloaderSpec]:
     """Offloaders: where tensors of a kind are kept between uses."""
 
 

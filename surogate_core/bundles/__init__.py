@@ -1,9 +1,11 @@
 """The frozen dataclasses that hooks return: what a plugin offers, as data.
 
 Every bundle has a `name`, unique within its kind: the name that a config selects it by
-(``recipe=bf16`` selects the `Recipe` whose name is ``bf16``). A bundle with `options` names a
+(``recipe=bf16`` selects the `RecipeSpec` whose name is ``bf16``). A bundle with `options` names a
 dataclass, one docstring a field; the config node of the group is validated against it, and an
-instance is passed to the bundle's callables. An option with the mark `Flat` has a flat key too.
+instance is passed to the bundle's `build`. An option with the mark `Flat` has a flat key too. What `build`
+returns has methods and no options; its class has the bundle's name without ``Spec``. So a plugin imports
+torch only when something of it is built.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from surogate_core.bundles.launchers import Job, Launcher
 from surogate_core.bundles.models import ModelFamily
 from surogate_core.bundles.monitors import Monitor, MonitorSpec
 from surogate_core.bundles.objectives import Objective
-from surogate_core.bundles.offloaders import GradientStore, Offloader, Store, TensorKind
+from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Flat, NoOptions
-from surogate_core.bundles.recipes import RangedState, Recipe, RecipeSettings, RecipeState
+from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.tasks import Evaluation, Steps, Task, TaskSpec
-from surogate_core.bundles.weight_formats import WeightFormat, WeightSettings
+from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 
 __all__ = [
     "FLAT_ALIGNMENT",
@@ -41,31 +43,35 @@ __all__ = [
     "MonitorSpec",
     "NoOptions",
     "Objective",
-    "Offloader",
+    "OffloaderSpec",
     "Optimizer",
     "OptimizerSpec",
+    "PanelOp",
     "ParamGroup",
     "RangedState",
     "Recipe",
-    "RecipeSettings",
+    "RecipeContext",
+    "RecipeSpec",
     "RecipeState",
+    "Role",
     "Steps",
     "Store",
+    "Stores",
     "Task",
     "TaskSpec",
     "TensorKind",
     "WeightFormat",
-    "WeightSettings",
+    "WeightFormatSpec",
 ]
 
 Bundle = (
     ModelFamily
     | Objective
     | DatasetFormat
-    | Recipe
-    | WeightFormat
+    | RecipeSpec
+    | WeightFormatSpec
     | OptimizerSpec
-    | Offloader
+    | OffloaderSpec
     | KernelPack
     | TaskSpec
     | Launcher
@@ -76,10 +82,10 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "model": ("surogate_model_family", ModelFamily),
     "objective": ("surogate_objective", Objective),
     "dataset": ("surogate_dataset", DatasetFormat),
-    "recipe": ("surogate_recipe", Recipe),
-    "quant": ("surogate_weight_format", WeightFormat),
+    "recipe": ("surogate_recipe", RecipeSpec),
+    "quant": ("surogate_weight_format", WeightFormatSpec),
     "optimizer": ("surogate_optimizer", OptimizerSpec),
-    "offload": ("surogate_offloader", Offloader),
+    "offload": ("surogate_offloader", OffloaderSpec),
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),
     "launcher": ("surogate_launcher", Launcher),

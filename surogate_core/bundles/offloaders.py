@@ -54,36 +54,47 @@ class GradientStore(Store, Protocol):
         """A micro-step ends: what the current stream runs from here on finds the sums where they live."""
 
 
+class Stores:
+    """Where an offloader puts tensors in one run, which `OffloaderSpec.build` returns."""
+
+    def store(self, kind: TensorKind) -> Store:
+        """The store of weights, residuals or gradients (a `GradientStore`), which come and go as blocks run."""
+        raise NotImplementedError
+
+    def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same zeroed [elements] twice, as a tensor of the compute device and as one of the CPU.
+
+        For master, gradients and optimizer, which kernels of the optimizer step read and write where they live, and for
+        trained weights.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offloader:
+class OffloaderSpec:
     """A place for some kinds of tensor."""
 
     name: str
     """The value of `offload`."""
     kinds: frozenset[TensorKind]
     """The kinds of tensor that it places."""
-    place: Literal["device", "host", "disk", "sharded"]
-    """For the plan's table."""
-    store: Callable[[TensorKind, torch.device, Any], Store]
-    """(kind, compute device, options) → the store of weights, residuals or gradients (a `GradientStore`), which go and
-    come as blocks run."""
-    allocate: Callable[[TensorKind, int, torch.dtype, torch.device, Any], tuple[Tensor, Tensor]] | None = None
-    """(kind, elements, dtype, compute device, options) → the same zeroed [elements] twice, as a tensor of the compute
-    device and as one of the CPU. Of master, gradients and optimizer, which kernels of the optimizer step read and write
-    where they live, and of trained weights."""
+    place: Literal["device", "host", "disk"]
+    """Where it places them; for the plan's table."""
+    build: Callable[[Any, str, torch.device], Stores]
+    """(options, directory for scratch files, compute device) → the stores of a run. Allocates nothing yet."""
+    allocates: bool = False
+    """Whether what is built has `allocate`, which master, gradients and optimizer need."""
     addressable: bool = True
-    """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. Where
-    they cannot, both tensors of `allocate` are the CPU's, and it takes the optimizer step."""
+    """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. If not,
+    both tensors of `allocate` are the CPU's, and the CPU carries out the optimizer step."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
-    prepare: Callable[[Any, str], Any] = lambda options, directory: options
-    """(options, directory for scratch files) → what `store` and `allocate` receive as options."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` where kinds are placed that there is no `allocate` for."""
+        """Raise `ValueError` if it places kinds that need `allocate` without having it."""
         flat = self.kinds - {"weights", "residuals"}
-        if flat and self.place != "device" and self.allocate is None:
-            raise ValueError(f"offloader {self.name!r} places {', '.join(sorted(flat))} without an `allocate`")
+        if flat and self.place != "device" and not self.allocates:
+            raise ValueError(f"offloader {self.name!r} places {', '.join(sorted(flat))} without `allocates`")
 
     def moves(self, kind: TensorKind) -> bool:
         """Whether tensors of the kind live elsewhere than on the device."""

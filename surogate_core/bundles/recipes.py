@@ -1,9 +1,12 @@
-"""Precision recipes: how linear slots multiply."""
+"""Precision recipes: how linear slots multiply.
+
+Suffixes: N tokens, I inputs, O outputs, R and K rows and columns of any matrix, P slots.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from surogate_core.bundles.options import NoOptions
@@ -13,22 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
+    from surogate_core.kernels.panels import PanelShape
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeSettings:
-    """The flat precision keys of the configuration that every recipe may read."""
-
-    fp8_amax_history: int = 1024
-    no_fp4_stochastic_rounding: bool = False
-    fp4_backend: str = "cutlass"
-    """cutlass or cudnn."""
-    matmul_dtype: str | None = None
-    """fp32, bf16, e4m3, or None: the model's."""
-    gradient_dtype: str | None = None
-    """fp32, bf16, e5m2, or None: the recipe's choice."""
-    model_dtype: str | None = None
-    """fp32 or bf16, of activations and weights as `linear` gets them; None where that is not known."""
+Role = Literal["activation", "weight", "gradient"]
+"""What an operand of a slot's products is."""
 
 
 class RecipeState(Protocol):
@@ -65,36 +56,91 @@ class RangedState(RecipeState, Protocol):
         """
 
 
+class PanelOp(Protocol):
+    """A product of several adapted slots together: they read one input and their weights are frozen.
+
+    Layers share their programs only if their panel ops are equal and have equal hashes.
+    """
+
+    @property
+    def op(self) -> str:
+        """The registered op that multiplies; the panel op is used only where a kernel pack offers a kernel for it."""
+
+    def fits(self, shape: PanelShape, tokens: int) -> bool:
+        """Whether the op takes a panel of this shape with that many tokens."""
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """The one tensor that the op reads in place of a frozen weight; called as `Recipe.pack` is."""
+
+    def multiply(
+        self,
+        x_NI: Tensor,
+        panel: Tensor,
+        seed: Tensor | None,
+        shape: PanelShape,
+        weights: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        adapters: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        """[N, O] of each slot without bias, its adapter included; traced with its backward.
+
+        `panel`: A's and B's as `PanelShape` lays them out, with `shape.frozen` false. `weights`: one tensor a slot, as
+        `pack` makes it. `rows`: one row a slot of the recipe's state. `adapters`: A and B of each slot in turn, which
+        the gradients are of.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeContext:
+    """What a recipe is built for."""
+
+    device: torch.device
+    """The compute device."""
+    dtype: Literal["fp32", "bf16"]
+    """The model's dtype, which activations and weights have when `linear` gets them."""
+
+
 class Recipe:
-    """A precision recipe: how linear slots multiply."""
+    """A precision recipe, ready for one device: what `RecipeSpec.build` returns.
+
+    A recipe overrides `linear`, and what else it has.
+    """
+
+    name: str
+    """The spec's name."""
+    plain: bool = False
+    """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
+    note: str | None = None
+    """What the run says of the recipe once."""
+    panel_op: PanelOp | None = None
+    """What multiplies adapted slots with frozen weights instead of `linear`, where a kernel pack offers its op."""
+    pack: Callable[[Tensor, LinearSlot], Tensor] | None = None
+    """(frozen weight_OI, slot) → the one tensor, of any shape and dtype, that `linear` gets in its place; called once a
+    weight. Traced for its shape, so plain torch ops only. A method, or None: frozen weights stay as they are."""
+    rounded: Callable[[Tensor, Role], tuple[Tensor, Tensor]] | None = None
+    """(matrix [R, K], K the inner dimension of its product; role) → (the values that it rounds to, fp32 [R, K]; where
+    they are cut off, bool [R, K]). For reports. A method, or None."""
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+        """y_NO in x's dtype, traced with its backward; no bias, no adapter."""
+        raise NotImplementedError
+
+    def state(self, slots: int, device: torch.device) -> RecipeState | None:
+        """The state of that many slots on a device, which may be ``meta``; None if the recipe has none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSpec:
+    """A precision recipe."""
 
     name: str
     """The value of `recipe`."""
-    linear: Callable[[Tensor, Tensor, TracedSlot, Any], Tensor]
-    """(x_NI, weight_OI, slot, options) → y_NO, traced with its backward; no bias, no adapter."""
-    plain: bool = False
-    """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
-    plain_with: Callable[[Any], bool] = lambda options: True
-    """Whether `plain` holds with these prepared options."""
-    dtypes: Mapping[Literal["matmul_dtype", "gradient_dtype"], str] | None = field(default_factory=dict)
-    """What it forces these keys to, and the run says where they are set to something else; None if it follows them."""
+    build: Callable[[Any, RecipeContext], Recipe]
+    """(options, what it is built for) → the recipe; raises `MachineError` if the device cannot run it."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
+    packs: bool = False
+    """Whether what is built has `pack`; asked before anything is built."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """Why the device cannot run the recipe natively, or None."""
-    prepare: Callable[[Any, RecipeSettings, torch.device], Any] = lambda options, settings, device: options
-    """(options, the run's precision keys, device) → what the callables get as options; `MachineError` if it cannot."""
-    note: Callable[[Any], str | None] = lambda options: None
-    """(prepared options) → what the run says of them once, or None."""
-    state: Callable[[int, torch.device, Any], RecipeState] | None = None
-    """(number of slots, device, prepared options) → the recipe's state, or None if it has none."""
-    pack: Callable[[Tensor, LinearSlot, Any], Tensor] | None = None
-    """(frozen weight_OI, slot, prepared options) → the one tensor, of any shape and dtype, that `linear` is given
-    in its place; called once a weight. Traced for its shape, so plain torch ops only."""
-    scaled_margin: Callable[[Any], int | None] = lambda options: None
-    """(prepared options) → the margin with which adapted slots with frozen weights may be multiplied by the op
-    `scaled_linears` instead, whose rows of state are those of this recipe; None if they may not."""
-    rounded: Callable[[Tensor, str, Any], tuple[Tensor, Tensor]] | None = None
-    """(matrix [R, K], K the inner dimension of its product; role: activation, weight or gradient; prepared options)
-    → (the values that it rounds to, fp32 [R, K]; where they are cut off, bool [R, K]). For reports."""

@@ -1,44 +1,75 @@
-"""Weight formats: what frozen weights are stored in under QLoRA."""
+"""Weight formats: what frozen weights are stored in under QLoRA.
+
+Suffixes: O outputs, I inputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles.options import NoOptions
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSettings:
-    """The flat QLoRA keys of the configuration that every weight format may read."""
-
-    qlora_block_size: int = 128
-    qlora_bnb_block_size: int = 64
-    qlora_bnb_double_quant: bool = True
-    qlora_four_over_six: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """A form that frozen weights rest in; each is made wide again before it is multiplied with, whatever the recipe."""
+    """A form that frozen weights are stored in, which `WeightFormatSpec.build` returns. Each weight is unpacked before
+    it is multiplied, whatever the recipe."""
 
     name: str
-    """The value of `qlora_format`; `nf4`, `fp8` and `nvfp4` have keys of their own."""
-    nbytes: Callable[[int, int, WeightSettings], int]
-    """(outputs, inputs, keys) → bytes of such a weight."""
-    pack: Callable[[Tensor, WeightSettings], Tensor]
-    """(weight_OI in the model's dtype, keys) → [nbytes] uint8. Called once a weight, on its device; temporaries are
-    smaller than the weight."""
-    unpack: Callable[[Tensor, Tensor, WeightSettings], None]
-    """(what `pack` made, room_OI, keys): write the weight into the room, whose dtype is the model's and whose rows lie
-    apart. Called before each use, in CUDA graphs too: nothing may wait for the device. Equal inputs give equal bits."""
-    adopt: Callable[[Mapping[str, Tensor], WeightSettings], Tensor] | None = None
-    """(the tensors of a weight of a quantised checkpoint by part, keys) → what `pack` would make, with its own codes.
-    ``fp8`` is given codes and scales, ``nvfp4`` codes, scales and decode, as `hf.prequantised` names them."""
-    keys: tuple[str, ...] = ()
-    """The fields of `WeightSettings` that it reads; a checkpoint is resumed only with equal ones."""
-    note: Callable[[torch.device, WeightSettings], str | None] = lambda device, settings: None
-    """What the run says of it once, such as that a device has no kernel for it, or None."""
+    """The spec's name."""
+
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a weight of this shape."""
+        raise NotImplementedError
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """[nbytes] uint8 of a weight in the model's dtype. Called once a weight, on its device; temporaries are smaller
+        than the weight."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
+        """Write what `pack` made into the room, which has the model's dtype and whose rows may lie apart.
+
+        Called before each use, in CUDA graphs too: nothing may wait for the device. Equal inputs give equal bits.
+        """
+        raise NotImplementedError
+
+    def note(self, device: torch.device) -> str | None:
+        """What the run says of it once, such as that a device has no kernel for it, or None."""
+        return None
+
+    def adopts(self, block: tuple[int, int] | None) -> bool:
+        """Whether `adopt` takes checkpoints whose scales are of blocks of this size (None: of no square block).
+
+        Asked for checkpoints of the formats that the spec's `adopts` names.
+        """
+        return True
+
+    def adopt(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """What `pack` would make of a weight of a quantised checkpoint, with the checkpoint's own codes.
+
+        `parts`: the weight's tensors by part. ``fp8`` has codes and scales, ``nvfp4`` codes, scales and decode, as
+        `hf.prequantised` names them.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormatSpec:
+    """A weight format."""
+
+    name: str
+    """The value of `qlora_format`."""
+    build: Callable[[Any], WeightFormat]
+    """Options → the format."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""
+    flag: str | None = None
+    """A flat key that chooses the format if it is true, such as ``qlora_bnb``; None if there is only `qlora_format`."""
+    adopts: tuple[str, ...] = ()
+    """Formats of quantised checkpoints, ``fp8`` or ``nvfp4``, whose tensors `WeightFormat.adopt` takes."""

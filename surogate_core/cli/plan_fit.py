@@ -115,7 +115,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
             optimizers.append(Selection(name=spec.name, options=options_from_flat(spec.options, flat)))
     switches = ["offload_residual", "offload_optimizer", "offload_master", "offload_grads", "cpu_training"]
     asked = {f.name: getattr(config, f.name) for f in fields(RunConfig)}
-    if config.lora and (weight_formats(asked) or registry.get("recipe", config.recipe.name).pack is not None):
+    if config.lora and (weight_formats(asked) or registry.get("recipe", config.recipe.name).packs):
         switches.append("offload_quants")
     offloaders = registry.all("offload")
     if config.offload.name == "none":

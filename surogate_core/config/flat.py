@@ -101,7 +101,7 @@ def no_effect_notes(config: RunConfig, registry: Registry, used: Callable[[str],
     notes = []
     for key, value in config.flat.items():
         flat = flat_keys(registry).get(key)
-        if flat is None or used(key):
+        if flat is None or flat.chooses is not None or used(key):
             continue
         owners = [f"{s.kind}={s.name}" for s in flat.settings]
         notes.append(f"{key}={_shown(value)} has no effect: it is an option of {' and '.join(owners)}. Leave it out.")

@@ -256,8 +256,8 @@ class _Validator:
         # Weights in a weight format rest quantised, whatever the recipe.
         if built["persistent_quants"] is True and built["recipe"] is not None and not weight_formats(built):
             recipes = {name: provided.bundle for name, provided in sorted(self.registry.bundles("recipe").items())}
-            if recipes[built["recipe"].name].pack is None:
-                able = " or ".join(name for name, other in recipes.items() if other.pack is not None)
+            if not recipes[built["recipe"].name].packs:
+                able = " or ".join(name for name, other in recipes.items() if other.packs)
                 message = f"recipe {built['recipe'].name} quantises no frozen weight at load, nor does a qlora key."
                 fix = f"a qlora key, or recipe: {able}" if able else "a qlora key, or persistent_quants: false"
                 self._problem("persistent_quants", message, fix)

@@ -180,7 +180,6 @@ class Block:
         slots: tuple[LinearSlot, ...],
         *,
         gemm: Gemm,
-        gemm_options: Any,
         seed: Tensor | None,
         panels: Sequence[tuple[Panel | Join, Tensor]] = (),
         rows: Sequence[Tensor] = (),
@@ -203,14 +202,13 @@ class Block:
                 shared = BoundPanel(panel, tensor, adapters, seed)
                 if not panel.shape.frozen:
                     shared.weights = [tensors[f"{s.name}.weight"] for s in panel.slots]
-                    shared.rows = [rows[s.index] for s in panel.slots]
+                    shared.rows = [rows[s.index] for s in panel.slots] if rows else ()
             of_slot |= dict.fromkeys((s.name for s in panel.slots), shared)
         bound.slots = {
             s.name: BoundSlot(
                 slot=s,
                 tensors={k.removeprefix(f"{s.name}."): v for k, v in tensors.items() if k.startswith(f"{s.name}.")},
                 gemm=gemm,
-                gemm_options=gemm_options,
                 seed=seed,
                 panel=of_slot.get(s.name),
                 row=rows[number] if rows else None,
@@ -226,7 +224,7 @@ class Block:
         """The slots in groups that are called with the same tensor, found by running `forward` (on fake tensors)."""
         readers: list[tuple[Tensor, list[LinearSlot]]] = []
 
-        def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
+        def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
             for seen, group in readers:
                 if seen is x_NI:
                     group.append(slot)
@@ -236,7 +234,7 @@ class Block:
             return x_NI.new_empty(x_NI.shape[0], slot.outputs)
 
         plain = tuple(replace(s, adapter=None) for s in slots)
-        self.bind(tensors, plain, gemm=record, gemm_options=None, seed=None).forward(x, tables)
+        self.bind(tensors, plain, gemm=record, seed=None).forward(x, tables)
         known = {s.name: s for s in slots}
         return [[known[s.name] for s in group] for _, group in readers]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.formats.fp8 import scaled_linears
+from surogate_core.bundles import PanelOp
 from surogate_core.kernels import ops
 from surogate_core.kernels.panels import PanelShape
 
@@ -70,10 +70,11 @@ class TracedSlot(LinearSlot):
         return cls(**{f.name: getattr(slot, f.name) for f in fields(LinearSlot)}, seed=seed, row=row, packed=packed)
 
 
-Gemm = Callable[[Tensor, Tensor, TracedSlot, Any], Tensor]
+Gemm = Callable[[Tensor, Tensor, TracedSlot], Tensor]
+"""(x_NI, weight_OI, slot) → y_NO, as `Recipe.linear`."""
 
 
-def plain_gemm(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
+def plain_gemm(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
     """x Wᵀ in the dtype of both: slots of layers that a recipe leaves alone."""
     return x_NI @ weight_OI.t()
 
@@ -84,12 +85,15 @@ class Panel:
 
     slots: tuple[LinearSlot, ...]
     shape: PanelShape
-    margin: int = 0
-    """Of FP8 scales, where the panel is of adapters alone; see `formats.fp8`."""
+    op: PanelOp | None = None
+    """What multiplies a panel of adapters alone; None for a panel that holds the frozen weights too."""
 
     @classmethod
-    def of(cls, slots: Sequence[LinearSlot], *, margin: int | None = None) -> Panel | None:
-        """The panel of slots that read one input, or None where they cannot share one; with a margin for FP8."""
+    def of(cls, slots: Sequence[LinearSlot], *, op: PanelOp | None = None) -> Panel | None:
+        """The panel of slots that read one input, or None where they cannot share one.
+
+        `op`: multiplies with the frozen weights outside of the panel.
+        """
         adapter = slots[0].adapter
         if adapter is None or any(s.adapter != adapter for s in slots):
             return None
@@ -100,9 +104,9 @@ class Panel:
             scale=adapter.scale,
             dropout=adapter.dropout,
             salts=tuple(s.index for s in slots),
-            frozen=margin is None,
+            frozen=op is None,
         )
-        return cls(slots=tuple(slots), shape=shape, margin=margin or 0) if shape.fits else None
+        return cls(slots=tuple(slots), shape=shape, op=op) if shape.fits else None
 
 
 @dataclass(slots=True)
@@ -123,14 +127,11 @@ class BoundPanel:
     def output(self, name: str, x_NI: Tensor) -> Tensor:
         """A slot's output without bias. A slot that is called with another input is merely computed again."""
         if x_NI is not self._input:
-            shape = self.panel.shape
-            if shape.frozen:
+            shape, op = self.panel.shape, self.panel.op
+            if op is None:
                 outputs = ops.adapted_linears(x_NI, self.tensor, self.seed, shape, *self.adapters)
             else:
-                of_slots = self.weights, self.rows
-                outputs = scaled_linears(
-                    x_NI, self.tensor, self.seed, shape, self.panel.margin, *of_slots, *self.adapters
-                )
+                outputs = op.multiply(x_NI, self.tensor, self.seed, shape, self.weights, self.rows, self.adapters)
             names = (slot.name for slot in self.panel.slots)
             self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
         return self._outputs[name]
@@ -189,7 +190,6 @@ class BoundSlot:
     slot: LinearSlot
     tensors: Mapping[str, Tensor]
     gemm: Gemm
-    gemm_options: Any
     seed: Tensor | None
     """0-d int32 dropout seed of this block in this micro-step; None outside training."""
     panel: BoundPanel | BoundJoin | None = None
@@ -208,7 +208,7 @@ class BoundSlot:
             y_NO = self.panel.output(slot.name, x_NI)
         else:
             traced = TracedSlot.of(slot, seed=self.seed, row=self.row, packed=self.packed)
-            y_NO = self.gemm(x_NI, tensors["weight"], traced, self.gemm_options)
+            y_NO = self.gemm(x_NI, tensors["weight"], traced)
         if slot.bias:
             y_NO = y_NO + tensors["bias"].to(y_NO.dtype)
         adapter = slot.adapter

@@ -17,15 +17,15 @@ from surogate_core.batch import MicroBatch
 from surogate_core.bundles import (
     GradientStore,
     Objective,
-    Offloader,
+    OffloaderSpec,
     Optimizer,
     OptimizerSpec,
     RangedState,
     Recipe,
     Store,
+    Stores,
     TensorKind,
     WeightFormat,
-    WeightSettings,
 )
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.products import Product, add_products
@@ -184,17 +184,15 @@ class Engine:
         *,
         settings: EngineSettings,
         recipe: Recipe,
-        recipe_options: Any,
         objective: Objective,
         optimizer: OptimizerSpec,
         optimizer_options: Any,
-        offloader: Offloader,
-        offloader_options: Any,
+        offloader: OffloaderSpec,
+        stores: Stores,
         kernels: KernelTable,
         lora: LoRA | None,
         source: Source,
         weight_format: WeightFormat | None = None,
-        weight_settings: WeightSettings | None = None,
         skips: Callable[[str], bool] = lambda name: False,
         progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     ):
@@ -207,7 +205,7 @@ class Engine:
         self.embed, *layers, self.head = found
         self.layers = {piece.key: piece for piece in layers}
         self._layer_number = {key: i for i, key in enumerate(self.layers)}
-        placement = Placement(offloader=offloader, options=offloader_options, device=settings.device)
+        placement = Placement(offloader=offloader, stores=stores, device=settings.device)
         self.weights: Store = placement.store("weights")
         self.residuals: Store = placement.store("residuals")
         self.gradients: GradientStore = placement.gradients()
@@ -218,13 +216,12 @@ class Engine:
         self.inputs = Inputs.allocate(settings, len(layers))
         tables = {name: Signature.of(t) for name, t in self._tables().items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
-        self._allocate_recipe_state(recipe, recipe_options)
+        self._allocate_recipe_state(recipe)
         updating = torch.device("cpu") if settings.update_on_cpu else settings.device
         self._rounding_seed = torch.zeros((), dtype=torch.int32, device=updating)
         plan = WeightPlan.of(
             found,
             recipe=recipe,
-            recipe_options=recipe_options,
             plain=plain,
             offloader=offloader,
             kernels=kernels,
@@ -234,7 +231,6 @@ class Engine:
             width=model.width,
             tables=tables,
             weight_format=weight_format,
-            weight_settings=weight_settings,
             skips=skips,
         )
         self.parameters = Parameters(
@@ -269,7 +265,6 @@ class Engine:
             model=model,
             parameters=self.parameters,
             recipe=recipe,
-            recipe_options=recipe_options,
             plain=plain,
             columns=0 if self.recipe_state is None else self.recipe_state.rows.shape[1],
             objective=objective,
@@ -299,13 +294,13 @@ class Engine:
             self._micro_step, self._update = capture(self)
             progress("capturing CUDA graphs", 1, 1)
 
-    def _allocate_recipe_state(self, recipe: Recipe, options: Any) -> None:
+    def _allocate_recipe_state(self, recipe: Recipe) -> None:
         self._rows: dict[str, slice] = {}
         count = 0
         for piece in self.layers.values():
             self._rows[piece.key] = slice(count, count + len(piece.slots))
             count += len(piece.slots)
-        self.recipe_state = None if recipe.state is None else recipe.state(count, self.settings.device, options)
+        self.recipe_state = recipe.state(count, self.settings.device)
         if self.recipe_state is not None:
             self._observed = torch.zeros_like(self.recipe_state.rows)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, Offloader, Store, TensorKind
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore
+from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, OffloaderSpec, Store, Stores, TensorKind
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore, DeviceStores
 from surogate_core.errors import UserError
 
 
@@ -22,14 +22,15 @@ from surogate_core.errors import UserError
 class Placement:
     """An offloader, narrowed to the kinds that the run moves, on one compute device."""
 
-    offloader: Offloader
-    options: Any
+    offloader: OffloaderSpec
+    stores: Stores | None
+    """What the offloader built; None where nothing is allocated, as for a prediction."""
     device: torch.device
 
     @classmethod
     def on(cls, device: torch.device) -> Placement:
         """Everything stays on the device."""
-        return cls(offloader=NO_OFFLOAD, options=None, device=device)
+        return cls(offloader=NO_OFFLOAD, stores=DeviceStores(), device=device)
 
     def moves(self, kind: TensorKind) -> bool:
         """Whether tensors of the kind live elsewhere than on the device."""
@@ -40,20 +41,21 @@ class Placement:
 
         `masters`: whether blocks compute with the masters themselves, being of the model's dtype.
         """
-        allocates = self.offloader.allocate is not None
-        return allocates and self.moves("weights") and (self.moves("master") or not masters)
+        return self.offloader.allocates and self.moves("weights") and (self.moves("master") or not masters)
 
     def store(self, kind: TensorKind) -> Store:
         """The store of a kind."""
-        if kind in self.offloader.kinds:
-            return self.offloader.store(kind, self.device, self.options)
-        return DeviceStore(kind)
+        if kind not in self.offloader.kinds:
+            return DeviceStore(kind)
+        assert self.stores is not None
+        return self.stores.store(kind)
 
     def gradients(self) -> GradientStore:
         """The store of gradients' sums."""
         if not self.moves("gradients"):
             return DeviceGradients()
-        store = self.offloader.store("gradients", self.device, self.options)
+        assert self.stores is not None
+        store = self.stores.store("gradients")
         if not isinstance(store, GradientStore):
             raise UserError(
                 f"offload={self.offloader.name}: it moves gradients, but its store of them is no GradientStore "
@@ -64,8 +66,8 @@ class Placement:
     def zeros(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[elements] zeros where the kind lives, as the device's tensor and as the CPU's; on a device both are one."""
         if self.moves(kind) and self.device.type != "meta":
-            assert self.offloader.allocate is not None
-            return self.offloader.allocate(kind, elements, dtype, self.device, self.options)
+            assert self.stores is not None
+            return self.stores.allocate(kind, elements, dtype)
         plain = torch.zeros(elements, dtype=dtype, device=self.device)
         return plain, plain
 

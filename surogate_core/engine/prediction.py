@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from surogate_core.bundles import (
     Objective,
-    Offloader,
+    OffloaderSpec,
     OptimizerSpec,
     Recipe,
     TensorKind,
     WeightFormat,
-    WeightSettings,
 )
 from surogate_core.dsl.declare import LoRA, Model, TensorSpec
 from surogate_core.dsl.trace import Signature
@@ -45,7 +43,7 @@ class Held:
 
     kind: str
     place: str
-    """device, host, disk or sharded."""
+    """device, host or disk."""
     nbytes: int
     detail: str
 
@@ -122,13 +120,11 @@ class Counts:
         *,
         settings: EngineSettings,
         recipe: Recipe,
-        recipe_options: Any,
         objective: Objective,
-        offloader: Offloader,
+        offloader: OffloaderSpec,
         kernels: KernelTable,
         lora: LoRA | None,
         weight_format: WeightFormat | None = None,
-        weight_settings: WeightSettings | None = None,
         skips: Callable[[str], bool] = lambda name: False,
     ) -> Counts:
         """Trace the layers; of the offloader matters only whether it moves weights."""
@@ -145,11 +141,10 @@ class Counts:
         signatures = {n: Signature(tuple(t.shape), t.dtype, tracing) for n, t in tables.items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         slots = sum(len(piece.slots) for piece in found)
-        state = recipe.state(slots, torch.device("meta"), recipe_options) if recipe.state is not None else None
+        state = recipe.state(slots, torch.device("meta"))
         plan = WeightPlan.of(
             found,
             recipe=recipe,
-            recipe_options=recipe_options,
             plain=plain,
             offloader=offloader,
             kernels=kernels,
@@ -159,7 +154,6 @@ class Counts:
             width=model.width,
             tables=signatures,
             weight_format=weight_format,
-            weight_settings=weight_settings,
             skips=skips,
         )
         parameters = Parameters(
@@ -179,7 +173,6 @@ class Counts:
             model=model,
             parameters=parameters,
             recipe=recipe,
-            recipe_options=recipe_options,
             plain=plain,
             columns=0 if state is None else state.rows.shape[1],
             objective=objective,
@@ -240,10 +233,10 @@ class Counts:
         )
 
     def placed(
-        self, *, offloader: Offloader, optimizer: OptimizerSpec, head_chunks: int, update_on_cpu: bool = False
+        self, *, offloader: OffloaderSpec, optimizer: OptimizerSpec, head_chunks: int, update_on_cpu: bool = False
     ) -> Prediction:
         """The tensors where an offloader puts the kinds that it is narrowed to."""
-        settings, on = self.settings, Placement(offloader=offloader, options=None, device=self.settings.device)
+        settings, on = self.settings, Placement(offloader=offloader, stores=None, device=self.settings.device)
 
         def place(kind: TensorKind) -> str:
             return offloader.place if on.moves(kind) else "device"
@@ -415,14 +408,12 @@ def predict(
     *,
     settings: EngineSettings,
     recipe: Recipe,
-    recipe_options: Any,
     objective: Objective,
     optimizer: OptimizerSpec,
-    offloader: Offloader,
+    offloader: OffloaderSpec,
     kernels: KernelTable,
     lora: LoRA | None,
     weight_format: WeightFormat | None = None,
-    weight_settings: WeightSettings | None = None,
     skips: Callable[[str], bool] = lambda name: False,
 ) -> Prediction:
     """Count the tensors of a run with these settings. The layers are traced, not compiled."""
@@ -430,13 +421,11 @@ def predict(
         model,
         settings=settings,
         recipe=recipe,
-        recipe_options=recipe_options,
         objective=objective,
         offloader=offloader,
         kernels=kernels,
         lora=lora,
         weight_format=weight_format,
-        weight_settings=weight_settings,
         skips=skips,
     )
     return counts.placed(

@@ -51,7 +51,6 @@ class ProgramBuilder:
     model: Model
     parameters: Parameters
     recipe: Recipe
-    recipe_options: Any
     plain: frozenset[str]
     """Keys of the layers that multiply plainly whatever the recipe."""
     columns: int
@@ -126,7 +125,6 @@ class ProgramBuilder:
                 tensors,
                 piece.slots,
                 gemm=plain_gemm if plain else self.recipe.linear,
-                gemm_options=self.recipe_options,
                 seed=seed if training else None,
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
                 rows=flat[count - 1].unbind(0) if reads_rows else (),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from surogate_core.bundles import Offloader, TensorKind
+from surogate_core.bundles import OffloaderSpec, Stores, TensorKind
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -59,14 +58,18 @@ class DeviceGradients(DeviceStore):
         """Nothing to do: they are where they live."""
 
 
-def _device_store(kind: TensorKind, device: torch.device, options: Any) -> DeviceStore:
-    return DeviceGradients() if kind == "gradients" else DeviceStore(kind)
+class DeviceStores(Stores):
+    """Everything stays on the compute device."""
+
+    def store(self, kind: TensorKind) -> DeviceStore:
+        """The store of a kind."""
+        return DeviceGradients() if kind == "gradients" else DeviceStore(kind)
 
 
-NO_OFFLOAD = Offloader(
+NO_OFFLOAD = OffloaderSpec(
     name="none",
     kinds=frozenset({"weights", "residuals", "gradients", "master", "optimizer"}),
     place="device",
-    store=_device_store,
+    build=lambda options, directory, device: DeviceStores(),
 )
 """Everything stays on the compute device."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
-from surogate_core.bundles import WeightFormat, WeightSettings
+from surogate_core.bundles import WeightFormat
 from surogate_core.engine.parameters import Packed, Piece
 
 
 def plan_format(
     found: Sequence[Piece],
     weight_format: WeightFormat | None,
-    settings: WeightSettings | None,
     skips: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Packed]:
     """How the format keeps each frozen weight of a slot, by HF name; none without a format.
@@ -23,7 +21,6 @@ def plan_format(
     """
     if weight_format is None:
         return {}
-    known = settings or WeightSettings()
     made: dict[tuple[int, ...], Packed] = {}
     packed: dict[str, Packed] = {}
     for piece in found:
@@ -31,17 +28,11 @@ def plan_format(
         for spec in piece.specs:
             if spec.name in slots and not spec.trainable and not skips(spec.hf_name):
                 if spec.shape not in made:
-                    made[spec.shape] = _packed(weight_format, known, spec.shape)
+                    made[spec.shape] = _packed(weight_format, spec.shape)
                 packed[spec.hf_name] = made[spec.shape]
     return packed
 
 
-def _packed(weight_format: WeightFormat, settings: WeightSettings, shape: tuple[int, ...]) -> Packed:
-    def pack(weight_OI: Tensor) -> Tensor:
-        return weight_format.pack(weight_OI, settings)
-
-    def unpack(kept: Tensor, room_OI: Tensor) -> None:
-        weight_format.unpack(kept, room_OI, settings)
-
-    nbytes = weight_format.nbytes(shape[0], shape[1], settings)
-    return Packed(pack=pack, unpack=unpack, shape=(nbytes,), dtype=torch.uint8)
+def _packed(weight_format: WeightFormat, shape: tuple[int, ...]) -> Packed:
+    nbytes = weight_format.nbytes(shape[0], shape[1])
+    return Packed(pack=weight_format.pack, unpack=weight_format.unpack, shape=(nbytes,), dtype=torch.uint8)

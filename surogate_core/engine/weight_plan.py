@@ -8,20 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.bundles import FLAT_ALIGNMENT, Offloader, Recipe, WeightFormat, WeightSettings
+from surogate_core.bundles import FLAT_ALIGNMENT, OffloaderSpec, Recipe, WeightFormat
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.dsl.trace import Compiler, Signature
 from surogate_core.engine.parameters import Packed, Piece
 from surogate_core.engine.weight_formats import plan_format
-from surogate_core.formats import fp8 as scaled
 from surogate_core.kernels import registry
 
 
@@ -39,9 +37,8 @@ class WeightPlan:
         found: Sequence[Piece],
         *,
         recipe: Recipe,
-        recipe_options: Any,
         plain: frozenset[str],
-        offloader: Offloader,
+        offloader: OffloaderSpec,
         kernels: registry.KernelTable,
         compiler: Compiler,
         dtype: torch.dtype,
@@ -49,14 +46,12 @@ class WeightPlan:
         width: int,
         tables: Mapping[str, Signature],
         weight_format: WeightFormat | None,
-        weight_settings: WeightSettings | None,
         skips: Callable[[str], bool],
     ) -> WeightPlan:
         """The plan of a run's pieces."""
         panels = plan_panels(
             found,
             recipe=recipe,
-            recipe_options=recipe_options,
             plain=plain,
             formatted=weight_format is not None,
             kernels=kernels,
@@ -74,8 +69,8 @@ class WeightPlan:
             width=width,
             tables=tables,
         )
-        packed = plan_format(found, weight_format, weight_settings, skips) or plan_packing(
-            found, recipe=recipe, recipe_options=recipe_options, plain=plain, panels=panels, dtype=dtype
+        packed = plan_format(found, weight_format, skips) or plan_packing(
+            found, recipe=recipe, plain=plain, panels=panels, dtype=dtype
         )
         if offloader.moves("weights"):
             packed = {**_into_panels(found, panels, dtype), **packed}
@@ -107,7 +102,6 @@ def plan_panels(
     found: Sequence[Piece],
     *,
     recipe: Recipe,
-    recipe_options: Any,
     plain: frozenset[str],
     formatted: bool = False,
     kernels: registry.KernelTable,
@@ -120,20 +114,23 @@ def plan_panels(
 
     `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
     """
-    margin = None if formatted else recipe.scaled_margin(recipe_options)
+    panel_op = None if formatted else recipe.panel_op
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
     for piece in found:
         if piece.block is None or not any(slot.adapter for slot in piece.slots):
             continue
         wide = recipe.plain or piece.key in plain
-        if (not wide and margin is None) or not kernels.offers("adapted_linears" if wide else "scaled_linears", dtype):
+        op = None if wide else panel_op
+        if op is None and not wide:
+            continue
+        if not kernels.offers("adapted_linears" if op is None else op.op, dtype):
             continue
         kind = type(piece.block), piece.slots, wide
         if kind not in planned:
             groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
-            made = [Panel.of(group, margin=None if wide else margin) for group in groups]
-            planned[kind] = tuple(p for p in made if p and (wide or scaled.fits(p.shape, tokens)))
+            made = [Panel.of(group, op=op) for group in groups]
+            planned[kind] = tuple(p for p in made if p and (p.op is None or p.op.fits(p.shape, tokens)))
         panels[piece.key] = planned[kind]
     return panels
 
@@ -193,46 +190,44 @@ def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[
     return frozenset(keys[:first] + keys[max(len(keys) - last, 0) :])
 
 
-def _scaled(margin: int, weight_OI: Tensor) -> Tensor:
-    return scaled.pack(weight_OI, margin)
-
-
-def _packed(
-    pack: Callable[[Tensor, LinearSlot, Any], Tensor], slot: LinearSlot, options: Any, weight_OI: Tensor
-) -> Tensor:
-    return pack(weight_OI, slot, options)
-
-
 def plan_packing(
     found: Sequence[Piece],
     *,
     recipe: Recipe,
-    recipe_options: Any,
     plain: frozenset[str],
     panels: Mapping[str, Sequence[Panel]],
     dtype: torch.dtype,
 ) -> dict[str, Packed]:
     """How each frozen weight of a slot is kept, by HF name: as the recipe packs it, or as its panel wants it."""
     pack = recipe.pack
-    if pack is None:
+    if pack is None and recipe.panel_op is None:
         return {}
-    planned: dict[LinearSlot, tuple[tuple[int, ...], torch.dtype]] = {}
+    planned: dict[tuple[LinearSlot, bool], Packed] = {}
     packed: dict[str, Packed] = {}
     for piece in found:
         frozen = {s.name: s.hf_name for s in piece.specs if not s.trainable}
-        scaled_by = {s: p.margin for p in panels.get(piece.key, ()) if not p.shape.frozen for s in p.slots}
+        ops = {slot: panel.op for panel in panels.get(piece.key, ()) for slot in panel.slots}
         for slot in piece.slots:
             name = frozen.get(f"{slot.name}.weight")
             if name is None or piece.key in plain:
                 continue
-            if slot in scaled_by:
-                size = scaled.HEADER + 2 * slot.outputs * slot.inputs
-                packed[name] = Packed(pack=partial(_scaled, scaled_by[slot]), shape=(size,), dtype=torch.uint8)
+            op = ops.get(slot)
+            how = op.pack if op is not None else _of_slot(pack, slot) if pack is not None else None
+            if how is None:
                 continue
-            if slot not in planned:
-                with FakeTensorMode(), torch.no_grad():
-                    value = pack(torch.empty(slot.outputs, slot.inputs, dtype=dtype), slot, recipe_options)
-                planned[slot] = tuple(value.shape), value.dtype
-            shape, kept = planned[slot]
-            packed[name] = Packed(pack=partial(_packed, pack, slot, recipe_options), shape=shape, dtype=kept)
+            kind = slot, op is not None
+            if kind not in planned:
+                planned[kind] = _packed_by(how, slot, dtype)
+            packed[name] = planned[kind]
     return packed
+
+
+def _of_slot(pack: Callable[[Tensor, LinearSlot], Tensor], slot: LinearSlot) -> Callable[[Tensor], Tensor]:
+    return lambda weight_OI: pack(weight_OI, slot)
+
+
+def _packed_by(pack: Callable[[Tensor], Tensor], slot: LinearSlot, dtype: torch.dtype) -> Packed:
+    """What a function makes of a slot's weight; it is traced for shape and dtype."""
+    with FakeTensorMode(), torch.no_grad():
+        value = pack(torch.empty(slot.outputs, slot.inputs, dtype=dtype))
+    return Packed(pack=pack, shape=tuple(value.shape), dtype=value.dtype)

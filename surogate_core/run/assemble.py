@@ -13,12 +13,14 @@ from torch import Tensor
 
 from surogate_core.bundles import (
     ModelFamily,
-    Offloader,
+    OffloaderSpec,
     Recipe,
-    RecipeSettings,
+    RecipeContext,
+    RecipeSpec,
     WeightFormat,
-    WeightSettings,
+    WeightFormatSpec,
 )
+from surogate_core.bundles.options import flat_marks, options_from_flat
 from surogate_core.config import offload
 from surogate_core.config.checks import QLORA, weight_formats
 from surogate_core.config.choices import offloader_of_keys
@@ -288,12 +290,12 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
     )
 
 
-def resolve_offloader(config: RunConfig, registry: Registry) -> Offloader:
+def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
     """The offloader, narrowed to the kinds that the keys move: to all of its own where none is set.
 
     Raises `ConfigError` where a GPU would have to step in memory that it cannot address.
     """
-    offloader: Offloader = registry.get("offload", config.offload.name)
+    offloader: OffloaderSpec = registry.get("offload", config.offload.name)
     kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
     stepped = kinds & {"master", "gradients", "optimizer"}
     if stepped and not offloader.addressable and not config.cpu_training and resolve_device(config).type == "cuda":
@@ -303,55 +305,42 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> Offloader:
     return replace(offloader, kinds=kinds)
 
 
-def prepare_recipe(config: RunConfig, registry: Registry, device: torch.device) -> tuple[Recipe, Any]:
-    """The recipe, and its options made ready for the device; `MachineError` where that cannot run it."""
-    recipe: Recipe = registry.get("recipe", config.recipe.name)
-    follows = recipe.dtypes is None
-    settings = RecipeSettings(
-        fp8_amax_history=config.fp8_amax_history,
-        no_fp4_stochastic_rounding=config.no_fp4_stochastic_rounding,
-        fp4_backend=config.fp4_backend,
-        matmul_dtype=config.matmul_dtype if follows else None,
-        gradient_dtype=config.gradient_dtype if follows else None,
-        model_dtype="bf16" if resolve_dtype(config, device) == torch.bfloat16 else "fp32",
-    )
-    prepared = recipe.prepare(config.recipe.options, settings, device)
-    return replace(recipe, plain=recipe.plain and recipe.plain_with(prepared)), prepared
+def resolve_recipe(config: RunConfig, registry: Registry, device: torch.device) -> Recipe:
+    """The recipe, built for the device; `MachineError` where that cannot run it."""
+    spec: RecipeSpec = registry.get("recipe", config.recipe.name)
+    dtype = resolve_dtype(config, device)
+    context = RecipeContext(device=device, dtype="bf16" if dtype == torch.bfloat16 else "fp32")
+    recipe: Recipe = spec.build(config.recipe.options, context)
+    return recipe
 
 
-def recipe_notes(config: RunConfig, recipe: Recipe, prepared: Any) -> list[str]:
-    """What the run says of its recipe: its own note, and precision keys that it overrules."""
-    notes = [note for note in (recipe.note(prepared),) if note]
-    if recipe.dtypes is None:
-        return notes
-    for key in ("matmul_dtype", "gradient_dtype"):
-        asked, forced = getattr(config, key), recipe.dtypes.get(key)
-        if asked is not None and asked != forced:
-            theirs = f"is {forced} in" if forced else "is not a key of"
-            notes.append(
-                f"{key}={asked} has no effect: it {theirs} recipe {recipe.name}. Leave it null, or set recipe=bf16."
-            )
-    return notes
-
-
-def resolve_weight_format(
-    config: RunConfig, registry: Registry, model: Model
-) -> tuple[WeightFormat | None, WeightSettings]:
-    """What frozen projections are kept in, None where as they are, and the keys that formats read.
+def weight_format_spec(config: RunConfig, registry: Registry, model: Model) -> WeightFormatSpec | None:
+    """What frozen projections are stored in; None where they stay as they are.
 
     Without a key that says it, projections of a quantised checkpoint stay in its format, where there is one for it.
     """
-    settings = WeightSettings(
-        qlora_block_size=config.qlora_block_size,
-        qlora_bnb_block_size=config.qlora_bnb_block_size,
-        qlora_bnb_double_quant=config.qlora_bnb_double_quant,
-        qlora_four_over_six=config.qlora_four_over_six,
-    )
     chosen = weight_formats({key: getattr(config, key) for key in (*QLORA, "qlora_format")})
     scheme = _scheme(config, model)
     if not chosen and scheme is not None and scheme.weight_format is not None:
         chosen = {"the checkpoint": scheme.weight_format}
-    return (registry.get("quant", *chosen.values()) if chosen else None), settings
+    return registry.get("quant", *chosen.values()) if chosen else None
+
+
+def weight_format_keys(config: RunConfig, registry: Registry, model: Model) -> frozenset[str]:
+    """The flat keys that set the chosen format's options."""
+    spec = weight_format_spec(config, registry, model)
+    return frozenset() if spec is None else frozenset(mark.key for mark in flat_marks(spec.options).values())
+
+
+def weight_format_options(config: RunConfig, spec: WeightFormatSpec) -> Any:
+    """The format's options, which only flat keys set."""
+    return options_from_flat(spec.options, config.flat)
+
+
+def resolve_weight_format(config: RunConfig, registry: Registry, model: Model) -> WeightFormat | None:
+    """The format that frozen projections are stored in, with its options; None where they stay as they are."""
+    spec = weight_format_spec(config, registry, model)
+    return None if spec is None else spec.build(weight_format_options(config, spec))
 
 
 def weights_as_they_are(config: RunConfig, model: Model) -> Callable[[str], bool]:
@@ -369,25 +358,22 @@ def weight_format_notes(
     config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device
 ) -> list[str]:
     """What the run says of the form that frozen projections are kept in."""
-    weight_format, settings = resolve_weight_format(config, registry, resolved.model)
+    weight_format = resolve_weight_format(config, registry, resolved.model)
     dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
     scheme = resolved.weights.scheme if resolved.weights is not None else None
     notes: list[str | None] = []
     if scheme is not None:
         kept = f"dequantised to {dtype}"
         if weight_format is not None:
-            kept = (
-                "kept as they are"
-                if _adopts(weight_format, settings, scheme)
-                else f"quantised again to {weight_format.name}"
-            )
+            adopts = _adopts(config, registry, resolved, weight_format)
+            kept = "kept as they are" if adopts else f"quantised again to {weight_format.name}"
         notes.append(f"The projections of {resolved.title} are quantised ({scheme.name}); they are {kept}.")
     if weight_format is None:
         return [note for note in notes if note]
     notes += [
         f"QLoRA: frozen projections are kept in {weight_format.name} and unpacked to {dtype} before each use, one "
         f"layer's at a time.",
-        weight_format.note(device, settings),
+        weight_format.note(device),
     ]
     if config.merge_adapter:
         notes.append(
@@ -410,24 +396,22 @@ def build_engine(
     settings = engine_settings(
         config, device=device, borders=sample.cu_seqlens.numel(), weighted=sample.weights is not None
     )
-    recipe, recipe_options = prepare_recipe(config, registry, device)
-    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    weight_format = resolve_weight_format(config, registry, resolved.model)
     offloader = resolve_offloader(config, registry)
+    directory = config.offload_dir or config.output_dir
     return Engine(
         resolved.model,
         settings=settings,
-        recipe=recipe,
-        recipe_options=recipe_options,
+        recipe=resolve_recipe(config, registry, device),
         objective=registry.get("objective", config.objective),
         optimizer=registry.get("optimizer", config.optimizer.name),
         optimizer_options=config.optimizer.options,
         offloader=offloader,
-        offloader_options=offloader.prepare(config.offload.options, config.offload_dir or config.output_dir),
+        stores=offloader.build(config.offload.options, directory, device),
         kernels=kernel_table(config, registry, device),
         lora=lora,
-        source=_source(config, resolved, device, weight_format, weight_settings),
+        source=_source(config, registry, resolved, device, weight_format),
         weight_format=weight_format,
-        weight_settings=weight_settings,
         skips=weights_as_they_are(config, resolved.model),
         progress=progress,
     )
@@ -480,18 +464,21 @@ def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
     return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
 
 
-def _adopts(weight_format: WeightFormat, settings: WeightSettings, scheme: Scheme) -> bool:
-    """Whether the format keeps the tensors of such a checkpoint as they are."""
-    fits = scheme.block in (None, (settings.qlora_block_size, settings.qlora_block_size))
-    return weight_format.adopt is not None and weight_format.name == scheme.weight_format and fits
+def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weight_format: WeightFormat) -> bool:
+    """Whether the format keeps the tensors of the run's quantised checkpoint as they are."""
+    spec = weight_format_spec(config, registry, resolved.model)
+    scheme = resolved.weights.scheme if resolved.weights is not None else None
+    if spec is None or scheme is None or scheme.weight_format not in spec.adopts:
+        return False
+    return weight_format.adopts(scheme.block)
 
 
 def _source(
     config: RunConfig,
+    registry: Registry,
     resolved: ResolvedModel,
     device: torch.device,
     weight_format: WeightFormat | None,
-    settings: WeightSettings,
 ) -> Source:
     std = float(resolved.model.config.get("initializer_range") or 0.02)
     random = RandomSource(seed=config.train_seed, std=std, device=device)
@@ -502,7 +489,7 @@ def _source(
     stack = given.folded if given else ()
 
     adopt = None
-    if weight_format is not None and weights.scheme is not None and _adopts(weight_format, settings, weights.scheme):
+    if weight_format is not None and _adopts(config, registry, resolved, weight_format):
         adopt = weight_format.adopt
 
     def source(spec: TensorSpec) -> Tensor | Kept:
@@ -515,7 +502,7 @@ def _source(
         if adopt is not None and spec.role == "weight" and not folds:
             parts = weights.parts(spec.hf_name)
             if parts is not None:
-                return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}, settings))
+                return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}))
         # Where it stays is allocated before what it is made from, which would else leave holes in the host's memory.
         weight = torch.empty(spec.shape, dtype=dtype, device=device)
         if folds:

@@ -18,11 +18,11 @@ from surogate_core.run.assemble import (
     ResolvedModel,
     engine_settings,
     kernel_table,
-    prepare_recipe,
     resolve_device,
     resolve_lora,
     resolve_model,
     resolve_offloader,
+    resolve_recipe,
     resolve_weight_format,
     weights_as_they_are,
 )
@@ -44,19 +44,15 @@ OF_TOKENS = frozenset({"residuals", "residuals in use", "working set", "tables a
 
 def counts_of(config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device) -> Counts:
     """The tensors of a configuration, by tracing it."""
-    recipe, recipe_options = prepare_recipe(config, registry, device)
-    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
     return Counts.of(
         resolved.model,
         settings=engine_settings(config, device=device, borders=config.per_device_train_batch_size * BORDERS_PER_ROW),
-        recipe=recipe,
-        recipe_options=recipe_options,
+        recipe=resolve_recipe(config, registry, device),
         objective=registry.get("objective", config.objective),
         offloader=resolve_offloader(config, registry),
         kernels=kernel_table(config, registry, device),
         lora=resolve_lora(config, resolved.model),
-        weight_format=weight_format,
-        weight_settings=weight_settings,
+        weight_format=resolve_weight_format(config, registry, resolved.model),
         skips=weights_as_they_are(config, resolved.model),
     )
 

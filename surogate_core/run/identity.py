@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surogate_core.bundles.options import essential_values
 from surogate_core.config.schema import RunConfig
-from surogate_core.run.assemble import ResolvedModel, resolve_weight_format
+from surogate_core.run.assemble import ResolvedModel, weight_format_options, weight_format_spec
 from surogate_core.run.changes import recorded
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
 
     ``essential`` must be equal for a run to resume; `check_compatible` says what differs in the rest.
     """
-    weight_format, weight_settings = resolve_weight_format(config, registry, resolved.model)
+    weight_format = weight_format_spec(config, registry, resolved.model)
     essential = {
         "model": resolved.fingerprint,
         **{f"model.config.{key}": value for key, value in resolved.model.config.items()},
@@ -31,11 +32,10 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
     }
     if config.master_dtype == "bf16":
         essential["master_dtype"] = config.master_dtype
-    if registry.get("recipe", config.recipe.name).state is not None:
-        essential["fp8_amax_history"] = config.fp8_amax_history
+    essential |= essential_values(config.recipe.options)
     if weight_format is not None:
         essential["weight_format"] = weight_format.name
-        essential |= {key: getattr(weight_settings, key) for key in weight_format.keys}
+        essential |= essential_values(weight_format_options(config, weight_format))
     if config.lora:
         essential["lora_rank"] = config.lora_rank
         essential["lora_alpha"] = config.lora_alpha

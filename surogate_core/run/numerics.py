@@ -10,12 +10,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
+from surogate_core.bundles import Role
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.sampler import collate
@@ -24,7 +25,7 @@ from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.kernels import ops
-from surogate_core.run.assemble import build_engine, prepare_recipe, resolve_device, resolve_model
+from surogate_core.run.assemble import build_engine, resolve_device, resolve_model, resolve_recipe
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.drive import drive
 from surogate_core.train.precision import PrecisionWatch
@@ -32,11 +33,11 @@ from surogate_core.train.precision import PrecisionWatch
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
-ROLES = ("activation", "weight", "gradient")
+ROLES: tuple[Role, ...] = get_args(Role)
 LAST = 20
 """Steps at the end whose mean loss stands for the run where nothing is held out."""
 
-Rounding = Callable[[Tensor, str], tuple[Tensor, Tensor]]
+Rounding = Callable[[Tensor, Role], tuple[Tensor, Tensor]]
 """(matrix, role) → (values that it rounds to, where they are cut off)."""
 
 
@@ -104,7 +105,7 @@ def measure(
     Raises `UserError` where the first run would not hold its weights as they are, or one diverges.
     """
     first = runs[0][1]
-    if first.lora and registry.get("recipe", first.recipe.name).pack is not None:
+    if first.lora and registry.get("recipe", first.recipe.name).packs:
         raise UserError(
             f"{runs[0][0]}: keeps frozen weights rounded, so they cannot be rounded anew. "
             f"Fix: name bf16 first, or set lora=false."
@@ -118,9 +119,9 @@ def measure(
     device = resolve_device(first)
     roundings: dict[str, Rounding] = {}
     for _, config in runs:
-        recipe, options = prepare_recipe(config, registry, device)
-        if recipe.rounded is not None and recipe.name not in roundings:
-            roundings[recipe.name] = _rounding(recipe.rounded, options)
+        recipe = resolve_recipe(config, registry, device)
+        if recipe.rounded is not None:
+            roundings.setdefault(recipe.name, recipe.rounded)
     trainings: list[Training] = []
     found: list[Rounded] = []
     parameters = 0
@@ -144,10 +145,6 @@ def measure(
         trainings=trainings,
         rounding=found,
     )
-
-
-def _rounding(function: Callable[[Tensor, str, Any], tuple[Tensor, Tensor]], options: Any) -> Rounding:
-    return lambda x, role: function(x, role, options)
 
 
 def _train(
@@ -176,12 +173,12 @@ def _train(
             progress(Progress(task=f"{name}: training", done=taken.step, total=taken.total, unit="steps"))
         if taken.held is not None:
             held.append((taken.step, taken.held))
-    recipe, options = prepare_recipe(config, registry, engine.settings.device)
+    recipe = resolve_recipe(config, registry, engine.settings.device)
     scales = watch.take(len(losses)) if watch is not None else None
     return engine, Training(
         name=name,
         recipe=recipe.name,
-        note=recipe.note(options),
+        note=recipe.note,
         losses=losses,
         held=held,
         saturated=scales.saturated if scales else None,
@@ -235,11 +232,11 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
     layer = 0
 
     @torch.no_grad()
-    def add(at: int, role: str, x: Tensor) -> None:
+    def add(at: int, role: Role, x: Tensor) -> None:
         for name, rounding in roundings.items():
             sums[at, role, name].add(x, *rounding(x, role))
 
-    def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot, options: Any) -> Tensor:
+    def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
         at, y_NO = layer, x_NI @ weight_OI.t()
         add(at, "activation", x_NI.detach())
         add(at, "weight", weight_OI.detach())
@@ -257,7 +254,7 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
         for piece in engine.layers.values():
             assert piece.block is not None
             tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}
-            bound = piece.block.bind(tensors, piece.slots, gemm=record, gemm_options=None, seed=None)
+            bound = piece.block.bind(tensors, piece.slots, gemm=record, seed=None)
             x_ND = bound.forward(x_ND, tables)
             layer += 1
         norm_D, weight_VD = engine.parameters.inputs(engine.head)

@@ -25,13 +25,13 @@ from surogate_core.run.assemble import (
     check_commit,
     check_weights,
     pinned,
-    prepare_recipe,
-    recipe_notes,
     resolve_device,
     resolve_dtype,
     resolve_lora,
     resolve_model,
+    resolve_recipe,
     unused_note,
+    weight_format_keys,
     weight_format_notes,
 )
 from surogate_core.run.changes import changes_note
@@ -100,9 +100,10 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show) -> Base:
     if unused:
         log.info("tensors of the model directory that the model does not use", names=unused)
     device = resolve_device(config)
-    recipe, recipe_options = prepare_recipe(config, registry, device)
-    notes = recipe_notes(config, recipe, recipe_options)
-    notes += no_effect_notes(config, registry, used=lambda key: False)
+    recipe = resolve_recipe(config, registry, device)
+    notes = [recipe.note] if recipe.note else []
+    keys = weight_format_keys(config, registry, resolved.model)
+    notes += no_effect_notes(config, registry, used=lambda key: key in keys)
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
     contents = None

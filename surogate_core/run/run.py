@@ -16,7 +16,7 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
-from surogate_core.run.assemble import adapter_notes, build_engine, is_out_of_memory, resolve_weight_format
+from surogate_core.run.assemble import adapter_notes, build_engine, is_out_of_memory, weight_format_spec
 from surogate_core.run.export import Trained, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
@@ -166,7 +166,7 @@ class _Run:
         if reason == "signal":
             self.bus.emit(self._end(reason, None, ""))
             return
-        weight_format, _ = resolve_weight_format(self.config, self.registry, base.resolved.model)
+        weight_format = weight_format_spec(self.config, self.registry, base.resolved.model)
         trained = Trained(
             config=self.config,
             resolved=base.resolved,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import SurogateError
 from surogate_core.plugins import Registry
-from surogate_core.run.assemble import build_engine, prepare_recipe, resolve_device, resolve_lora, resolve_model
+from surogate_core.run.assemble import build_engine, resolve_device, resolve_lora, resolve_model, resolve_recipe
 from surogate_core.testing import tiny
 
 Combination = Mapping[str, str]
@@ -219,5 +219,5 @@ def _prepared(combination: Combination, registry: Registry) -> tuple[Any, Any]:
     config = load_run_config(overrides, registry=registry)
     resolved = resolve_model(config, registry)
     resolve_lora(config, resolved.model)
-    prepare_recipe(config, registry, resolve_device(config))
+    resolve_recipe(config, registry, resolve_device(config))
     return config, resolved

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, Recipe, RecipeSettings
+from surogate_core.bundles import ModelFamily, Recipe, RecipeSpec
 from surogate_core.engine.parameters import distinct, pieces
 from surogate_core.errors import MachineError, UserError
 from surogate_core.testing import tiny
 from surogate_core.testing.check import NotApplicable, ensure
+from surogate_core.testing.recipes import built
 
 TOLERANCE = 1e-5
 """Relative error of logits and gradients in fp32."""
@@ -159,21 +160,21 @@ def _load_in_transformers(directory: Path, model_type: str) -> None:
     ensure(not info["unexpected_keys"], f"transformers does not expect {sorted(info['unexpected_keys'])[:5]}")
 
 
-def _runs_on_a_cpu(recipe: Recipe) -> bool:
+def _built_on_a_cpu(spec: RecipeSpec) -> Recipe | None:
+    """The recipe with the defaults of its options; None if a CPU cannot run it."""
     try:
-        recipe.prepare(recipe.options(), RecipeSettings(), tiny.CPU)
+        return built(spec, tiny.CPU)
     except MachineError:
-        return False
-    return True
+        return None
 
 
-def trains_with(recipes: Mapping[str, Recipe]) -> Callable[[ModelFamily], None]:
+def trains_with(recipes: Mapping[str, RecipeSpec]) -> Callable[[ModelFamily], None]:
     """The check of a step under each recipe that this machine's CPU can run, natively or emulated."""
 
     def trains_under_every_recipe(family: ModelFamily) -> None:
         """Blocks are traced, full and with adapters that are computed again; losses and gradients are finite."""
         config = _tiny(family)
-        usable = {n: r for n, r in recipes.items() if _runs_on_a_cpu(r)}
+        usable = {name: recipe for name, spec in recipes.items() if (recipe := _built_on_a_cpu(spec)) is not None}
         # Adapters are tried with recomputing and full training without; each engine costs a trace of every block.
         for name, recipe in (usable or {"reference": tiny.PLAIN}).items():
             for lora, recompute in ((None, False), (tiny.lora(), True)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from surogate_core.bundles import Offloader, Store, TensorKind
+from surogate_core.bundles import OffloaderSpec, Store, TensorKind
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
@@ -27,7 +27,7 @@ def _offload_dir() -> Iterator[str]:
         yield str(Path(parent) / "offload")
 
 
-def _same(offloader: Offloader, *, lora: bool, recompute: bool) -> None:
+def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
     settings: dict[str, Any] = {"lora": tiny.lora() if lora else None, "recompute": recompute}
     with _offload_dir() as directory:
         made, plain = tiny.engine(offloader=offloader, offload_dir=directory, **settings), tiny.engine(**settings)
@@ -62,26 +62,26 @@ def _states_its_bytes(kind: TensorKind, store: Store, *, moved: bool) -> None:
     ensure(not moved or on_device == 0, f"{kind}: after a step {on_device} bytes are on the device still")
 
 
-def keeps_frozen_weights(offloader: Offloader) -> None:
+def keeps_frozen_weights(offloader: OffloaderSpec) -> None:
     """Adapters over frozen weights: the same sums of gradients, losses and weights, bit for bit."""
     _same(offloader, lora=True, recompute=False)
 
 
-def keeps_residuals(offloader: Offloader) -> None:
+def keeps_residuals(offloader: OffloaderSpec) -> None:
     """Full training, with residuals kept and with blocks computed again: the same sums, losses and weights."""
     for recompute in (False, True):
         _same(offloader, lora=False, recompute=recompute)
 
 
-def allocates(offloader: Offloader) -> None:
+def allocates(offloader: OffloaderSpec) -> None:
     """Where it allocates: zeros, and what is written to either tensor is read from the other."""
-    if offloader.allocate is None:
+    if not offloader.allocates:
         return
     with _offload_dir() as directory:
-        options = offloader.prepare(offloader.options(), directory)
+        stores = offloader.build(offloader.options(), directory, tiny.CPU)
         for kind in sorted(offloader.kinds - {"residuals"}):
             for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-                made, on_cpu = offloader.allocate(kind, 1000, dtype, tiny.CPU, options)
+                made, on_cpu = stores.allocate(kind, 1000, dtype)
                 for tensor in (made, on_cpu):
                     right = tensor.shape == (1000,) and tensor.dtype == dtype
                     ensure(right, f"{kind}: {tensor.shape} of {tensor.dtype}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Recipe, RecipeSettings
+from surogate_core.bundles import Recipe, RecipeContext, RecipeSpec
 from surogate_core.dsl.slots import TracedSlot
 from surogate_core.errors import MachineError
 from surogate_core.testing import tiny
@@ -28,12 +28,20 @@ SLOT = TracedSlot(
 )
 
 
-def _on_devices(recipe: Recipe) -> list[tuple[torch.device, Any]]:
-    """The devices of this machine that run the recipe, natively or emulated, with the options made ready for each."""
+def built(spec: RecipeSpec, device: torch.device, options: Any = None) -> Recipe:
+    """The recipe with these options or their defaults; `MachineError` if the device cannot run it."""
+    dtype: Literal["fp32", "bf16"] = "bf16" if device.type == "cuda" else "fp32"
+    recipe = spec.build(options or spec.options(), RecipeContext(device=device, dtype=dtype))
+    ensure(isinstance(recipe, Recipe), f"build returns {type(recipe).__name__}, which is no Recipe")
+    return recipe
+
+
+def _on_devices(spec: RecipeSpec) -> list[tuple[torch.device, Recipe]]:
+    """The devices of this machine that run the recipe, natively or emulated, with what is built for each."""
     found, reason = [], ""
     for device in (tiny.CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])):
         try:
-            found.append((device, recipe.prepare(recipe.options(), RecipeSettings(), device)))
+            found.append((device, built(spec, device)))
         except MachineError as error:
             reason = reason or str(error)
     if not found:
@@ -41,26 +49,33 @@ def _on_devices(recipe: Recipe) -> list[tuple[torch.device, Any]]:
     return found
 
 
-def _on_cpu(recipe: Recipe) -> Any:
-    device, prepared = _on_devices(recipe)[0]
+def _on_cpu(spec: RecipeSpec) -> Recipe:
+    device, recipe = _on_devices(spec)[0]
     if device != tiny.CPU:
         raise NotApplicable("the kit's model trains on a CPU")
-    return prepared
+    return recipe
 
 
-def _slot(recipe: Recipe, device: torch.device, prepared: Any, *, packed: bool = False) -> TracedSlot:
+def says_what_it_is(spec: RecipeSpec) -> None:
+    """What is built has the spec's name, and packs weights if the spec says so."""
+    for _, recipe in _on_devices(spec):
+        name = getattr(recipe, "name", None)
+        ensure(name == spec.name, f"what is built has the name {name!r}, the spec {spec.name!r}")
+        has = "a" if recipe.pack is not None else "no"
+        ensure((has == "a") == spec.packs, f"`packs` of the spec is {spec.packs}, and what is built has {has} `pack`")
+
+
+def _slot(recipe: Recipe, device: torch.device, *, packed: bool = False) -> TracedSlot:
     """The slot in a micro-step, with a row of its own where the recipe has state."""
-    state = recipe.state(1, device, prepared) if recipe.state is not None else None
+    state = recipe.state(1, device)
     row = state.rows[0].clone().requires_grad_() if state is not None else None
     return replace(SLOT, seed=torch.tensor(5, dtype=torch.int32, device=device), row=row, packed=packed)
 
 
-def _products(
-    recipe: Recipe, x: Tensor, weight: Tensor, prepared: Any, upstream: Tensor | None = None
-) -> dict[str, Tensor]:
+def _products(recipe: Recipe, x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
     """y, dx and dW, detached."""
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    y = recipe.linear(leaves[0], leaves[1], _slot(recipe, x.device, prepared), prepared)
+    y = recipe.linear(leaves[0], leaves[1], _slot(recipe, x.device))
     ensure(isinstance(y, Tensor), f"linear returned {type(y).__name__}, not a tensor")
     shape = (len(x), len(weight))
     ensure(y.shape == shape, f"y has the shape {tuple(y.shape)}, not {shape}")
@@ -86,16 +101,16 @@ def _operands() -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
-    return _products(tiny.PLAIN, x.double(), weight.double(), tiny.PLAIN.options(), upstream)
+    return _products(tiny.PLAIN, x.double(), weight.double(), upstream)
 
 
-def multiplies(recipe: Recipe) -> None:
+def multiplies(spec: RecipeSpec) -> None:
     """x Wᵀ and its gradients have the shapes and dtypes of theirs, few errors, and the same bits each time."""
-    for device, prepared in _on_devices(recipe):
+    for device, recipe in _on_devices(spec):
         x_NI, weight_OI = _operands()
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x_NI.to(device, dtype), weight_OI.to(device, dtype)
-            found, again = _products(recipe, x, weight, prepared), _products(recipe, x, weight, prepared)
+            found, again = _products(recipe, x, weight), _products(recipe, x, weight)
             for name, exact in _exact(x, weight).items():
                 a = found[name]
                 ensure(a.dtype == dtype, f"{name} is {a.dtype}, not {dtype}")
@@ -121,14 +136,14 @@ def _size(found: Tensor, exact: Tensor) -> float:
     return float((a * b).sum() / (b * b).sum())
 
 
-def rounds_without_bias(recipe: Recipe) -> None:
+def rounds_without_bias(spec: RecipeSpec) -> None:
     """Errors of products of positive operands are of both signs: rounding always down makes all of them negative."""
     generator = torch.Generator().manual_seed(1)
     sizes = ((96, 64), (32, 64), (96, 32))
     x_NI, weight_OI, dy_NO = (torch.rand(size, generator=generator) + 0.5 for size in sizes)
-    for device, prepared in _on_devices(recipe):
+    for device, recipe in _on_devices(spec):
         x, weight, dy = (t.to(device) for t in (x_NI, weight_OI, dy_NO))
-        found = _products(recipe, x, weight, prepared, dy)
+        found = _products(recipe, x, weight, dy)
         for name, exact in _exact(x, weight, dy).items():
             error = found[name].double() - exact
             spread = float(error.square().mean().sqrt())
@@ -142,52 +157,53 @@ def rounds_without_bias(recipe: Recipe) -> None:
             )
 
 
-def takes_zeros(recipe: Recipe) -> None:
+def takes_zeros(spec: RecipeSpec) -> None:
     """Rows of zeros, and a tensor of zeros, give zeros, and nothing that is not finite."""
-    for device, prepared in _on_devices(recipe):
+    for device, recipe in _on_devices(spec):
         for what in ("a row of x", "all of x", "a row of the weight", "all of dy"):
             x, weight = (t.to(device) for t in _operands())
             dy = _normal(len(x), len(weight)).to(device)
             part = x[3] if what == "a row of x" else x if what == "all of x" else weight[3]
             (dy if what == "all of dy" else part).zero_()
-            found = _products(recipe, x, weight, prepared, dy)
+            found = _products(recipe, x, weight, dy)
             for name, tensor in found.items():
                 ensure(bool(tensor.isfinite().all()), f"{name} is not finite where {what} is zeros")
             if what == "all of x":
                 ensure(not found["y"].any(), "y is not zeros where all of x is zeros")
 
 
-def reads_nothing_back(recipe: Recipe) -> None:
+def reads_nothing_back(spec: RecipeSpec) -> None:
     """`linear` and its backward read no tensor's value on the host: they are traced, and run in CUDA graphs."""
-    for device, prepared in _on_devices(recipe):
+    for device, recipe in _on_devices(spec):
         x, weight = (t.to(device) for t in _operands())
         with no_host_reads("linear"):
-            _products(recipe, x, weight, prepared)
+            _products(recipe, x, weight)
 
 
-def multiplies_packed_weights(recipe: Recipe) -> None:
+def multiplies_packed_weights(spec: RecipeSpec) -> None:
     """With a frozen weight as `pack` has made it: the same product and dx as with the weight, in fp32 to 1e-5."""
-    if recipe.pack is None:
+    if not spec.packs:
         raise NotApplicable("the recipe packs no weights")
-    for device, prepared in _on_devices(recipe):
+    for device, recipe in _on_devices(spec):
         x, weight = (t.to(device) for t in _operands())
         found = []
-        packed = recipe.pack(weight, SLOT, prepared)
+        assert recipe.pack is not None
+        packed = recipe.pack(weight, SLOT)
         for tensor, is_packed in ((weight, False), (packed, True)):
             leaf = x.clone().requires_grad_()
-            y = recipe.linear(leaf, tensor, _slot(recipe, device, prepared, packed=is_packed), prepared)
+            y = recipe.linear(leaf, tensor, _slot(recipe, device, packed=is_packed))
             found.append((y.detach(), *torch.autograd.grad(y, [leaf], _upstream(y))))
         for name, a, b in zip(("y", "dx"), *found, strict=True):
             error = tiny.relative_error(b, a)
             ensure(error <= 1e-5, f"{name} with the packed weight: relative error {error:.1e} to the weight itself")
 
 
-def keeps_its_state(recipe: Recipe) -> None:
+def keeps_its_state(spec: RecipeSpec) -> None:
     """Its rows take in what slots observe, in place; a step that is skipped changes no bit; state goes into another."""
-    if recipe.state is None:
-        raise NotApplicable("the recipe has no state")
-    for device, prepared in _on_devices(recipe):
-        state, other = (recipe.state(2, device, prepared) for _ in range(2))
+    for device, recipe in _on_devices(spec):
+        state, other = (recipe.state(2, device) for _ in range(2))
+        if state is None or other is None:
+            raise NotApplicable("the recipe has no state")
         rows = state.rows
         ensure(rows.ndim == 2 and len(rows) == 2 and rows.dtype == torch.float32, "`rows` is no fp32 tensor [P, K]")
         observed = torch.rand(rows.shape, generator=torch.Generator().manual_seed(3)).to(device) + 0.5
@@ -205,21 +221,22 @@ def keeps_its_state(recipe: Recipe) -> None:
         tiny.ensure_same_bits(other.state(), state.state(), "with copied state")
 
 
-def trains(recipe: Recipe) -> None:
+def trains(spec: RecipeSpec) -> None:
     """On a tiny model, with and without adapters, the loss is finite and falls."""
-    prepared = _on_cpu(recipe)
+    recipe = _on_cpu(spec)
     for lora in (None, tiny.lora()):
-        losses = tiny.train(tiny.engine(recipe=recipe, recipe_options=prepared, lora=lora), 5, lr=0.1, same=True)
+        losses = tiny.train(tiny.engine(recipe=recipe, lora=lora), 5, lr=0.1, same=True)
         ensure(all(map(math.isfinite, losses)) and losses[-1] < losses[0], f"the loss does not fall: {losses}")
 
 
-def resumes(recipe: Recipe) -> None:
+def resumes(spec: RecipeSpec) -> None:
     """A resumed run has the bits of an uninterrupted one."""
-    prepared = _on_cpu(recipe)
-    tiny.ensure_resumes(lambda: tiny.engine(recipe=recipe, recipe_options=prepared))
+    recipe = _on_cpu(spec)
+    tiny.ensure_resumes(lambda: tiny.engine(recipe=recipe))
 
 
 CHECKS = (
+    says_what_it_is,
     multiplies,
     rounds_without_bias,
     takes_zeros,

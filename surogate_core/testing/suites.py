@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import KINDS, Recipe
+from surogate_core.bundles import KINDS, RecipeSpec
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.static import locate
@@ -66,7 +66,7 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
 
 
 def bundle_checks(
-    kind: str, bundle: Any, *, recipes: Mapping[str, Recipe] | None = None, package: Path | None = None
+    kind: str, bundle: Any, *, recipes: Mapping[str, RecipeSpec] | None = None, package: Path | None = None
 ) -> list[Check]:
     """Every check of one bundle.
 
@@ -87,7 +87,7 @@ def bundle_checks(
     ]
 
 
-def _suite(kind: str, recipes: Mapping[str, Recipe]) -> Sequence[Callable[[Any], None]]:
+def _suite(kind: str, recipes: Mapping[str, RecipeSpec]) -> Sequence[Callable[[Any], None]]:
     if kind == "model":
         from surogate_core.testing import models
 

@@ -17,16 +17,15 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     KernelPack,
     Objective,
-    Offloader,
+    OffloaderSpec,
     OptimizerSpec,
     ParamGroup,
     Recipe,
-    RecipeSettings,
     WeightFormat,
 )
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA, TensorSpec
-from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine, EngineSettings
 from surogate_core.engine.parameters import RandomSource, Source
@@ -166,7 +165,18 @@ class TextbookAdamW:
         return named
 
 
-PLAIN = Recipe(name="reference", linear=lambda x, weight, slot, options: x @ weight.t(), plain=True)
+class PlainProduct(Recipe):
+    """x Wᵀ in the dtype of both."""
+
+    name = "reference"
+    plain = True
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+        """[N, O]."""
+        return x_NI @ weight_OI.t()
+
+
+PLAIN = PlainProduct()
 CROSS_ENTROPY = Objective(name="cross_entropy", token_loss=ops.cross_entropy)
 DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0)
 ADAMW = OptimizerSpec(name="textbook-adamw", build=TextbookAdamW)
@@ -205,10 +215,8 @@ class Parts:
 
     build: Callable[[Mapping[str, Any]], Model] = TinyModel
     recipe: Recipe = PLAIN
-    recipe_options: Any = None
-    """What the recipe prepared; None: its options' defaults, prepared."""
     optimizer: OptimizerSpec = DESCENT
-    offloader: Offloader = NO_OFFLOAD
+    offloader: OffloaderSpec = NO_OFFLOAD
     offload_dir: str | None = None
     """The offloader's directory of scratch files; None: the system's directory of temporary files."""
     objective: Objective = CROSS_ENTROPY
@@ -224,22 +232,20 @@ def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
     """An engine on the CPU, in fp32 with FX graphs.
 
     `changes` are fields of `Parts` or of `EngineSettings`, whose `device` may be a name and `recompute` a bool: whether
-    whole blocks are computed again. Raises `MachineError` if the device cannot run the recipe.
+    whole blocks are computed again.
     """
     parts = Parts(**{f.name: changes.pop(f.name) for f in fields(Parts) if f.name in changes})
     settings = _settings(**changes)
-    recipe, options, device = parts.recipe, parts.recipe_options, settings.device
-    offloader = parts.offloader
+    device, offloader = settings.device, parts.offloader
     return Engine(
         parts.build(config),
         settings=settings,
-        recipe=recipe,
-        recipe_options=recipe.prepare(recipe.options(), RecipeSettings(), device) if options is None else options,
+        recipe=parts.recipe,
         objective=parts.objective,
         optimizer=parts.optimizer,
         optimizer_options=parts.optimizer.options(),
         offloader=offloader,
-        offloader_options=offloader.prepare(offloader.options(), parts.offload_dir or tempfile.gettempdir()),
+        stores=offloader.build(offloader.options(), parts.offload_dir or tempfile.gettempdir(), device),
         kernels=KernelTable.build(device, list(parts.packs)),
         lora=parts.lora,
         source=parts.source or random_source(device=device.type),

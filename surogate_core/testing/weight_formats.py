@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import WeightFormat, WeightSettings
+from surogate_core.bundles import WeightFormat, WeightFormatSpec
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.parameters import Source
 from surogate_core.testing import tiny
@@ -18,7 +18,15 @@ BOUND = 0.25
 """Relative error that four bits can still keep."""
 SHAPES = ((96, 256), (256, 96), (40, 72), (3, 8), (1, 1))
 """Whole blocks of most formats, parts of blocks, and less than one."""
-SETTINGS = WeightSettings()
+
+
+def built(spec: WeightFormatSpec) -> WeightFormat:
+    """The format with the defaults of its options."""
+    weight_format = spec.build(spec.options())
+    ensure(isinstance(weight_format, WeightFormat), f"build returns {type(weight_format).__name__}, no WeightFormat")
+    name = getattr(weight_format, "name", None)
+    ensure(name == spec.name, f"what is built has the name {name!r}, the spec {spec.name!r}")
+    return weight_format
 
 
 def _devices() -> list[torch.device]:
@@ -33,55 +41,58 @@ def _unpacked(weight_format: WeightFormat, kept: Tensor, weight_OI: Tensor) -> T
     """What comes back, in a room whose rows lie apart; what lies between must stay as it is."""
     outputs, inputs = weight_OI.shape
     panel = weight_OI.new_full((outputs + 2, inputs + 8), 7.0)
-    weight_format.unpack(kept, panel[:outputs, :inputs], SETTINGS)
+    weight_format.unpack(kept, panel[:outputs, :inputs])
     found = panel[:outputs, :inputs].clone()
     panel[:outputs, :inputs] = 7.0
     ensure(bool((panel == 7).all()), "unpack writes outside of the room")
     return found
 
 
-def gives_back(weight_format: WeightFormat) -> None:
+def gives_back(spec: WeightFormatSpec) -> None:
     """A weight comes back with few errors, in its dtype, from as many bytes as stated, and has the same bits twice."""
+    weight_format = built(spec)
     for device in _devices():
         for shape in SHAPES:
             for dtype in (torch.float32, torch.bfloat16):
                 where = f"{list(shape)} {dtype} on {device.type}"
                 weight = _weight(shape, dtype, device)
                 before = weight.clone()
-                kept, again = weight_format.pack(weight, SETTINGS), weight_format.pack(weight, SETTINGS)
+                kept, again = weight_format.pack(weight), weight_format.pack(weight)
                 ensure(torch.equal(weight, before), f"{where}: pack changes the weight")
-                stated = weight_format.nbytes(*shape, SETTINGS)
+                stated = weight_format.nbytes(*shape)
                 ensure(kept.dtype == torch.uint8 and kept.shape == (stated,), f"{where}: not [{stated}] uint8")
                 ensure(torch.equal(kept, again), f"{where}: the same weight twice has other bits")
                 bits = kept.clone()
                 found = _unpacked(weight_format, kept, weight)
                 ensure(torch.equal(kept, bits), f"{where}: unpack changes what is kept")
                 room = torch.empty_like(weight)
-                weight_format.unpack(kept, room, SETTINGS)
+                weight_format.unpack(kept, room)
                 ensure(torch.equal(room, found), f"{where}: other values in a room whose rows lie apart")
                 error = tiny.relative_error(found, weight)
                 ensure(error <= BOUND, f"{where}: relative error {error:.3f} is above {BOUND}")
 
 
-def is_smaller(weight_format: WeightFormat) -> None:
+def is_smaller(spec: WeightFormatSpec) -> None:
     """A large weight takes less than in bf16."""
-    size = weight_format.nbytes(1024, 1024, SETTINGS)
+    weight_format = built(spec)
+    size = weight_format.nbytes(1024, 1024)
     ensure(size < 2 * 1024 * 1024, f"a weight [1024, 1024] takes {size} bytes, in bf16 {2 * 1024 * 1024}")
 
 
-def keeps_extremes(weight_format: WeightFormat) -> None:
+def keeps_extremes(spec: WeightFormatSpec) -> None:
     """Zeros stay zeros, tiny and huge weights finite, and what is not finite does not look sound."""
+    weight_format = built(spec)
     for device in _devices():
         weight = _weight((32, 64), torch.float32, device)
         for scale in (0.0, 1e-30, 1e30):
             scaled = weight * scale
-            found = _unpacked(weight_format, weight_format.pack(scaled, SETTINGS), scaled)
+            found = _unpacked(weight_format, weight_format.pack(scaled), scaled)
             ensure(bool(found.isfinite().all()), f"weights of size {scale:g} come back not finite")
             ensure(scale > 0 or not bool(found.any()), "zeros come back as something else")
         for bad in (float("nan"), float("inf")):
             spoilt = weight.clone()
             spoilt[3, 5] = bad
-            found = _unpacked(weight_format, weight_format.pack(spoilt, SETTINGS), spoilt)
+            found = _unpacked(weight_format, weight_format.pack(spoilt), spoilt)
             ensure(not bool(found.isfinite().all()), f"a weight with {bad} comes back finite")
 
 
@@ -94,14 +105,15 @@ def rounded(weight_format: WeightFormat, source: Source) -> Source:
         if spec.role != "weight":
             return value
         room = torch.empty_like(value)
-        weight_format.unpack(weight_format.pack(value, SETTINGS), room, SETTINGS)
+        weight_format.unpack(weight_format.pack(value), room)
         return room
 
     return wrapped
 
 
-def trains_as_on_rounded_weights(weight_format: WeightFormat) -> None:
+def trains_as_on_rounded_weights(spec: WeightFormatSpec) -> None:
     """Adapters over packed weights: the losses of plain weights that were rounded before, bit for bit."""
+    weight_format = built(spec)
     for recompute in (False, True):
         made = tiny.engine(weight_format=weight_format, lora=tiny.lora(), recompute=recompute)
         source = rounded(weight_format, tiny.random_source())
@@ -111,8 +123,9 @@ def trains_as_on_rounded_weights(weight_format: WeightFormat) -> None:
         tiny.ensure_same_bits(tiny.snapshot(made), tiny.snapshot(plain), "with packed weights")
 
 
-def resumes(weight_format: WeightFormat) -> None:
+def resumes(spec: WeightFormatSpec) -> None:
     """A resumed run goes on bit for bit."""
+    weight_format = built(spec)
     tiny.ensure_resumes(lambda: tiny.engine(weight_format=weight_format, lora=tiny.lora()))
 
 

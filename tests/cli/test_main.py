@@ -296,7 +296,7 @@ def surogate_optimizer():
 
 
 def test_a_broken_plugin_is_a_warning_or_a_clear_stop(install_plugin: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    source = "from surogate_core import bundles\nraise ImportError('libmissing.so')\nbundles.Recipe(name='frail')\n"
+    source = "from surogate_core import bundles\nraise ImportError('libmissing.so')\nbundles.RecipeSpec(name='frail')\n"
     install_plugin("frail", source)
     assert main(["--cfg", "job"]) == 0
     err = capsys.readouterr().err
@@ -323,7 +323,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_says_why_a_recipe_cannot_run(install_plugin: Any, capsys: pytest.CaptureFixture[str]) -> None:
     source = (
         "from surogate_core import bundles, hookimpl\n@hookimpl\ndef surogate_recipe():\n"
-        "    return bundles.Recipe(name='fast', linear=None, unavailable=lambda d: f'{d.type} has no fp8')\n"
+        "    return bundles.RecipeSpec(name='fast', build=None, unavailable=lambda d: f'{d.type} has no fp8')\n"
     )
     install_plugin("fast", source)
     install_plugin("broken", "1/0")

@@ -297,7 +297,7 @@ def test_a_task_that_trains_all_weights_takes_no_adapters(problems: Problems) ->
 def test_a_broken_plugin_that_is_asked_for(
     problems: Problems, load: Any, install_plugin: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source = "import no_such_module\nfrom surogate_core import bundles\nbundles.Recipe(name='frail', linear=None)\n"
+    source = "import no_such_module\nfrom surogate_core import bundles\nbundles.RecipeSpec(name='frail', build=None)\n"
     install_plugin("frail", source, conf={"monitor/glass.yaml": "# @package monitor.glass\nname: glass\n"})
     for args in (["recipe=frail"], ["monitor=[glass]"]):
         (problem,) = problems(*args, fresh=True)

@@ -123,17 +123,17 @@ def test_a_bound_block_computes_with_what_it_was_given() -> None:
     tensors = {s.name: torch.randn(s.shape, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(specs)}
     seen = []
 
-    def gemm(x: Tensor, weight: Tensor, slot: object, options: object) -> Tensor:
-        seen.append((slot, options))
+    def gemm(x: Tensor, weight: Tensor, slot: object) -> Tensor:
+        seen.append(slot)
         return x @ weight.t()
 
-    bound = block.bind(tensors, slots, gemm=gemm, gemm_options="options", seed=None)
+    bound = block.bind(tensors, slots, gemm=gemm, seed=None)
     x = torch.randn(5, 4)
     t = tensors
     h = x * t["norm"]
     up = h @ t["up.weight"].t() + t["up.bias"] + 2.0 * h @ t["up.lora_A"].t() @ t["up.lora_B"].t()
     torch.testing.assert_close(bound.forward(x, {}), x + up @ t["down.weight"].t())
-    assert seen == [(TracedSlot.of(s, seed=None, row=None, packed=False), "options") for s in slots]
+    assert seen == [TracedSlot.of(s, seed=None, row=None, packed=False) for s in slots]
     assert block.tensors == {}, "binding must not touch the block itself"
 
 
@@ -144,7 +144,7 @@ def test_dropout_acts_on_the_adapter_alone_and_only_with_a_seed() -> None:
     tensors = {s.name: torch.ones(s.shape) for s in specs}
 
     def forward(seed: Tensor | None) -> Tensor:
-        bound = block.bind(tensors, slots, gemm=lambda x, w, s, o: x @ w.t(), gemm_options=None, seed=seed)
+        bound = block.bind(tensors, slots, gemm=lambda x, w, s: x @ w.t(), seed=seed)
         return bound.forward(torch.ones(400, 4), {})
 
     without = forward(None)

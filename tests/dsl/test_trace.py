@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from surogate_core.dsl.footprint import footprint
-from surogate_core.dsl.slots import Adapter, BoundSlot, LinearSlot
+from surogate_core.dsl.slots import Adapter, BoundSlot, LinearSlot, plain_gemm
 from surogate_core.dsl.trace import (
     Program,
     Recompute,
@@ -60,8 +60,7 @@ def block(*tensors: Tensor) -> Tensor:
         bound = BoundSlot(
             slot=slot(name, group, index, adapter),
             tensors={"weight": t[name], **extra},
-            gemm=lambda x, w, slot, options: x @ w.t(),
-            gemm_options=None,
+            gemm=plain_gemm,
             seed=t["seed"],
         )
         return bound(x)

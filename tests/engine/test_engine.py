@@ -14,7 +14,7 @@ from tiny_qwen3 import REFERENCES_ONLY, make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import Offloader
+from surogate_core.bundles import OffloaderSpec
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
@@ -263,7 +263,7 @@ def test_clipping_equals_torch() -> None:
 
 
 @pytest.mark.parametrize("offloader", [NO_OFFLOAD, host_offloader()], ids=["device", "host"])
-def test_clipping_follows_the_norm_of_thirty_million_gradients(offloader: Offloader) -> None:
+def test_clipping_follows_the_norm_of_thirty_million_gradients(offloader: OffloaderSpec) -> None:
     """In fp32 throughout, a CPU finds a norm that is too small by two in a thousand."""
     config = tiny_config(vocab_size=1_000_003)
     streamed = offloader is not NO_OFFLOAD

@@ -12,9 +12,9 @@ from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import RecipeSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
+from surogate_core.testing.recipes import built
 from surogate_core.train.checkpoint import CheckpointDir
 
 pytestmark = pytest.mark.gpu
@@ -30,8 +30,7 @@ CONFIG = tiny_config(
 def engine(mode: str) -> Engine:
     """Sides that panels take, so that with LoRA a pack that multiplies adapted projections in FP8 has its part."""
     device = torch.device("cuda")
-    recipe = surogate_recipe()
-    options = recipe.prepare(FP8Options(emulate="never"), RecipeSettings(fp8_amax_history=HISTORY), device)
+    recipe = built(surogate_recipe(), device, FP8Options(emulate="never", amax_history=HISTORY))
     return make_engine(
         CONFIG,
         device="cuda",
@@ -41,7 +40,6 @@ def engine(mode: str) -> Engine:
         source=tiny.random_source(std=0.05),
         packs=triton_packs(),
         recipe=recipe,
-        recipe_options=options,
         dtype=torch.bfloat16,
         compiler="inductor",
         cuda_graphs=True,

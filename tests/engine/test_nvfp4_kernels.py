@@ -11,14 +11,15 @@ import pytest
 import surogate_kernels_cuda
 import torch
 from surogate_kernels_cuda import nvfp4
-from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe
+from surogate_recipe_nvfp4 import surogate_recipe
 from tiny_qwen3 import make_engine
 
-from surogate_core.bundles import Kernel, KernelPack, RecipeSettings
+from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.testing import host_cuda, tiny
+from surogate_core.testing.recipes import built
 
 TOKENS = 40
 """No multiple of 16: some operands are padded."""
@@ -45,7 +46,6 @@ def pack() -> KernelPack:
 
 
 def engine(device: str, *, kernels: bool, full: bool, **settings: Any) -> Engine:
-    recipe = surogate_recipe()
     return make_engine(
         tiny.SMALL_CONFIG,
         build=tiny.SmallModel,
@@ -53,8 +53,7 @@ def engine(device: str, *, kernels: bool, full: bool, **settings: Any) -> Engine
         tokens=TOKENS,
         lora=None if full else tiny.lora(8, dropout=0.1),
         packs=[TORCH_PACK, pack()] if kernels else [TORCH_PACK],
-        recipe=recipe,
-        recipe_options=recipe.prepare(NVFP4Options(), RecipeSettings(), torch.device(device)),
+        recipe=built(surogate_recipe(), torch.device(device)),
         **{"dtype": torch.bfloat16, "cuda_graphs": device == "cuda", **settings},
     )
 

@@ -16,7 +16,7 @@ from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Offloader, TensorKind
+from surogate_core.bundles import OffloaderSpec, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
@@ -27,7 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = tiny_config(hidden_size=64, num_hidden_layers=3, vocab_size=127)
 
 
-def host(*kinds: TensorKind) -> Offloader:
+def host(*kinds: TensorKind) -> OffloaderSpec:
     """Pinned host memory for these kinds."""
     return replace(surogate_offloader(), kinds=frozenset(kinds))
 

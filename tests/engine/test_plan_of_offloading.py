@@ -13,7 +13,7 @@ from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
 from tiny_qwen3 import ADAMW, BF16, make_engine, tiny_config
 from torch import Tensor
 
-from surogate_core.bundles import Objective, Offloader, TensorKind
+from surogate_core.bundles import Objective, OffloaderSpec, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import Prediction, predict
@@ -88,7 +88,7 @@ class Measured:
         store.fetch = fetched
 
 
-def offloader(kinds: tuple[TensorKind, ...]) -> Offloader:
+def offloader(kinds: tuple[TensorKind, ...]) -> OffloaderSpec:
     return replace(surogate_offloader(), kinds=frozenset(kinds)) if kinds else NO_OFFLOAD
 
 
@@ -97,7 +97,6 @@ def planned(engine: Engine, kinds: tuple[TensorKind, ...], settings: dict[str, A
         build(CONFIG),
         settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
         recipe=BF16,
-        recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=settings.get("optimizer", ADAMW),
         offloader=offloader(kinds),

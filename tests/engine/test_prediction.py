@@ -8,10 +8,9 @@ import pytest
 import torch
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw import surogate_optimizer
-from surogate_recipe_bf16 import linear
-from tiny_qwen3 import make_engine, tiny_config
+from tiny_qwen3 import BF16, make_engine, tiny_config
 
-from surogate_core.bundles import Objective, Recipe
+from surogate_core.bundles import Objective
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
@@ -38,8 +37,7 @@ def test_bytes_are_those_of_the_engine(
     prediction = predict(
         build(tiny_config()),
         settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
-        recipe=Recipe(name="bf16", linear=linear),
-        recipe_options=None,
+        recipe=BF16,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=surogate_optimizer(),
         offloader=NO_OFFLOAD,

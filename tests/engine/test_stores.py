@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_qwen3 import make_engine, strict_offloader
 
-from surogate_core.bundles import Offloader
+from surogate_core.bundles import OffloaderSpec, Stores, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
@@ -43,8 +43,9 @@ def test_shared_storage_counts_once() -> None:
 
 
 def test_no_offload_stores_every_kind_on_the_device() -> None:
+    stores = NO_OFFLOAD.build(NO_OFFLOAD.options(), "", torch.device("cpu"))
     for kind in NO_OFFLOAD.kinds:
-        assert isinstance(NO_OFFLOAD.store(kind, torch.device("cpu"), None), DeviceStore)
+        assert isinstance(stores.store(kind), DeviceStore)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -83,12 +84,11 @@ def test_the_engine_asks_the_stores_what_the_schedule_says() -> None:
 
 
 def test_an_offloader_without_a_store_of_gradients_is_told_so() -> None:
-    offloader = Offloader(
-        name="old",
-        kinds=frozenset({"gradients"}),
-        place="host",
-        store=lambda kind, device, options: DeviceStore(kind),
-        allocate=lambda kind, elements, dtype, device, options: (torch.zeros(elements, dtype=dtype),) * 2,
-    )
+    class Old(Stores):
+        def store(self, kind: TensorKind) -> DeviceStore:
+            return DeviceStore(kind)
+
+    kinds: frozenset[TensorKind] = frozenset({"gradients"})
+    offloader = OffloaderSpec(name="old", kinds=kinds, place="host", build=lambda *a: Old(), allocates=True)
     with pytest.raises(UserError, match=r"offload=old: .*GradientStore.*Fix: set offload_grads=false"):
-        Placement(offloader=offloader, options=None, device=torch.device("cpu")).gradients()
+        Placement(offloader=offloader, stores=Old(), device=torch.device("cpu")).gradients()

@@ -24,21 +24,29 @@ from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import tiny
+from surogate_core.testing.weight_formats import built
 
 CONFIG = tiny_config(vocab_size=64, num_hidden_layers=3)
 BATCHES = [tiny.batch(tiny.documents([9, 14], seed=s)) for s in range(2)]
 PACKS = {"plain": [TORCH_PACK], "panels": [TORCH_PACK, PACK]}
 
 
-def pack(weight_OI: Tensor, settings: Any) -> Tensor:
-    return weight_OI.bfloat16().view(torch.uint8).flatten()
+class Half(WeightFormat):
+    """Weights in bf16."""
+
+    name = "half"
+
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        return 2 * outputs * inputs
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        return weight_OI.bfloat16().view(torch.uint8).flatten()
+
+    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
+        room_OI.copy_(packed.view(torch.bfloat16).view(room_OI.shape))
 
 
-def unpack(kept: Tensor, room_OI: Tensor, settings: Any) -> None:
-    room_OI.copy_(kept.view(torch.bfloat16).view(room_OI.shape))
-
-
-HALF = WeightFormat(name="half", nbytes=lambda o, i, settings: 2 * o * i, pack=pack, unpack=unpack)
+HALF = Half()
 
 
 def rounded(spec: TensorSpec) -> Tensor:
@@ -51,8 +59,7 @@ def engine(packs: list[KernelPack], *, rank: int = 16, **settings: Any) -> Engin
 
 
 def weight_format(name: str) -> WeightFormat:
-    found: WeightFormat = import_module(f"surogate_quant_{name}").surogate_weight_format()
-    return found
+    return built(import_module(f"surogate_quant_{name}").surogate_weight_format())
 
 
 def train(made: Engine) -> list[tuple[float, float]]:
@@ -144,7 +151,6 @@ def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> N
         made.model,
         settings=made.settings,
         recipe=made.programs.recipe,
-        recipe_options=None,
         objective=Objective(name="cross_entropy", token_loss=cross_entropy),
         optimizer=OptimizerSpec(name="adamw", build=lambda *a: None),  # type: ignore[arg-type, return-value]
         offloader=NO_OFFLOAD,

@@ -139,43 +139,60 @@ def test_optimizers_that_break_a_rule_are_caught() -> None:
         optimizers.rounds_masters(both)
 
 
+def recipe_spec(linear: Any = lambda x, w, slot: x @ w.t(), *, plain: bool = False, **methods: Any) -> Any:
+    """A recipe of functions."""
+    found = {name: staticmethod(function) for name, function in ({"linear": linear} | methods).items()}
+    made = type("Made", (bundles.Recipe,), {"name": "x", "plain": plain, **found})
+    return bundles.RecipeSpec(name="x", build=lambda options, context: made(), packs="pack" in methods)
+
+
+def offloader_spec(kinds: Any, **methods: Any) -> Any:
+    """An offloader to the host, of functions."""
+    found = {name: staticmethod(function) for name, function in methods.items()}
+    made = type("Made", (bundles.Stores,), found)
+    return bundles.OffloaderSpec(
+        name="x", kinds=kinds, place="host", build=lambda *a: made(), allocates="allocate" in methods
+    )
+
+
 @pytest.mark.parametrize(
     ("linear", "plain", "message"),
     [
-        (lambda x, w, slot, o: x @ w.t() * 1.5, False, "y in torch.float32: relative error 0.500"),
-        (lambda x, w, slot, o: (x @ w.t()).float(), False, "y is torch.float32, not torch.bfloat16"),
-        (lambda x, w, slot, o: x @ w.t() + torch.rand(()) * 1e-3, False, "the same product twice has other bits"),
-        (lambda x, w, slot, o: (x @ w.t()).bfloat16().to(x.dtype), True, "`plain` is true"),
-        (lambda x, w, slot, o: x @ w.t().detach() + 0 * (x @ w.t()), False, "dW in torch.float32: relative error 1.0"),
+        (lambda x, w, slot: x @ w.t() * 1.5, False, "y in torch.float32: relative error 0.500"),
+        (lambda x, w, slot: (x @ w.t()).float(), False, "y is torch.float32, not torch.bfloat16"),
+        (lambda x, w, slot: x @ w.t() + torch.rand(()) * 1e-3, False, "the same product twice has other bits"),
+        (lambda x, w, slot: (x @ w.t()).bfloat16().to(x.dtype), True, "`plain` is true"),
+        (lambda x, w, slot: x @ w.t().detach() + 0 * (x @ w.t()), False, "dW in torch.float32: relative error 1.0"),
     ],
 )
 def test_recipes_that_break_a_rule_are_caught(linear: Any, plain: bool, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        recipes.multiplies(bundles.Recipe(name="x", linear=linear, plain=plain))
+        recipes.multiplies(recipe_spec(linear, plain=plain))
 
 
 def test_a_recipe_that_needs_another_device_is_not_tried() -> None:
-    def prepare(options: Any, settings: Any, device: Any) -> Any:
+    def build(options: Any, context: bundles.RecipeContext) -> bundles.Recipe:
         raise MachineError("it needs a lathe")
 
-    recipe = bundles.Recipe(name="x", linear=lambda *a: None, prepare=prepare)
+    recipe = bundles.RecipeSpec(name="x", build=build)
     for check in (recipes.multiplies, recipes.trains, recipes.resumes):
         with pytest.raises(NotApplicable, match="it needs a lathe"):
             check(recipe)
 
 
 def test_a_recipe_that_packs_something_else_is_caught() -> None:
-    def linear(x: Any, weight: Any, slot: Any, options: Any) -> Any:
-        return x @ weight.t()
-
-    def made(factor: float) -> bundles.Recipe:
-        return bundles.Recipe(name="x", linear=linear, pack=lambda weight, slot, options: weight * factor)
+    def made(factor: float) -> bundles.RecipeSpec:
+        return recipe_spec(pack=lambda weight, slot: weight * factor)
 
     recipes.multiplies_packed_weights(made(1.0))
     with pytest.raises(AssertionError, match=r"y with the packed weight: relative error 1\.0e-02"):
         recipes.multiplies_packed_weights(made(1.01))
     with pytest.raises(NotApplicable, match="packs no weights"):
-        recipes.multiplies_packed_weights(tiny.PLAIN)
+        recipes.multiplies_packed_weights(recipe_spec())
+    with pytest.raises(AssertionError, match="`packs` of the spec is False, and what is built has a `pack`"):
+        recipes.says_what_it_is(replace(made(1.0), packs=False))
+    with pytest.raises(AssertionError, match="what is built has the name 'x', the spec 'y'"):
+        recipes.says_what_it_is(replace(made(1.0), name="y"))
 
 
 class Rows:
@@ -207,8 +224,8 @@ class Rows:
     ],
 )
 def test_a_recipe_whose_state_breaks_a_rule_is_caught(fault: str, message: str) -> None:
-    def made(fault: str) -> bundles.Recipe:
-        return bundles.Recipe(name="x", linear=lambda *a: None, state=lambda slots, *a: Rows(fault, slots))
+    def made(fault: str) -> bundles.RecipeSpec:
+        return recipe_spec(state=lambda slots, device: Rows(fault, slots))
 
     recipes.keeps_its_state(made(""))
     with pytest.raises(AssertionError, match=message):
@@ -223,7 +240,7 @@ def test_an_offloader_that_changes_a_bit_is_caught() -> None:
             super().put(key, [t.bfloat16().to(t.dtype) if t.is_floating_point() else t for t in tensors])
 
     kinds: Any = frozenset({"weights", "residuals"})
-    offloader = bundles.Offloader(name="x", kinds=kinds, place="host", store=lambda kind, *a: Lossy(kind))
+    offloader = offloader_spec(kinds, store=Lossy)
     changed = ("the loss of micro-step 1 is", "sums of gradients after micro-step 1")
     for check, message in zip(BOTH_WAYS, changed, strict=True):
         with pytest.raises(AssertionError, match=message):
@@ -239,17 +256,11 @@ def test_an_offloader_that_changes_a_bit_is_caught() -> None:
     ],
 )
 def test_an_offloader_that_allocates_wrongly_is_caught(make: Any, message: str) -> None:
-    offloader = bundles.Offloader(
-        name="x",
-        kinds=frozenset({"master"}),
-        place="host",
-        store=lambda *a: None,  # type: ignore[arg-type,return-value]
-        allocate=lambda kind, n, dtype, *a: make(n, dtype),
-    )
+    offloader = offloader_spec(frozenset({"master"}), allocate=lambda kind, n, dtype: make(n, dtype))
     with pytest.raises(AssertionError, match=message):
         offloaders.allocates(offloader)
-    with pytest.raises(ValueError, match="places master without an `allocate`"):
-        bundles.Offloader(name="x", kinds=frozenset({"master"}), place="host", store=offloader.store)
+    with pytest.raises(ValueError, match="places master without `allocates`"):
+        replace(offloader, allocates=False)
 
 
 class HostSums(DeviceGradients):
@@ -278,12 +289,11 @@ class StaleSums(HostSums):
         """Clears nothing."""
 
 
-def moving_gradients(store: Any) -> bundles.Offloader:
-    def allocate(kind: Any, elements: int, dtype: Any, device: Any, options: Any) -> Any:
+def moving_gradients(store: Any) -> bundles.OffloaderSpec:
+    def allocate(kind: Any, elements: int, dtype: Any) -> Any:
         return (torch.zeros(elements, dtype=dtype),) * 2
 
-    kinds: Any = frozenset({"gradients"})
-    return bundles.Offloader(name="x", kinds=kinds, place="host", store=lambda *a: store(), allocate=allocate)
+    return offloader_spec(frozenset({"gradients"}), store=lambda kind: store(), allocate=allocate)
 
 
 BOTH_WAYS = (offloaders.keeps_frozen_weights, offloaders.keeps_residuals)
@@ -503,9 +513,15 @@ RECIPE = """
 SUROGATE_API = ">=1,<2"
 from surogate_core import bundles, hookimpl
 
+class Plain(bundles.Recipe):
+    name = NAME
+    plain = True
+    def linear(self, x, w, slot):
+        return x @ w.t()
+
 @hookimpl
 def surogate_recipe():
-    return bundles.Recipe(name=NAME, linear=lambda x, w, slot, options: x @ w.t(), plain=True)
+    return bundles.RecipeSpec(name=NAME, build=lambda options, context: Plain())
 """
 
 
@@ -513,7 +529,7 @@ def test_check_prints_a_short_verdict(install_plugin: Any, capsys: Any) -> None:
     install_plugin("good", RECIPE.replace("NAME", "'fine'"))
     assert main(["plugins", "check", "good"]) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("good fails: 11 checks hold, 1 do not, 2 not applicable\n")
+    assert printed.startswith("good fails: 12 checks hold, 1 do not, 2 not applicable\n")
     assert "FAILED  plugin good: imports quietly" in printed  # its directory is on the path of this process only
 
 

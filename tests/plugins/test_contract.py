@@ -19,7 +19,7 @@ from surogate_core import bundles, hookimpl
 
 @hookimpl
 def surogate_recipe():
-    return bundles.Recipe(name="wanted", linear=lambda *a: None)
+    return bundles.RecipeSpec(name="wanted", build=lambda *a: None)
 """
 
 

@@ -28,7 +28,7 @@ from surogate_core.plugins.static import static_view
 
 TRACE = "from pathlib import Path\nPath(SENTINEL).open('a').write(__name__ + '\\n')\n"
 HEAD = "from surogate_core import bundles, hookimpl\nSUROGATE_API = '>=1,<2'\n"
-RECIPE = "@hookimpl\ndef surogate_recipe():\n    return bundles.Recipe(name='NAME', linear=lambda *a: None)\n"
+RECIPE = "@hookimpl\ndef surogate_recipe():\n    return bundles.RecipeSpec(name='NAME', build=lambda *a: None)\n"
 CONFIG = "@hookimpl\ndef surogate_config_path():\n    return 'pkg://' + __name__ + '.conf'\n"
 
 

@@ -22,7 +22,7 @@ HOOK = f"""
 @hookimpl
 def surogate_recipe():
     BODY
-    return bundles.Recipe(name="odd", linear=lambda *a: None)
+    return bundles.RecipeSpec(name="odd", build=lambda *a: None)
 """
 
 

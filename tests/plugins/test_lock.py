@@ -28,7 +28,7 @@ def source(name: str, sentinel: Path) -> str:
     """A plugin whose import leaves a trace."""
     return (
         f"from pathlib import Path\nPath({str(sentinel)!r}).touch()\n{HEAD}@hookimpl\ndef surogate_recipe():\n"
-        f"    return bundles.Recipe(name={name!r}, linear=lambda *a: None)\n"
+        f"    return bundles.RecipeSpec(name={name!r}, build=lambda *a: None)\n"
     )
 
 

@@ -26,7 +26,7 @@ from surogate_core.plugins.static import static_view
 HEAD = (
     "from surogate_core import bundles, hookimpl\nSUROGATE_API = '>=1,<2'\nimport two_helper.impl\nimport two_single\n"
 )
-HOOK = "@hookimpl\ndef surogate_recipe():\n    return bundles.Recipe(name='two', linear=lambda *a: None)\n"
+HOOK = "@hookimpl\ndef surogate_recipe():\n    return bundles.RecipeSpec(name='two', build=lambda *a: None)\n"
 
 
 def canary(place: Path) -> str:

@@ -22,8 +22,8 @@ from surogate_core import bundles, hookimpl
 
 
 class HostStore:
-    def __init__(self, kind, device, options):
-        self.kind, self.device, self.held = kind, device, {}
+    def __init__(self, kind):
+        self.kind, self.held = kind, {}
 
     def put(self, key, tensors):
         self.held[key] = [tensor.clone() for tensor in tensors]
@@ -42,10 +42,15 @@ class HostStore:
         return {"device": 0, "host": 0, "disk": 0}
 
 
+class Stores(bundles.Stores):
+    def store(self, kind):
+        return HostStore(kind)
+
+
 @hookimpl
 def surogate_offloader():
     kinds = frozenset({"weights", "residuals"})
-    return bundles.Offloader(name="copying", kinds=kinds, place="host", store=HostStore)
+    return bundles.OffloaderSpec(name="copying", kinds=kinds, place="host", build=lambda *a: Stores())
 """
 
 

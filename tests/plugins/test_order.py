@@ -24,7 +24,7 @@ def surogate_config_path():
 
 @hookimpl
 def surogate_recipe():
-    return bundles.Recipe(name="NAME", linear=lambda *a: None)
+    return bundles.RecipeSpec(name="NAME", build=lambda *a: None)
 
 @hookimpl
 def surogate_monitor():

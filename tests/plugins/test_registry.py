@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.bundles import Recipe
+from surogate_core.bundles import RecipeSpec
 from surogate_core.config.schema import PluginPolicy
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
@@ -16,7 +16,7 @@ HEAD = "from surogate_core import bundles, hookimpl\n"
 
 
 def recipe_plugin(*names: str, config: bool = False) -> str:
-    offers = ", ".join(f"bundles.Recipe(name={n!r}, linear=lambda *a: None)" for n in names)
+    offers = ", ".join(f"bundles.RecipeSpec(name={n!r}, build=lambda *a: None)" for n in names)
     text = f"{HEAD}@hookimpl\ndef surogate_recipe():\n    return [{offers}]\n"
     if config:
         text += "@hookimpl\ndef surogate_config_path():\n    return f'pkg://{__name__}.conf'\n"
@@ -51,8 +51,8 @@ def test_the_core_offers_its_built_ins() -> None:
 @pytest.mark.parametrize(
     ("returned", "names"),
     [
-        ("bundles.Recipe(name='one', linear=lambda *a: None)", {"one"}),
-        ("[bundles.Recipe(name=n, linear=lambda *a: None) for n in ('one', 'two')]", {"one", "two"}),
+        ("bundles.RecipeSpec(name='one', build=lambda *a: None)", {"one"}),
+        ("[bundles.RecipeSpec(name=n, build=lambda *a: None) for n in ('one', 'two')]", {"one", "two"}),
         ("None", set()),
         ("[]", set()),
     ],
@@ -61,7 +61,7 @@ def test_a_hook_may_return_one_bundle_a_list_or_none(install_plugin: Any, return
     install_plugin("many", f"{HEAD}@hookimpl\ndef surogate_recipe():\n    return {returned}\n")
     registry = load()
     assert {n for n in registry.names("recipe") if registry.owner("recipe", n) == "many"} == names
-    assert all(isinstance(b, Recipe) for b in registry.all("recipe").values())
+    assert all(isinstance(b, RecipeSpec) for b in registry.all("recipe").values())
 
 
 @pytest.mark.parametrize("failure", ["import no_such_module", "raise SystemExit(3)", "1 / 0", "def f(:"])
@@ -92,7 +92,7 @@ def test_a_wrong_type_is_attributed_and_the_others_stay(install_plugin: Any) -> 
 
 
 def test_a_hook_that_raises_is_attributed(install_plugin: Any) -> None:
-    body = "    raise RuntimeError('boom')\n    return bundles.Recipe(name='wanted', linear=None)\n"
+    body = "    raise RuntimeError('boom')\n    return bundles.RecipeSpec(name='wanted', build=None)\n"
     install_plugin("raises", f"{HEAD}@hookimpl\ndef surogate_recipe():\n{body}")
     with pytest.raises(PluginError, match=r"plugin raises .* failed in its hook surogate_recipe: RuntimeError: boom"):
         load().get("recipe", "wanted")

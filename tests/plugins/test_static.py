@@ -23,7 +23,7 @@ NAME = "by_constant"
 
 @hookimpl
 def surogate_recipe():
-    return [bundles.Recipe(name="plain", linear=None), bundles.Recipe(name=NAME, linear=None)]
+    return [bundles.RecipeSpec(name="plain", build=None), bundles.RecipeSpec(name=NAME, build=None)]
 
 @surogate_core.hookimpl(trylast=True)
 def surogate_monitor():

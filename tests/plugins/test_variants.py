@@ -175,7 +175,7 @@ def _rounding(change: Callable[[Tensor], Tensor], dx: float = 1.0) -> Any:
             x, w = ctx.saved_tensors
             return dx * (change(dy) @ change(w)), change(dy).t() @ change(x)
 
-    return lambda x, w, slot, options: Product.apply(x, w)
+    return lambda x, w, slot: Product.apply(x, w)
 
 
 def _to_int8(rounded: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -191,11 +191,11 @@ def _per_row(x: Tensor) -> Tensor:
     return (x / scale).round() * scale
 
 
-def _no_dx(x: Tensor, w: Tensor, slot: Any, options: Any) -> Tensor:
+def _no_dx(x: Tensor, w: Tensor, slot: Any) -> Tensor:
     return x.detach() @ w.t()
 
 
-def _branches(x: Tensor, w: Tensor, slot: Any, options: Any) -> Tensor:
+def _branches(x: Tensor, w: Tensor, slot: Any) -> Tensor:
     return x @ w.t() if x.abs().amax() > 0 else x.new_zeros(len(x), len(w))
 
 
@@ -212,17 +212,22 @@ RECIPES: Mapping[str, tuple[Any, str, str]] = {
     "NaN for a row of zeros": (_rounding(_per_row), "takes zeros", "is not finite where a row of x is zeros"),
     "no dx": (_no_dx, "multiplies", "linear gives no dx: its backward returns None"),
     "a branch on a value": (_branches, "reads nothing back", "linear reads a tensor's value on the host (__bool__)"),
-    "another shape": (lambda x, w, s, o: (x @ w.t())[:3], "multiplies", "y has the shape (3, 32), not (32, 32)"),
-    "no tensor": (lambda x, w, s, o: [x @ w.t()], "multiplies", "linear returned list, not a tensor"),
+    "another shape": (lambda x, w, s: (x @ w.t())[:3], "multiplies", "y has the shape (3, 32), not (32, 32)"),
+    "no tensor": (lambda x, w, s: [x @ w.t()], "multiplies", "linear returned list, not a tensor"),
 }
+
+
+def _recipe(linear: Any) -> bundles.RecipeSpec:
+    made = type("Made", (bundles.Recipe,), {"name": "x", "linear": staticmethod(linear)})
+    return bundles.RecipeSpec(name="x", build=lambda options, context: made())
 
 
 @pytest.mark.parametrize("case", RECIPES)
 def test_faults_of_recipes_are_named(case: str) -> None:
     linear, title, message = RECIPES[case]
-    right = bundles.Recipe(name="x", linear=_rounding(_to_int8(torch.round)))
+    right = _recipe(_rounding(_to_int8(torch.round)))
     assert failures("recipe", right, title) == ""
-    assert message in failures("recipe", replace(right, linear=linear), title)
+    assert message in failures("recipe", _recipe(linear), title)
 
 
 # -------------------------------------------------------------------------------- monitors

@@ -7,9 +7,10 @@ from functools import cache
 import pytest
 import torch
 
+from surogate_core.config.flat import no_effect_notes
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import Registry, load_plugins
-from surogate_core.run.assemble import engine_settings, prepare_recipe, recipe_notes, resolve_dtype
+from surogate_core.run.assemble import engine_settings, resolve_dtype, resolve_recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -42,11 +43,12 @@ def test_dtype_of_masters(key: str, dtype: torch.dtype) -> None:
 
 
 def notes(*keys: str) -> tuple[bool, list[str]]:
-    """(whether the recipe is plain, what the run says of it)."""
+    """(whether the recipe is plain, what the run says of it and of keys that have no effect)."""
     registry = plugins()
     config = load_run_config([*keys, "device=cpu"], registry=registry)
-    recipe, prepared = prepare_recipe(config, registry, CPU)
-    return recipe.plain, recipe_notes(config, recipe, prepared)
+    recipe = resolve_recipe(config, registry, CPU)
+    said = [recipe.note] if recipe.note else []
+    return recipe.plain, said + no_effect_notes(config, registry, used=lambda key: False)
 
 
 def test_recipe_bf16_follows_the_dtypes() -> None:
@@ -57,11 +59,9 @@ def test_recipe_bf16_follows_the_dtypes() -> None:
     assert "bf16 × bf16 → fp32" in note
 
 
-def test_other_recipes_force_theirs_and_say_so() -> None:
-    _, said = notes("recipe=fp8-hybrid", "matmul_dtype=bf16", "gradient_dtype=e5m2")
+def test_the_dtypes_of_bf16_have_no_effect_in_other_recipes() -> None:
+    _, said = notes("recipe=fp8-hybrid", "matmul_dtype=bf16")
     assert [n for n in said if "no effect" in n] == [
-        "matmul_dtype=bf16 has no effect: it is e4m3 in recipe fp8-hybrid. Leave it null, or set recipe=bf16."
+        "matmul_dtype=bf16 has no effect: it is an option of recipe=bf16. Leave it out."
     ]
-    _, said = notes("recipe=nvfp4", "matmul_dtype=e4m3", "gradient_dtype=bf16")
-    assert len([n for n in said if "no effect: it is e2m1 in recipe nvfp4" in n]) == 2
     assert not [n for n in notes("recipe=nvfp4")[1] if "no effect" in n]

@@ -28,9 +28,14 @@ RECIPE = """
 SUROGATE_API = ">=1,<2"
 from surogate_core import bundles, hookimpl
 
+class Made(bundles.Recipe):
+    name = "odd"
+    def linear(self, x, w, slot):
+        return (x @ w.t()) * float("nan")
+
 @hookimpl
 def surogate_recipe():
-    return bundles.Recipe(name="odd", linear=lambda x, w, slot, options: (x @ w.t()) * float("nan"))
+    return bundles.RecipeSpec(name="odd", build=lambda options, context: Made())
 """
 
 KERNELS = """

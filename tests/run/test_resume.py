@@ -223,9 +223,13 @@ def test_a_checkpoint_of_another_plugin_set_is_refused(
 
     source = (
         "from surogate_core import bundles, hookimpl\n"
+        "class Made(bundles.Recipe):\n"
+        "    name = 'plain'\n"
+        "    def linear(self, x, w, slot):\n"
+        "        return x @ w.t()\n"
         "@hookimpl\n"
         "def surogate_recipe():\n"
-        "    return bundles.Recipe(name='plain', linear=lambda x, w, slot, options: x @ w.t())\n"
+        "    return bundles.RecipeSpec(name='plain', build=lambda options, context: Made())\n"
     )
     run_here(tmp_path, *base, "max_steps=2")
     install_plugin("recipe-plain", source)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from surogate_model_qwen3.model import build
 from surogate_optimizer_adamw import surogate_optimizer
-from surogate_recipe_bf16 import surogate_recipe
+from surogate_recipe_bf16 import gemm
 from torch import Tensor
 
-from surogate_core.bundles import Kernel, KernelPack, Offloader, TensorKind
+from surogate_core.bundles import Kernel, KernelPack, OffloaderSpec, Stores, TensorKind
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
 
@@ -23,7 +23,7 @@ from surogate_core.testing import tiny
 torch.set_num_threads(1)
 
 REFERENCES_ONLY = KernelPack(name="none", kernels=tuple[Kernel, ...])
-BF16 = surogate_recipe()
+BF16 = gemm.BF16()
 ADAMW = surogate_optimizer()
 
 
@@ -99,13 +99,21 @@ class StrictStore:
         }
 
 
-def strict_offloader() -> tuple[Offloader, dict[str, StrictStore]]:
+class StrictStores(Stores):
+    """`StrictStore`s, which are kept by kind."""
+
+    def __init__(self, made: dict[str, StrictStore]):
+        self.made = made
+
+    def store(self, kind: TensorKind) -> StrictStore:
+        """A store of the kind."""
+        self.made[kind] = StrictStore(kind)
+        return self.made[kind]
+
+
+def strict_offloader() -> tuple[OffloaderSpec, dict[str, StrictStore]]:
     """An offloader of `StrictStore`s, and its stores by kind."""
     stores: dict[str, StrictStore] = {}
 
-    def store(kind: TensorKind, device: torch.device, options: Any) -> StrictStore:
-        stores[kind] = StrictStore(kind)
-        return stores[kind]
-
     kinds: frozenset[TensorKind] = frozenset({"weights", "residuals"})
-    return Offloader(name="strict", kinds=kinds, place="host", store=store), stores
+    return OffloaderSpec(name="strict", kinds=kinds, place="host", build=lambda *a: StrictStores(stores)), stores

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,23 +17,17 @@ from surogate_offload_disk.files import mapped
 from surogate_offload_disk.store import BUFFER, GradientStore, WeightStore
 from torch import Tensor
 
+from surogate_core.bundles import OffloaderSpec
 from surogate_core.errors import MachineError
 from surogate_core.testing import offloaders, tiny
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def in_directory(directory: Path) -> Any:
-    """The offloader, with its files in the directory whatever options it is called with."""
+def in_directory(directory: Path) -> OffloaderSpec:
+    """The offloader, with its files in this directory wherever it is to put them."""
     offloader = surogate_offloader()
-    options = offloader.prepare(None, str(directory))
-    allocate = offloader.allocate
-    assert allocate is not None
-    return replace(
-        offloader,
-        store=lambda kind, device, _: offloader.store(kind, device, options),
-        allocate=lambda kind, elements, dtype, device, _: allocate(kind, elements, dtype, device, options),
-    )
+    return replace(offloader, build=lambda options, _, device: offloader.build(options, str(directory), device))
 
 
 def mapped_files(directory: Path) -> int:

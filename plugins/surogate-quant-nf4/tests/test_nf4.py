@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from surogate_quant_nf4 import surogate_weight_format
-from surogate_quant_nf4.nf4 import CHUNK, VALUES, Layout, nbytes, pack, takes, unpack, unpack_reference
+from surogate_quant_nf4 import NF4Options, surogate_weight_format
+from surogate_quant_nf4.nf4 import CHUNK, NF4, UNPACKER, VALUES
 from torch import Tensor
 
-from surogate_core.bundles import WeightSettings
 from surogate_core.formats.adamw_8bit import dynamic_map
 
-PLAIN = WeightSettings(qlora_bnb_double_quant=False)
-NESTED = WeightSettings()
+PLAIN = NF4(NF4Options(double_quant=False))
+NESTED = NF4(NF4Options())
 
 # Recorded from bitsandbytes 0.50.2: quantize_4bit(weight(), blocksize=64, quant_type="nf4") on a CPU.
 CODES = (
@@ -30,14 +29,14 @@ def weight() -> Tensor:
     return (torch.sin(steps * steps) * sizes).view(4, 64).bfloat16()
 
 
-def unpacked(kept: Tensor, like: Tensor, settings: WeightSettings) -> Tensor:
+def unpacked(kept: Tensor, like: Tensor, nf4: NF4) -> Tensor:
     room = torch.empty_like(like)
-    unpack(kept, room, settings)
+    nf4.unpack(kept, room)
     return room
 
 
 def test_codes_and_absmax_are_those_of_bitsandbytes() -> None:
-    codes, absmax = Layout.of(256, PLAIN).parts(pack(weight(), PLAIN))
+    codes, absmax = PLAIN.layout(256).parts(PLAIN.pack(weight()))
     assert codes.numpy().tobytes().hex() == CODES
     assert absmax.tolist() == ABSMAX
 
@@ -48,12 +47,12 @@ def test_any_weight_has_the_codes_of_bitsandbytes() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = (torch.randn(512, 1024, generator=generator) * torch.rand(512, 1, generator=generator)).to(dtype)
         for block in (64, 128, 256, 512):
-            settings = WeightSettings(qlora_bnb_block_size=block, qlora_bnb_double_quant=False)
-            codes, absmax = Layout.of(x.numel(), settings).parts(pack(x, settings))
+            nf4 = NF4(NF4Options(block_size=block, double_quant=False))
+            codes, absmax = nf4.layout(x.numel()).parts(nf4.pack(x))
             theirs, state = functional.quantize_4bit(x, blocksize=block, quant_type="nf4")
             assert torch.equal(codes, theirs.view(-1))
             assert torch.equal(absmax, state.absmax)
-            assert torch.equal(unpacked(pack(x, settings), x, settings), functional.dequantize_4bit(theirs, state))
+            assert torch.equal(unpacked(nf4.pack(x), x, nf4), functional.dequantize_4bit(theirs, state))
 
 
 def test_each_value_gets_the_nearest_code_and_the_lower_in_the_middle() -> None:
@@ -62,7 +61,7 @@ def test_each_value_gets_the_nearest_code_and_the_lower_in_the_middle() -> None:
     above = torch.nextafter(middles, torch.tensor(2.0))
     # The absmax is 1, so that nothing is rounded on the way.
     x = torch.cat((values, middles, above, torch.zeros(18))).view(1, 64)
-    codes = Layout.of(64, PLAIN).parts(pack(x, PLAIN))[0]
+    codes = PLAIN.layout(64).parts(PLAIN.pack(x))[0]
     numbers = torch.stack((codes >> 4, codes & 15), dim=1).view(-1).tolist()
     assert numbers == [*range(16), *range(15), *range(1, 16), *[7] * 18]
 
@@ -71,11 +70,11 @@ def test_each_value_gets_the_nearest_code_and_the_lower_in_the_middle() -> None:
 def test_double_quantisation_rounds_the_absmax_to_the_nearest_of_the_map(block: int) -> None:
     generator = torch.Generator().manual_seed(block)
     x = torch.randn(600, 128, generator=generator) * torch.exp(torch.randn(600, 1, generator=generator))
-    settings = WeightSettings(qlora_bnb_block_size=block)
-    layout = Layout.of(x.numel(), settings)
-    codes, numbers, groups, offset = layout.parts(pack(x, settings))
-    plain = WeightSettings(qlora_bnb_block_size=block, qlora_bnb_double_quant=False)
-    plain_codes, absmax = Layout.of(x.numel(), plain).parts(pack(x, plain))
+    nf4 = NF4(NF4Options(block_size=block))
+    layout = nf4.layout(x.numel())
+    codes, numbers, groups, offset = layout.parts(nf4.pack(x))
+    plain = NF4(NF4Options(block_size=block, double_quant=False))
+    plain_codes, absmax = plain.layout(x.numel()).parts(plain.pack(x))
     assert torch.equal(codes, plain_codes)
     assert offset.item() == absmax.mean().item()
     rest = (absmax - absmax.mean()).split(256)
@@ -86,30 +85,30 @@ def test_double_quantisation_rounds_the_absmax_to_the_nearest_of_the_map(block: 
     assert torch.equal(chosen, distances.min(dim=1).values)
     expected = dynamic_map(signed=True)[numbers.long()] * groups.repeat_interleave(256)[: layout.blocks] + offset
     values = torch.tensor(VALUES)[torch.stack((codes >> 4, codes & 15), dim=1).view(-1).long()].view(-1, block)
-    assert torch.equal(unpacked(pack(x, settings), x, settings), (values * expected[:, None]).view(x.shape))
+    assert torch.equal(unpacked(nf4.pack(x), x, nf4), (values * expected[:, None]).view(x.shape))
 
 
 def test_bytes_of_a_large_weight() -> None:
     count = 4096 * 4096
-    assert nbytes(4096, 4096, PLAIN) * 8 / count == 4.5
-    assert nbytes(4096, 4096, NESTED) * 8 / count == pytest.approx(4.127, abs=1e-3)
-    wide = WeightSettings(qlora_bnb_block_size=512)
-    assert nbytes(4096, 4096, wide) < nbytes(4096, 4096, NESTED) < 0.26 * 2 * count
+    assert PLAIN.nbytes(4096, 4096) * 8 / count == 4.5
+    assert NESTED.nbytes(4096, 4096) * 8 / count == pytest.approx(4.127, abs=1e-3)
+    wide = NF4(NF4Options(block_size=512))
+    assert wide.nbytes(4096, 4096) < NESTED.nbytes(4096, 4096) < 0.26 * 2 * count
 
 
 def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(96, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
-    kept = pack(x, NESTED)
+    kept = NESTED.pack(x)
     found = unpacked(kept, x, NESTED)
     monkeypatch.setitem(CHUNK, "cpu", 512)
-    assert torch.equal(pack(x, NESTED), kept)
+    assert torch.equal(NESTED.pack(x), kept)
     assert torch.equal(unpacked(kept, x, NESTED), found)
 
 
-def test_it_names_the_keys_that_it_reads() -> None:
-    assert surogate_weight_format().keys == ("qlora_bnb_block_size", "qlora_bnb_double_quant")
-    assert surogate_weight_format().note(torch.device("cpu"), NESTED) is None
-    assert not takes(torch.empty(8, 8, dtype=torch.bfloat16))
+def test_it_is_built_with_its_options() -> None:
+    assert surogate_weight_format().build(NF4Options(block_size=256)).block == 256
+    assert NESTED.note(torch.device("cpu")) is None
+    assert not UNPACKER.takes(torch.empty(8, 8, dtype=torch.bfloat16))
 
 
 def hostile(shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -125,21 +124,20 @@ def hostile(shape: tuple[int, int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("block", [64, 512])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 72), (257, 4096), (96, 12288), (5, 2560), (128, 2056)], ids=str)
 def test_the_kernel_has_the_bits_of_the_reference(shape: tuple[int, int], block: int, double: bool) -> None:
-    settings = WeightSettings(qlora_bnb_block_size=block, qlora_bnb_double_quant=double)
-    layout = Layout.of(shape[0] * shape[1], settings)
+    nf4 = NF4(NF4Options(block_size=block, double_quant=double))
     for name, x in hostile(shape).items():
-        kept = pack(x.bfloat16().cuda(), settings)
+        kept = nf4.pack(x.bfloat16().cuda())
         panel = torch.full((shape[0] + 1, shape[1] + 64), 7.0, dtype=torch.bfloat16, device="cuda")
         room = panel[:-1, : shape[1]]
-        assert takes(room)
-        unpack(kept, room, settings)
+        assert UNPACKER.takes(room)
+        nf4.unpack(kept, room)
         expected = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        unpack_reference(kept, expected, layout)
+        nf4.unpack_reference(kept, expected)
         torch.testing.assert_close(room, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
         room.fill_(7.0)
         assert bool((panel == 7).all()), f"{name}: writes outside of the room"
         on_cpu = torch.empty(shape, dtype=torch.bfloat16)
-        unpack_reference(kept.cpu(), on_cpu, layout)
+        nf4.unpack_reference(kept.cpu(), on_cpu)
         torch.testing.assert_close(
             on_cpu, expected.cpu(), rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from surogate_quant_nvfp4 import surogate_weight_format
-from surogate_quant_nvfp4.nvfp4 import CHUNK, nbytes, pack, parts, takes, unpack, unpack_reference
+from surogate_quant_nvfp4 import NVFP4Options, surogate_weight_format
+from surogate_quant_nvfp4.nvfp4 import CHUNK, NVFP4, UNPACKER, parts_of
 from torch import Tensor
 
-from surogate_core.bundles import WeightSettings
 from surogate_core.formats import fp4
 
-SIX = WeightSettings(qlora_four_over_six=False)
-FOUR = WeightSettings()
+SIX = NVFP4(NVFP4Options(four_over_six=False))
+FOUR = NVFP4(NVFP4Options())
 
 
 def weight(outputs: int, inputs: int) -> Tensor:
@@ -22,7 +21,7 @@ def weight(outputs: int, inputs: int) -> Tensor:
 
 def test_codes_and_scales_are_those_of_the_definition() -> None:
     x = weight(24, 64)
-    codes, scales, decode = parts(pack(x, SIX), 24, 64)
+    codes, scales, decode = parts_of(SIX.pack(x), 24, 64)
     s_enc = torch.tensor(448.0 * 6) / x.abs().amax()
     assert decode.item() == (1 / s_enc).item()
     amax = x.view(24, 4, 16).abs().amax(-1)
@@ -33,19 +32,19 @@ def test_codes_and_scales_are_those_of_the_definition() -> None:
     found = fp4.values(fp4.unpaired(codes)).view(24, 4, 16)
     assert torch.equal((scaled.clamp(-6, 6) - found).abs(), distance)
     room = torch.empty_like(x)
-    unpack(pack(x, SIX), room, SIX)
+    SIX.unpack(SIX.pack(x), room)
     assert torch.equal(room, (found * scales.float()[..., None] * decode).view(24, 64))
 
 
 def test_four_over_six_never_has_the_larger_error() -> None:
     x = weight(32, 128)
-    kept = pack(x, FOUR)
+    kept = FOUR.pack(x)
     room = torch.empty_like(x)
-    unpack(kept, room, FOUR)
+    FOUR.unpack(kept, room)
     errors = (room - x).view(32, 8, 16).double().square().sum(-1)
     s_enc = torch.tensor(1536.0) / x.abs().amax()
     tiles = x.view(32, 8, 16)
-    _, chosen, _ = parts(kept, 32, 128)
+    _, chosen, _ = parts_of(kept, 32, 128)
     of_four = 0
     for factor in (1.0, 1.5):
         scales = (tiles.abs().amax(-1) / 6 * s_enc * factor).to(torch.float8_e4m3fn).float()
@@ -57,18 +56,18 @@ def test_four_over_six_never_has_the_larger_error() -> None:
 
 
 def test_bytes_of_a_large_weight() -> None:
-    assert nbytes(4096, 4096, FOUR) * 8 / 4096**2 == pytest.approx(4.5, abs=1e-4)
-    assert surogate_weight_format().keys == ("qlora_four_over_six",)
-    assert not takes(torch.empty(8, 8, dtype=torch.bfloat16))
+    assert FOUR.nbytes(4096, 4096) * 8 / 4096**2 == pytest.approx(4.5, abs=1e-4)
+    assert not surogate_weight_format().build(NVFP4Options(four_over_six=False)).four_over_six
+    assert not UNPACKER.takes(torch.empty(8, 8, dtype=torch.bfloat16))
 
 
 def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = weight(40, 72).bfloat16()
-    kept, room, again = pack(x, FOUR), torch.empty_like(x), torch.empty_like(x)
-    unpack(kept, room, FOUR)
+    kept, room, again = FOUR.pack(x), torch.empty_like(x), torch.empty_like(x)
+    FOUR.unpack(kept, room)
     monkeypatch.setitem(CHUNK, "cpu", 1)
-    assert torch.equal(pack(x, FOUR), kept)
-    unpack(kept, again, FOUR)
+    assert torch.equal(FOUR.pack(x), kept)
+    FOUR.unpack(kept, again)
     assert torch.equal(room, again)
 
 
@@ -79,13 +78,13 @@ def test_the_kernel_has_the_bits_of_the_reference(shape: tuple[int, int]) -> Non
     spoilt = x.clone()
     spoilt[0, 0] = torch.nan
     for name, value in {"random": x, "huge": x * 1e30, "tiny": x * 1e-38, "zero": x * 0, "NaN": spoilt}.items():
-        kept = pack(value.bfloat16().cuda(), FOUR)
+        kept = FOUR.pack(value.bfloat16().cuda())
         panel = torch.full((shape[0] + 1, shape[1] + 64), 7.0, dtype=torch.bfloat16, device="cuda")
         room = panel[:-1, : shape[1]]
-        assert takes(room)
-        unpack(kept, room, FOUR)
+        assert UNPACKER.takes(room)
+        FOUR.unpack(kept, room)
         expected = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        unpack_reference(kept, expected)
+        FOUR.unpack_reference(kept, expected)
         torch.testing.assert_close(room, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
         room.fill_(7.0)
         assert bool((panel == 7).all()), f"{name}: writes outside of the room"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from surogate_recipe_bf16 import linear, surogate_recipe
+from surogate_recipe_bf16 import BF16Options, surogate_recipe
+from surogate_recipe_bf16.gemm import BF16
 
-from surogate_core.dsl.slots import LinearSlot
+from surogate_core.bundles import RecipeContext
+from surogate_core.dsl.slots import TracedSlot
 from surogate_core.testing import tiny
 
-SLOT = LinearSlot(
+SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, group="qkv", adapter=None, index=0
 )
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -25,7 +27,7 @@ def test_product_and_its_gradients(dtype: torch.dtype, tokens: int, scale: float
     x = (torch.randn(tokens, SLOT.inputs, generator=generator) * scale).to(dtype).requires_grad_()
     weight = torch.randn(SLOT.outputs, SLOT.inputs, generator=generator).to(dtype).requires_grad_()
     dy = torch.randn(tokens, SLOT.outputs, generator=generator).to(dtype)
-    y = linear(x, weight, SLOT, None)
+    y = BF16().linear(x, weight, SLOT)
     y.backward(dy)
     wide_x, wide_weight, wide_dy = (t.detach().double() for t in (x, weight, dy))
     assert y.dtype == dtype
@@ -38,14 +40,14 @@ def test_columns_in_any_order_of_memory() -> None:
     x = torch.randn(SLOT.inputs, 5).t()
     weight = torch.randn(SLOT.inputs, SLOT.outputs).t()
     torch.testing.assert_close(
-        linear(x, weight, SLOT, None), linear(x.contiguous(), weight.contiguous(), SLOT, None), rtol=1e-5, atol=1e-5
+        BF16().linear(x, weight, SLOT), BF16().linear(x.contiguous(), weight.contiguous(), SLOT), rtol=1e-5, atol=1e-5
     )
 
 
 def test_it_is_offered_under_its_name_and_runs_anywhere() -> None:
     recipe = surogate_recipe()
     assert recipe.name == "bf16"
-    assert recipe.linear is linear
+    assert isinstance(recipe.build(BF16Options(), RecipeContext(device=torch.device("cpu"), dtype="bf16")), BF16)
     assert recipe.unavailable(torch.device("cpu")) is None
 
 

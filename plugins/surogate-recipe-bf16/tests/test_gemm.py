@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from surogate_recipe_bf16 import linear, surogate_recipe
-from surogate_recipe_bf16.gemm import COMBINATIONS, DTYPES, Prepared, round_to
+from surogate_recipe_bf16 import surogate_recipe
+from surogate_recipe_bf16.gemm import COMBINATIONS, DTYPES, RoundedOperands, round_to
 from torch import Tensor
 
-from surogate_core.bundles import RecipeSettings
+from surogate_core.bundles import Recipe, RecipeContext
 from surogate_core.dsl.slots import TracedSlot
 from surogate_core.testing import tiny
 
@@ -30,13 +31,12 @@ EVERY = [
 ]
 
 
-def prepared(matmul: str | None, gradient: str | None, model: str) -> Prepared | None:
-    settings = RecipeSettings(matmul_dtype=matmul, gradient_dtype=gradient, model_dtype=model)
-    recipe = surogate_recipe()
-    found: Prepared | None = recipe.prepare(recipe.options(), settings, CPU)
-    assert recipe.plain_with(found) == (found is None)
-    assert (recipe.note(found) is None) == (found is None)
-    return found
+def built(matmul: str | None, gradient: str | None, model: Any) -> Recipe:
+    spec = surogate_recipe()
+    options = spec.options(matmul_dtype=matmul, gradient_dtype=gradient)
+    recipe = spec.build(options, RecipeContext(device=CPU, dtype=model))
+    assert recipe.plain == (recipe.note is None) == (not isinstance(recipe, RoundedOperands))
+    return recipe
 
 
 def nearest(x: Tensor, dtype: str) -> Tensor:
@@ -54,14 +54,14 @@ def nearest(x: Tensor, dtype: str) -> Tensor:
 
 @pytest.mark.parametrize(("matmul", "gradient", "model"), EVERY)
 def test_products_are_those_of_the_rounded_operands(matmul: str, gradient: str, model: str) -> None:
-    options = prepared(matmul, gradient, model)
+    recipe = built(matmul, gradient, model)
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
         (torch.randn(shape, generator=generator) * scale).to(MODEL[model])
         for shape, scale in (((33, 96), 3.0), ((40, 96), 0.1), ((33, 40), 0.01))
     )
     x_leaf, w_leaf = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = linear(x_leaf, w_leaf, SLOT, options)
+    y = recipe.linear(x_leaf, w_leaf, SLOT)
     y.backward(dy)
     assert x_leaf.grad is not None
     assert w_leaf.grad is not None
@@ -96,8 +96,8 @@ def test_the_combinations_are_six_and_each_is_used() -> None:
     ],
 )
 def test_what_null_means(given: tuple[str | None, str | None, str], expected: tuple[str, str] | None) -> None:
-    found = prepared(*given)
-    assert (None if found is None else (found.matmul, found.gradient)) == expected
+    recipe = built(*given)
+    assert ((recipe.matmul, recipe.gradient) if isinstance(recipe, RoundedOperands) else None) == expected
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("e4m3", 448.0), ("e5m2", 57344.0)])
@@ -109,8 +109,7 @@ def test_values_beyond_a_format_saturate_and_nan_stays(dtype: str, largest: floa
 
 
 def test_the_run_says_what_it_multiplies_in_and_that_fp8_is_emulated() -> None:
-    recipe = surogate_recipe()
-    wide, narrow = recipe.note(prepared("bf16", None, "fp32")), recipe.note(prepared("e4m3", "e5m2", "bf16"))
+    wide, narrow = built("bf16", None, "fp32").note, built("e4m3", "e5m2", "bf16").note
     assert wide == "recipe bf16 multiplies in bf16 × bf16 → fp32, backward in bf16 × bf16 → fp32."
     assert narrow is not None
     assert narrow.startswith("EMULATED FP8")
@@ -129,8 +128,7 @@ def test_a_model_trains_and_recomputation_changes_no_bit(
         engine = tiny.engine(
             lora=tiny.lora() if adapters else None,
             dtype=MODEL[model],
-            recipe=surogate_recipe(),
-            recipe_options=prepared(matmul, gradient, model),
+            recipe=built(matmul, gradient, model),
             optimizer=tiny.ADAMW,
             recompute=block,
         )

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_recipe_fp8 import FP8Options, surogate_recipe
-from surogate_recipe_fp8.gemm import linear, pack
+from surogate_recipe_fp8 import FP8Options
+from surogate_recipe_fp8.gemm import FP8Hybrid
+from surogate_recipe_fp8.panels import ScaledPanels
 from torch import Tensor
 
-from surogate_core.bundles import Kernel, KernelPack, RecipeSettings
+from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.slots import LinearSlot, Panel, TracedSlot
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import Engine
@@ -26,10 +27,10 @@ from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import KernelTable, references
 from surogate_core.testing import tiny
 
-RECIPE = surogate_recipe()
-OPTIONS = RECIPE.prepare(FP8Options(), RecipeSettings(fp8_amax_history=3), torch.device("cpu"))
+RECIPE = FP8Hybrid.of(FP8Options(amax_history=3), "no FP8")
 # What a device that multiplies FP8 would say; the products of this one are the reference's.
-NATIVE = replace(RECIPE, scaled_margin=lambda options: options.margin)
+NATIVE = FP8Hybrid(native=False, margin=0, history=3, note="")
+NATIVE.panel_op = ScaledPanels(0)
 SHAPE = PanelShape(inputs=256, outputs=(512, 256), rank=16, scale=2.0, dropout=0.25, salts=(3, 5), frozen=False)
 CONFIG = {
     **tiny.CONFIG,
@@ -87,7 +88,7 @@ def test_a_panel_is_the_recipes_products_and_the_adapters(delayed: bool, dropout
                 name="a", module="a", inputs=256, outputs=outputs, bias=False, group="qkv", adapter=None, index=number
             )
             traced = TracedSlot.of(slot, seed=None, row=tensors[number], packed=True)
-            y = linear(x, pack(weights[number], slot, OPTIONS), traced, OPTIONS)
+            y = RECIPE.linear(x, RECIPE.pack(weights[number], slot), traced)
             a, b = tensors[2 + 2 * number : 4 + 2 * number]
             dropped = ops.dropout(x, seed, salt=shape.salts[number], p=dropout) if dropout else x
             found.append(y + shape.scale * (dropped @ a.t() @ b.t()))
@@ -114,7 +115,6 @@ def engine(panels: bool) -> Engine:
         lora=tiny.lora(16),
         packs=[TORCH_PACK, PACK] if panels else [TORCH_PACK],
         recipe=NATIVE,
-        recipe_options=OPTIONS,
     )
 
 
@@ -163,7 +163,6 @@ def planned(config: dict[str, Any], first: int) -> dict[str, tuple[Panel, ...]]:
     return plan_panels(
         found,
         recipe=NATIVE,
-        recipe_options=OPTIONS,
         plain=plain_layers(found, first=first, last=0),
         kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK, PACK]),
         dtype=torch.float32,

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from surogate_recipe_fp8.gemm import Prepared, pack, unpack
+from surogate_recipe_fp8.gemm import FP8Hybrid, unpack
 from surogate_recipe_fp8.rounding import rounded as rounded_by_recipe
 from surogate_recipe_fp8.scaling import DelayedScaling
 from torch import Tensor
@@ -18,7 +18,7 @@ from surogate_core.formats.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, FP32_MAX, 
 
 MILLION = 1_000_000
 HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]
-PREPARED = Prepared(native=False, margin=0, history=1, note="")
+RECIPE = FP8Hybrid(native=False, margin=0, history=1, note="")
 SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
 
 
@@ -152,13 +152,10 @@ def test_the_update_is_in_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_packed_weight_holds_both_layouts(dtype: torch.dtype) -> None:
     from surogate_recipe_fp8 import FP8Options
-    from surogate_recipe_fp8.gemm import Prepared
 
-    from surogate_core.bundles import RecipeSettings
-
-    options = Prepared.of(FP8Options(), RecipeSettings(), torch.device("cpu"), "no FP8")
+    options = FP8Hybrid.of(FP8Options(), "no FP8")
     weight = torch.randn(SLOT.outputs, SLOT.inputs, generator=torch.Generator().manual_seed(4)).to(dtype)
-    packed = pack(weight, SLOT, options)
+    packed = options.pack(weight, SLOT)
     codes_OI, codes_IO, inverse = unpack(packed, SLOT.outputs, SLOT.inputs)
     scale = np.float32(448) / weight.abs().max().float().numpy()
     assert inverse.item() == np.float32(1) / scale
@@ -193,7 +190,7 @@ def test_the_smallest_normal_numbers_are_those_of_the_formats() -> None:
 def test_what_a_report_calls_rounded_is_what_the_formats_hold(role: str, kind: torch.dtype) -> None:
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[0] = 0
-    values, beyond = rounded_by_recipe(x, role, PREPARED)
+    values, beyond = rounded_by_recipe(x, role, RECIPE.margin)
     limit = magnitudes(kind)[-1]
     scale = np.float32(limit) / x.abs().max().numpy()
     codes = rounded((x * torch.tensor(scale)).numpy().ravel(), kind)
@@ -206,6 +203,6 @@ def test_what_a_report_calls_rounded_is_what_the_formats_hold(role: str, kind: t
 def test_without_room_nothing_and_with_infinity_one_value_is_cut_off() -> None:
     x = torch.full((2, 16), 3.0)
     x[1, 3] = torch.inf
-    values, beyond = rounded_by_recipe(x, "activation", PREPARED)
+    values, beyond = rounded_by_recipe(x, "activation", RECIPE.margin)
     assert beyond.nonzero().tolist() == [[1, 3]]
     assert values[1, 3] == E4M3_MAX  # no scale can be made of infinity: 1

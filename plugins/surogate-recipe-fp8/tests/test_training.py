@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from surogate_recipe_fp8 import FP8Options, surogate_recipe
-from surogate_recipe_fp8.gemm import Prepared, linear, multiply, pack
+from surogate_recipe_fp8.gemm import FP8Hybrid, multiply
 from torch import Tensor
 
-from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
@@ -22,10 +21,11 @@ from surogate_core.formats.fp8 import E4M3, E5M2, quantise
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import tiny
+from surogate_core.testing.recipes import built
 
 CPU = torch.device("cpu")
-RECIPE = surogate_recipe()
-OPTIONS = RECIPE.prepare(FP8Options(), RecipeSettings(fp8_amax_history=3), CPU)
+SPEC = surogate_recipe()
+RECIPE = built(SPEC, CPU, FP8Options(amax_history=3))
 SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
@@ -50,9 +50,9 @@ def test_products_are_of_the_quantised_operands(delayed: bool, frozen: bool) -> 
     used = [100.0, own[1] if frozen else 3000.0, 2e9] if delayed else own
     row = (torch.tensor(used) if delayed else torch.zeros(3)).requires_grad_()
     slot = TracedSlot.of(SLOT, seed=None, row=row, packed=frozen)
-    weight = pack(w, SLOT, OPTIONS) if frozen else w.clone().requires_grad_()
+    weight = RECIPE.pack(w, SLOT) if frozen else w.clone().requires_grad_()
     x_leaf = x.clone().requires_grad_()
-    y = linear(x_leaf, weight, slot, OPTIONS)
+    y = RECIPE.linear(x_leaf, weight, slot)
     y.backward(dy)
     xq, wq = dequantised(x, E4M3, used[0]), dequantised(w, E4M3, used[1])
     dyq = dequantised(dy, E5M2, used[2])
@@ -69,7 +69,7 @@ def test_an_infinite_activation_saturates_and_is_observed() -> None:
     x, w, dy = operands()
     x[0, 0] = torch.inf
     row = torch.full((3,), 64.0, requires_grad=True)
-    y = linear(x.requires_grad_(), w.requires_grad_(), TracedSlot.of(SLOT, seed=None, row=row, packed=False), OPTIONS)
+    y = RECIPE.linear(x.requires_grad_(), w.requires_grad_(), TracedSlot.of(SLOT, seed=None, row=row, packed=False))
     y.backward(dy)
     assert y.isfinite().all()
     assert row.grad is not None
@@ -82,7 +82,7 @@ def snapshot(engine: Engine) -> State:
 
 @cache
 def made_once(mode: str, fp8: bool, block: bool, plain_first: int, plain_last: int) -> tuple[Engine, State]:
-    recipe = {"recipe": RECIPE, "recipe_options": OPTIONS} if fp8 else {}
+    recipe = {"recipe": RECIPE} if fp8 else {}
     layers = {"plain_first": plain_first, "plain_last": plain_last}
     made = tiny.engine(lora=MODES[mode], optimizer=tiny.ADAMW, recompute=block, **recipe, **layers)
     return made, snapshot(made)
@@ -206,7 +206,6 @@ def test_the_plan_counts_packed_weights_and_scales() -> None:
         tiny.TinyModel(tiny.CONFIG),
         settings=made.settings,
         recipe=RECIPE,
-        recipe_options=OPTIONS,
         objective=tiny.CROSS_ENTROPY,
         optimizer=tiny.ADAMW,
         offloader=NO_OFFLOAD,
@@ -226,26 +225,26 @@ def test_which_gpus_multiply_natively(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda")
-    assert (RECIPE.unavailable(device) is None) == native
-    assert RECIPE.prepare(FP8Options(), RecipeSettings(), device).native == native
+    assert (SPEC.unavailable(device) is None) == native
+    assert built(SPEC, device).native == native
     if not native:
         expected = (
             r"recipe\.emulate=never: SM86 has no FP8 products, SM89 and newer have\. Fix: set recipe\.emulate=auto"
         )
         with pytest.raises(MachineError, match=expected) as info:
-            RECIPE.prepare(FP8Options(emulate="never"), RecipeSettings(), device)
+            built(SPEC, device, FP8Options(emulate="never"))
         assert "\n" not in str(info.value)
 
 
 def test_where_it_runs() -> None:
-    assert "EMULATED FP8 (cpu has no FP8 products)" in (RECIPE.note(OPTIONS) or "")
-    assert "no FP8 products" in (RECIPE.unavailable(CPU) or "")
+    assert "EMULATED FP8 (cpu has no FP8 products)" in (RECIPE.note or "")
+    assert "no FP8 products" in (SPEC.unavailable(CPU) or "")
     with pytest.raises(MachineError, match=r"recipe\.emulate=never: cpu has no FP8 products.*Fix: set"):
-        RECIPE.prepare(FP8Options(emulate="never"), RecipeSettings(), CPU)
-    here = Prepared.of(FP8Options(), RecipeSettings(), torch.device("cuda"), None)
+        built(SPEC, CPU, FP8Options(emulate="never"))
+    here = FP8Hybrid.of(FP8Options(), None)
     assert here.native
     assert "EMULATED" not in here.note
-    forced = Prepared.of(FP8Options(emulate="always"), RecipeSettings(), torch.device("cuda"), None)
+    forced = FP8Hybrid.of(FP8Options(emulate="always"), None)
     assert not forced.native
     assert "EMULATED FP8 (recipe.emulate=always)" in forced.note
 

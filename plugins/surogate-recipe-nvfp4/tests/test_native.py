@@ -10,14 +10,14 @@ from __future__ import annotations
 import pytest
 import torch
 from surogate_recipe_nvfp4 import NVFP4Options, native, surogate_recipe
-from surogate_recipe_nvfp4.gemm import Coded, Prepared, Rounded, linear, operand, pack, wide_product
+from surogate_recipe_nvfp4.gemm import NVFP4, Coded, Rounded, operand, wide_product
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.formats.nvfp4 import Operand
 from surogate_core.testing import tiny
+from surogate_core.testing.recipes import built
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -91,10 +91,10 @@ def test_native_and_emulated_products_agree(monkeypatch: pytest.MonkeyPatch, fro
     x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((32, 64), (160, 64), (32, 160)))
     results = []
     for is_native in (False, True):
-        options = Prepared(native=is_native, **settings)  # type: ignore[arg-type]
+        recipe = NVFP4(native=is_native, **settings)  # type: ignore[arg-type]
         traced = TracedSlot.of(slot, seed=torch.tensor(3, dtype=torch.int32), row=None, packed=frozen)
         leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = linear(leaf, pack(w, slot, options) if frozen else weight, traced, options)
+        y = recipe.linear(leaf, recipe.pack(w, slot) if frozen else weight, traced)
         y.backward(dy)
         results.append([y.detach(), leaf.grad, weight.grad])
     for emulated, found in zip(*results, strict=True):
@@ -108,10 +108,10 @@ def test_native_and_emulated_products_agree(monkeypatch: pytest.MonkeyPatch, fro
 def test_sides_that_tensor_cores_do_not_take_are_emulated() -> None:
     assert native.fits(4096, 64, 96)
     assert not native.fits(4096, 64, 100)
-    options = Prepared(native=True, four_over_six=True, stochastic=False, note="")
+    recipe = NVFP4(native=True, four_over_six=True, stochastic=False, note="")
     slot = LinearSlot(name="q", module="q", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=1)
     traced = TracedSlot.of(slot, seed=None, row=None, packed=False)
-    y = linear(torch.randn(20, 40), torch.randn(24, 40), traced, options)
+    y = recipe.linear(torch.randn(20, 40), torch.randn(24, 40), traced)
     assert y.isfinite().all()
 
 
@@ -143,5 +143,6 @@ def test_an_emulated_product_on_a_gpu_is_wide() -> None:
 
 def test_the_recipe_prepares_native_products_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    options = surogate_recipe().prepare(NVFP4Options(emulate="never"), RecipeSettings(), torch.device("cuda"))
-    assert options.native
+    recipe = built(surogate_recipe(), torch.device("cuda"), NVFP4Options(emulate="never"))
+    assert isinstance(recipe, NVFP4)
+    assert recipe.native

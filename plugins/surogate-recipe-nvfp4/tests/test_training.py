@@ -9,20 +9,29 @@ from typing import Any
 import pytest
 import torch
 from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe, unavailable
-from surogate_recipe_nvfp4.gemm import FIRST_SALT, linear, pack, unpack
+from surogate_recipe_nvfp4.gemm import FIRST_SALT, NVFP4, unpack
 from torch import Tensor
 
-from surogate_core.bundles import RecipeSettings
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import MachineError, UserError
 from surogate_core.formats.nvfp4 import BLOCK, hadamard, quantise
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny
+from surogate_core.testing.recipes import built
 
 CPU = torch.device("cpu")
-RECIPE = surogate_recipe()
-OPTIONS = RECIPE.prepare(NVFP4Options(), RecipeSettings(), CPU)
+
+
+def recipe_on(device: torch.device, **options: Any) -> NVFP4:
+    """The recipe with these options."""
+    recipe = built(surogate_recipe(), device, NVFP4Options(**options))
+    assert isinstance(recipe, NVFP4)
+    return recipe
+
+
+SPEC = surogate_recipe()
+RECIPE = recipe_on(CPU)
 SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=5)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
@@ -46,12 +55,12 @@ def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) 
     """1×16 blocks along the inner dimension, 16×16 for the weight; Hadamard and no four-over-six for dW alone."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((20, 40), (24, 40), (20, 24)))
-    options = RECIPE.prepare(NVFP4Options(), RecipeSettings(no_fp4_stochastic_rounding=not stochastic), CPU)
+    recipe = recipe_on(CPU, nearest_gradients=not stochastic)
     seed = torch.tensor(123, dtype=torch.int32)
     slot = TracedSlot.of(SLOT, seed=seed, row=None, packed=frozen)
-    weight = pack(w, SLOT, options) if frozen else w.clone().requires_grad_()
+    weight = recipe.pack(w, SLOT) if frozen else w.clone().requires_grad_()
     leaf = x.clone().requires_grad_()
-    y = linear(leaf, weight, slot, options)
+    y = recipe.linear(leaf, weight, slot)
     y.backward(dy)
     wq = wide(w, square=True, four_over_six=True)
     assert tiny.relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
@@ -70,15 +79,15 @@ def test_four_over_six_can_be_turned_off() -> None:
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(0))
     slot = TracedSlot.of(SLOT, seed=None, row=None, packed=False)
     w = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
-    options = RECIPE.prepare(NVFP4Options(four_over_six=False), RecipeSettings(), CPU)
+    six = recipe_on(CPU, four_over_six=False)
     expected = wide(x, square=False, four_over_six=False) @ wide(w, square=True, four_over_six=False).t()
-    assert tiny.relative_error(linear(x, w, slot, options), expected) < 1e-6
-    assert tiny.relative_error(linear(x, w, slot, OPTIONS), expected) > 1e-3
+    assert tiny.relative_error(six.linear(x, w, slot), expected) < 1e-6
+    assert tiny.relative_error(RECIPE.linear(x, w, slot), expected) > 1e-3
 
 
 def test_a_packed_weight_holds_it_and_its_transpose() -> None:
     w = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
-    packed = pack(w, SLOT, OPTIONS)
+    packed = RECIPE.pack(w, SLOT)
     expected = wide(w, square=True, four_over_six=True)
     for transposed, shape in ((False, (24, 40)), (True, (40, 24))):
         found = unpack(packed, 24, 40, transposed=transposed).rounded(*shape)
@@ -93,8 +102,7 @@ def snapshot(engine: Engine) -> State:
 
 @cache
 def made_once(mode: str, fp4: bool, block: bool, stochastic: bool) -> tuple[Engine, State]:
-    options = RECIPE.prepare(NVFP4Options(), RecipeSettings(no_fp4_stochastic_rounding=not stochastic), CPU)
-    recipe = {"recipe": RECIPE, "recipe_options": options} if fp4 else {}
+    recipe = {"recipe": recipe_on(CPU, nearest_gradients=not stochastic)} if fp4 else {}
     parts = {"build": tiny.SmallModel, "optimizer": tiny.ADAMW, "lora": MODES[mode], **recipe}
     made = tiny.engine(tiny.SMALL_CONFIG, recompute=block, **parts)
     return made, snapshot(made)
@@ -150,18 +158,18 @@ def test_rounding_to_nearest_is_another_run() -> None:
 def test_a_model_with_attention(mode: str) -> None:
     """At a rate at which eight steps do not learn two rows by heart, where every digit counts."""
     parts = {"lora": MODES[mode], "optimizer": tiny.ADAMW}
-    made = [tiny.engine(recipe=RECIPE, recipe_options=OPTIONS, **parts), tiny.engine(**parts)]
+    made = [tiny.engine(recipe=RECIPE, **parts), tiny.engine(**parts)]
     fp4, plain = (train(one, range(8), lr=1e-3) for one in made)
     assert [loss for loss, _ in fp4] == pytest.approx([loss for loss, _ in plain], rel=0.15)
 
 
 def test_where_it_runs() -> None:
-    assert "EMULATED NVFP4 (cpu has no NVFP4 products" in (RECIPE.note(OPTIONS) or "")
-    assert "emulated" in (RECIPE.unavailable(CPU) or "")
+    assert "EMULATED NVFP4 (cpu has no NVFP4 products" in (RECIPE.note or "")
+    assert "emulated" in (SPEC.unavailable(CPU) or "")
     with pytest.raises(
         MachineError, match=r"recipe\.emulate=never: cpu has.*SM100.*Fix: set recipe\.emulate=auto"
     ) as info:
-        RECIPE.prepare(NVFP4Options(emulate="never"), RecipeSettings(), CPU)
+        recipe_on(CPU, emulate="never")
     assert "\n" not in str(info.value)
     assert "fp8-hybrid" not in str(info.value), "it would be refused too"
 
@@ -173,20 +181,19 @@ def test_which_gpus_multiply_natively(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda")
     assert (unavailable(device) is None) == native
-    prepared = RECIPE.prepare(NVFP4Options(), RecipeSettings(), device)
-    assert prepared.native == native
-    assert ("EMULATED" in prepared.note) == (not native)
-    assert ("torch's scaled_mm, which is cuBLASLt" in prepared.note) == native
-    assert not RECIPE.prepare(NVFP4Options(emulate="always"), RecipeSettings(), device).native
+    recipe = recipe_on(device)
+    assert recipe.native == native
+    assert ("EMULATED" in recipe.note) == (not native)
+    assert ("torch's scaled_mm, which is cuBLASLt" in recipe.note) == native
+    assert not recipe_on(device, emulate="always").native
     if not native:
         with pytest.raises(MachineError, match=f"SM{capability[0]}{capability[1]} has no NVFP4 products") as info:
-            RECIPE.prepare(NVFP4Options(emulate="never"), RecipeSettings(), device)
+            recipe_on(device, emulate="never")
         assert ("recipe=fp8-hybrid" in str(info.value)) == (capability >= (8, 9))
 
 
 def test_a_backend_that_torch_lacks_is_refused_where_it_would_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = RecipeSettings(fp4_backend="cudnn")
-    assert "fp4_backend=cudnn has no effect" in RECIPE.prepare(NVFP4Options(), settings, CPU).note
+    assert "fp4_backend=cudnn has no effect" in (recipe_on(CPU, backend="cudnn").note or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with pytest.raises(UserError, match=r"fp4_backend=cudnn: .*Fix: leave fp4_backend at cutlass"):
-        RECIPE.prepare(NVFP4Options(), settings, torch.device("cuda"))
+        recipe_on(torch.device("cuda"), backend="cudnn")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from surogate_core.bundles import Stores, TensorKind
 from surogate_offload_disk.files import mapped
 
 BUFFER = 64 * 2**20
@@ -94,7 +95,7 @@ class WeightStore:
     live.
     """
 
-    def __init__(self, device: torch.device, directory: str | None):
+    def __init__(self, device: torch.device, directory: str):
         self._device, self._directory = device, directory
         self._lane = _Lane(device) if device.type == "cuda" else None
         self._homes: dict[str, tuple[Tensor, ...]] = {}
@@ -158,7 +159,7 @@ class GradientStore(WeightStore):
     The first micro-step of an optimizer step reads none and starts from zeros.
     """
 
-    def __init__(self, device: torch.device, directory: str | None):
+    def __init__(self, device: torch.device, directory: str):
         super().__init__(device, directory)
         self._zeros = False
         self._begun: set[int] = set()
@@ -206,3 +207,19 @@ class GradientStore(WeightStore):
         """Wait until the sums are in their files."""
         while self._leaving:
             self._leaving.pop(0).result()
+
+
+class DiskStores(Stores):
+    """A run's tensors in files of one directory."""
+
+    def __init__(self, directory: str, device: torch.device):
+        self._directory, self._device = directory, device
+
+    def store(self, kind: TensorKind) -> WeightStore:
+        """The store of weights or gradients."""
+        return (GradientStore if kind == "gradients" else WeightStore)(self._device, self._directory)
+
+    def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One file twice: no GPU can address it."""
+        tensor = mapped(elements * dtype.itemsize, self._directory).view(dtype)
+        return tensor, tensor

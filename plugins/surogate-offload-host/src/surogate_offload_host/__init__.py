@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+
+    from surogate_offload_host.store import HostStores
 
 SUROGATE_API = ">=1,<2"
 
@@ -20,29 +21,20 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_offloader() -> bundles.Offloader:
+def surogate_offloader() -> bundles.OffloaderSpec:
     """Every kind of tensor in pinned host memory."""
-    return bundles.Offloader(
+    return bundles.OffloaderSpec(
         name="host",
         kinds=frozenset({"weights", "residuals", "gradients", "master", "optimizer"}),
         place="host",
-        store=_store,
-        allocate=_allocate,
+        build=build,
+        allocates=True,
     )
 
 
-def _store(kind: bundles.TensorKind, device: torch.device, options: Any) -> bundles.Store:
+def build(options: bundles.NoOptions, directory: str, device: torch.device) -> HostStores:
+    """Stores in the memory of the host."""
     # torch is imported when the engine is built, not when a configuration is checked.
-    from surogate_offload_host.store import GradientStore, ResidualStore, WeightStore
+    from surogate_offload_host.store import HostStores
 
-    stores = {"residuals": ResidualStore, "gradients": GradientStore}
-    return stores.get(kind, WeightStore)(device)
-
-
-def _allocate(
-    kind: bundles.TensorKind, elements: int, dtype: torch.dtype, device: torch.device, options: Any
-) -> tuple[Tensor, Tensor]:
-    from surogate_offload_host.memory import HostBlock
-
-    block = HostBlock(elements * dtype.itemsize, device)
-    return block.on_device.view(dtype), block.on_host.view(dtype)
+    return HostStores(device)

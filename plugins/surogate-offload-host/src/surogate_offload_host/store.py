@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from surogate_core.bundles import FLAT_ALIGNMENT
+from surogate_core.bundles import FLAT_ALIGNMENT, Stores, TensorKind
 from surogate_offload_host.memory import HostBlock
 
 _ALIGNMENT = 256
@@ -335,3 +335,20 @@ class GradientStore(WeightStore):
         if self._leaving is not None:
             self._out.join(self._leaving.mark)
             self._leaving = None
+
+
+class HostStores(Stores):
+    """A run's tensors in the memory of the host."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def store(self, kind: TensorKind) -> WeightStore:
+        """The store of weights, residuals or gradients."""
+        stores = {"residuals": ResidualStore, "gradients": GradientStore}
+        return stores.get(kind, WeightStore)(self._device)
+
+    def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One block of host memory, as the device and as the CPU address it."""
+        block = HostBlock(elements * dtype.itemsize, self._device)
+        return block.on_device.view(dtype), block.on_host.view(dtype)

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from surogate_core import bundles, hookimpl
+from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
-    import torch
+    from surogate_quant_fp8.fp8 import FP8
 
 SUROGATE_API = ">=1,<2"
 
 
-def note(device: torch.device, settings: bundles.WeightSettings) -> str | None:
-    """What slows the format down on the device, or None."""
-    if device.type != "cuda":
-        return None
-    from surogate_core.kernels.native import missing_cupy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8Options:
+    """Options of the weight format fp8."""
 
-    reason = missing_cupy()
-    return None if reason is None else f"weights are unpacked from FP8 by plain torch, which is slow. {reason}"
+    block_size: Annotated[Literal[32, 64, 128, 256], Flat("qlora_block_size", essential=True)] = 128
+    """Side of a block that shares a scale."""
 
 
 @hookimpl
-def surogate_weight_format() -> bundles.WeightFormat:
+def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
+    return bundles.WeightFormatSpec(name="fp8", flag="qlora_fp8", build=build, options=FP8Options, adopts=("fp8",))
 
+
+def build(options: FP8Options) -> FP8:
+    """The format with its options."""
     # torch is imported when the format is used, not when it is listed.
-    def nbytes(*arguments: Any) -> int:
-        from surogate_quant_fp8.fp8 import nbytes
+    from surogate_quant_fp8.fp8 import FP8
 
-        return nbytes(*arguments)
-
-    def pack(*arguments: Any) -> Any:
-        from surogate_quant_fp8.fp8 import pack
-
-        return pack(*arguments)
-
-    def unpack(*arguments: Any) -> None:
-        from surogate_quant_fp8.fp8 import unpack
-
-        unpack(*arguments)
-
-    def adopt(*arguments: Any) -> Any:
-        from surogate_quant_fp8.fp8 import adopt
-
-        return adopt(*arguments)
-
-    return bundles.WeightFormat(
-        name="fp8", nbytes=nbytes, pack=pack, unpack=unpack, adopt=adopt, keys=("qlora_block_size",), note=note
-    )
+    return FP8(options)

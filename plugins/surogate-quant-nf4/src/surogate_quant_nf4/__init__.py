@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from surogate_core import bundles, hookimpl
+from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
-    import torch
+    from surogate_quant_nf4.nf4 import NF4
 
 SUROGATE_API = ">=1,<2"
 
 
-def note(device: torch.device, settings: bundles.WeightSettings) -> str | None:
-    """What slows the format down on the device, or None."""
-    if device.type != "cuda":
-        return None
-    from surogate_core.kernels.native import missing_cupy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NF4Options:
+    """Options of the weight format nf4."""
 
-    reason = missing_cupy()
-    return None if reason is None else f"weights are unpacked from NF4 by plain torch, which is slow. {reason}"
+    block_size: Annotated[Literal[64, 128, 256, 512], Flat("qlora_bnb_block_size", essential=True)] = 64
+    """Values that share an absmax."""
+    double_quant: Annotated[bool, Flat("qlora_bnb_double_quant", essential=True)] = True
+    """Keep the absmax in 8 bits, in groups of 256."""
 
 
 @hookimpl
-def surogate_weight_format() -> bundles.WeightFormat:
+def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
+    return bundles.WeightFormatSpec(name="nf4", flag="qlora_bnb", build=build, options=NF4Options)
 
-    def nbytes(*arguments: Any) -> int:
-        from surogate_quant_nf4.nf4 import nbytes
 
-        return nbytes(*arguments)
-
+def build(options: NF4Options) -> NF4:
+    """The format with its options."""
     # torch is imported when the format is used, not when it is listed.
-    def pack(*arguments: Any) -> Any:
-        from surogate_quant_nf4.nf4 import pack
+    from surogate_quant_nf4.nf4 import NF4
 
-        return pack(*arguments)
-
-    def unpack(*arguments: Any) -> None:
-        from surogate_quant_nf4.nf4 import unpack
-
-        unpack(*arguments)
-
-    return bundles.WeightFormat(
-        name="nf4",
-        nbytes=nbytes,
-        pack=pack,
-        unpack=unpack,
-        keys=("qlora_bnb_block_size", "qlora_bnb_double_quant"),
-        note=note,
-    )
+    return NF4(options)

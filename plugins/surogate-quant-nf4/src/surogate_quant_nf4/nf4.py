@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.bundles import WeightSettings
+from surogate_core.bundles import WeightFormat
 from surogate_core.formats.adamw_8bit import dynamic_map
-from surogate_core.kernels.native import Module, Sources, missing_cupy
+from surogate_core.kernels.native import Sources
+from surogate_core.kernels.unpacking import Unpacker
+
+if TYPE_CHECKING:
+    from surogate_quant_nf4 import NF4Options
 
 VALUES = (
     -1.0,
@@ -51,13 +56,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Values that are worked on at a time: a core's cache, or what fills a GPU."""
 SMALLEST = 1e-38
 """Least absmax that is divided by."""
-THREADS = 256
-VECTOR = 8
-"""Values of a thread; as in the source."""
-ROWS = 4
-
-# Compiled as it is: by CuPy's own way numbers below 2⁻¹²⁶ would become 0.
-_MODULE = Module(Sources.of(__file__, "surogate_native"), "unpack_nf4", specific=True)
+UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nf4", title="NF4")
 _tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
@@ -91,20 +90,15 @@ class Layout:
         """Bytes of the weight."""
         return sum(-(-size // 16) * 16 for size in self.sizes)
 
-    def parts(self, kept: Tensor) -> list[Tensor]:
+    def parts(self, packed: Tensor) -> list[Tensor]:
         """Views of the parts: the codes, and (absmax codes, group absmax, offset) or (absmax,)."""
         found, offset = [], 0
         for number, size in enumerate(self.sizes):
-            part = kept[offset : offset + size]
+            part = packed[offset : offset + size]
             narrow = number == 0 or (self.double and number == 1)
             found.append(part if narrow else part.view(torch.float32))
             offset += -(-size // 16) * 16
         return found
-
-    @classmethod
-    def of(cls, count: int, settings: WeightSettings) -> Layout:
-        """The layout of a weight of so many values."""
-        return cls(count, settings.qlora_bnb_block_size, settings.qlora_bnb_double_quant)
 
 
 def _borders(values: Tensor) -> Tensor:
@@ -118,39 +112,6 @@ def _quantise(x_BK: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.bucketize(scaled, _borders(values), out_int32=True).to(torch.uint8), absmax_B
 
 
-def nbytes(outputs: int, inputs: int, settings: WeightSettings) -> int:
-    """Bytes of a weight."""
-    return Layout.of(outputs * inputs, settings).nbytes
-
-
-def pack(weight_OI: Tensor, settings: WeightSettings) -> Tensor:
-    """[bytes] uint8 of a weight in any float dtype."""
-    layout = Layout.of(weight_OI.numel(), settings)
-    device = weight_OI.device
-    kept = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-    codes, *parts = layout.parts(kept)
-    values = torch.tensor(VALUES, device=device)
-    flat = weight_OI.reshape(-1)
-    absmax_B = parts[0] if not layout.double else torch.empty(layout.blocks, device=device)
-    step = CHUNK.get(device.type, 1 << 20)
-    for first in range(0, layout.count, step):
-        x = flat[first : first + step].float()
-        x_BK = pad(x, (0, -len(x) % layout.block)).view(-1, layout.block)
-        numbers, absmax = _quantise(x_BK, values)
-        pairs = numbers.view(-1, 2)[: -(-len(x) // 2)]
-        codes[first // 2 : first // 2 + len(pairs)] = (pairs[:, 0] << 4) | pairs[:, 1]
-        absmax_B[first // layout.block : first // layout.block + len(absmax)] = absmax
-    if layout.double:
-        absmax_codes, group_absmax, offset = parts
-        offset[0] = absmax_B.mean()
-        rest = absmax_B - offset
-        groups = pad(rest, (0, -len(rest) % GROUP)).view(-1, GROUP)
-        numbers, absmax = _quantise(groups, dynamic_map(signed=True).to(device))
-        absmax_codes.copy_(numbers.view(-1)[: layout.blocks])
-        group_absmax.copy_(absmax)
-    return kept
-
-
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """The values of both maps on the device; made once, so that graphs may be captured."""
     if device not in _tables:
@@ -158,60 +119,86 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     return _tables[device]
 
 
-def unpack(kept: Tensor, room_OI: Tensor, settings: WeightSettings) -> None:
-    """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
-    layout = Layout.of(room_OI.numel(), settings)
-    if takes(room_OI) and missing_cupy() is None:
-        _launch(kept, room_OI, layout)
-    else:
-        unpack_reference(kept, room_OI, layout)
+class NF4(WeightFormat):
+    """The format with one size of blocks, and with or without double quantisation."""
 
+    name = "nf4"
 
-def unpack_reference(kept: Tensor, room_OI: Tensor, layout: Layout) -> None:
-    """In plain torch: value · absmax in fp32, then rounded to the room's dtype."""
-    codes, *parts = layout.parts(kept)
-    values, map_values = _constants(kept.device)
-    if layout.double:
-        absmax_codes, group_absmax, offset = parts
-        wide = group_absmax.repeat_interleave(GROUP)[: layout.blocks]
-        absmax_B = map_values[absmax_codes.int()] * wide + offset
-    else:
-        absmax_B = parts[0]
-    outputs, inputs = room_OI.shape
-    # Chunks of whole rows that begin with a block.
-    step = layout.block // math.gcd(inputs, layout.block)
-    step *= max(1, CHUNK.get(kept.device.type, 1 << 20) // (inputs * step))
-    for row in range(0, outputs, step):
-        rows = min(step, outputs - row)
-        first, count = row * inputs, rows * inputs
-        part = codes[first // 2 : -(-(first + count) // 2)]
-        x = values[torch.stack((part >> 4, part & 15), dim=1).view(-1).int()]
-        x_BK = pad(x, (0, -len(x) % layout.block)).view(-1, layout.block)
-        begin = first // layout.block
-        x_BK = x_BK * absmax_B[begin : begin + len(x_BK), None]
-        room_OI[row : row + rows].copy_(x_BK.view(-1)[:count].view(rows, inputs))
+    def __init__(self, options: NF4Options):
+        self.block, self.double = options.block_size, options.double_quant
 
+    def layout(self, count: int) -> Layout:
+        """The layout of a weight of that many values."""
+        return Layout(count, self.block, self.double)
 
-def takes(room_OI: Tensor) -> bool:
-    """Whether the kernel writes such a room: bf16 on a GPU, in pieces of 16 bytes."""
-    aligned = room_OI.shape[1] % VECTOR == 0 and room_OI.stride(0) % VECTOR == 0 and room_OI.data_ptr() % 16 == 0
-    return room_OI.device.type == "cuda" and room_OI.dtype == torch.bfloat16 and room_OI.stride(1) == 1 and aligned
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a weight."""
+        return self.layout(outputs * inputs).nbytes
 
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """[bytes] uint8 of a weight in any float dtype."""
+        layout = self.layout(weight_OI.numel())
+        device = weight_OI.device
+        packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        codes, *parts = layout.parts(packed)
+        values = torch.tensor(VALUES, device=device)
+        flat = weight_OI.reshape(-1)
+        absmax_B = parts[0] if not layout.double else torch.empty(layout.blocks, device=device)
+        step = CHUNK.get(device.type, 1 << 20)
+        for first in range(0, layout.count, step):
+            x = flat[first : first + step].float()
+            x_BK = pad(x, (0, -len(x) % layout.block)).view(-1, layout.block)
+            numbers, absmax = _quantise(x_BK, values)
+            pairs = numbers.view(-1, 2)[: -(-len(x) // 2)]
+            codes[first // 2 : first // 2 + len(pairs)] = (pairs[:, 0] << 4) | pairs[:, 1]
+            absmax_B[first // layout.block : first // layout.block + len(absmax)] = absmax
+        if layout.double:
+            absmax_codes, group_absmax, offset = parts
+            offset[0] = absmax_B.mean()
+            rest = absmax_B - offset
+            groups = pad(rest, (0, -len(rest) % GROUP)).view(-1, GROUP)
+            numbers, absmax = _quantise(groups, dynamic_map(signed=True).to(device))
+            absmax_codes.copy_(numbers.view(-1)[: layout.blocks])
+            group_absmax.copy_(absmax)
+        return packed
 
-def _launch(kept: Tensor, room_OI: Tensor, layout: Layout) -> None:
-    codes, *parts = layout.parts(kept)
-    outputs, inputs = room_OI.shape
-    _, map_values = _constants(kept.device)
-    absmax = (*parts, map_values) if layout.double else (parts[0],)
-    _MODULE.launch(
-        "unpack_nf4_nested" if layout.double else "unpack_nf4",
-        (-(-inputs // (THREADS * VECTOR)), -(-outputs // ROWS)),
-        THREADS,
-        codes,
-        *absmax,
-        np.int32(layout.block.bit_length() - 1),
-        room_OI,
-        room_OI.stride(0),
-        np.int32(outputs),
-        np.int32(inputs),
-    )
+    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
+        """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
+        if UNPACKER.runs(room_OI):
+            layout = self.layout(room_OI.numel())
+            codes, *parts = layout.parts(packed)
+            _, map_values = _constants(packed.device)
+            absmax = (*parts, map_values) if layout.double else (parts[0],)
+            function = "unpack_nf4_nested" if layout.double else "unpack_nf4"
+            UNPACKER.launch(function, (codes, *absmax, np.int32(layout.block.bit_length() - 1)), room_OI)
+        else:
+            self.unpack_reference(packed, room_OI)
+
+    def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
+        """In plain torch: value · absmax in fp32, then rounded to the room's dtype."""
+        layout = self.layout(room_OI.numel())
+        codes, *parts = layout.parts(packed)
+        values, map_values = _constants(packed.device)
+        if layout.double:
+            absmax_codes, group_absmax, offset = parts
+            wide = group_absmax.repeat_interleave(GROUP)[: layout.blocks]
+            absmax_B = map_values[absmax_codes.int()] * wide + offset
+        else:
+            absmax_B = parts[0]
+        outputs, inputs = room_OI.shape
+        # Chunks of whole rows that begin with a block.
+        step = layout.block // math.gcd(inputs, layout.block)
+        step *= max(1, CHUNK.get(packed.device.type, 1 << 20) // (inputs * step))
+        for row in range(0, outputs, step):
+            rows = min(step, outputs - row)
+            first, count = row * inputs, rows * inputs
+            part = codes[first // 2 : -(-(first + count) // 2)]
+            x = values[torch.stack((part >> 4, part & 15), dim=1).view(-1).int()]
+            x_BK = pad(x, (0, -len(x) % layout.block)).view(-1, layout.block)
+            begin = first // layout.block
+            x_BK = x_BK * absmax_B[begin : begin + len(x_BK), None]
+            room_OI[row : row + rows].copy_(x_BK.view(-1)[:count].view(rows, inputs))
+
+    def note(self, device: torch.device) -> str | None:
+        """What slows the format down on the device, or None."""
+        return UNPACKER.note(device)

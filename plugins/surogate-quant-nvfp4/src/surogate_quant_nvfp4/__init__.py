@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from surogate_core import bundles, hookimpl
+from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
-    import torch
+    from surogate_quant_nvfp4.nvfp4 import NVFP4
 
 SUROGATE_API = ">=1,<2"
 
 
-def note(device: torch.device, settings: bundles.WeightSettings) -> str | None:
-    """What slows the format down on the device, or None."""
-    if device.type != "cuda":
-        return None
-    from surogate_core.kernels.native import missing_cupy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NVFP4Options:
+    """Options of the weight format nvfp4."""
 
-    reason = missing_cupy()
-    return None if reason is None else f"weights are unpacked from NVFP4 by plain torch, which is slow. {reason}"
+    four_over_six: Annotated[bool, Flat("qlora_four_over_six", essential=True)] = True
+    """Scale a block to 4 instead of 6 where that makes the squared error smaller."""
 
 
 @hookimpl
-def surogate_weight_format() -> bundles.WeightFormat:
+def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
-
-    # torch is imported when the format is used, not when it is listed.
-    def nbytes(*arguments: Any) -> int:
-        from surogate_quant_nvfp4.nvfp4 import nbytes
-
-        return nbytes(*arguments)
-
-    def pack(*arguments: Any) -> Any:
-        from surogate_quant_nvfp4.nvfp4 import pack
-
-        return pack(*arguments)
-
-    def unpack(*arguments: Any) -> None:
-        from surogate_quant_nvfp4.nvfp4 import unpack
-
-        unpack(*arguments)
-
-    def adopt(*arguments: Any) -> Any:
-        from surogate_quant_nvfp4.nvfp4 import adopt
-
-        return adopt(*arguments)
-
-    return bundles.WeightFormat(
-        name="nvfp4", nbytes=nbytes, pack=pack, unpack=unpack, adopt=adopt, keys=("qlora_four_over_six",), note=note
+    return bundles.WeightFormatSpec(
+        name="nvfp4", flag="qlora_fp4", build=build, options=NVFP4Options, adopts=("nvfp4",)
     )
+
+
+def build(options: NVFP4Options) -> NVFP4:
+    """The format with its options."""
+    # torch is imported when the format is used, not when it is listed.
+    from surogate_quant_nvfp4.nvfp4 import NVFP4
+
+    return NVFP4(options)

@@ -12,15 +12,20 @@ Suffixes: O outputs, I inputs, Q inputs up to the next multiple of 16, B blocks 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.bundles import WeightSettings
+from surogate_core.bundles import WeightFormat
 from surogate_core.formats import fp4
-from surogate_core.kernels.native import Module, Sources, missing_cupy
+from surogate_core.kernels.native import Sources
+from surogate_core.kernels.unpacking import Unpacker
+
+if TYPE_CHECKING:
+    from surogate_quant_nvfp4 import NVFP4Options
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -28,13 +33,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Values that are worked on at a time, or one row: a core's cache, or what fills a GPU."""
-THREADS = 256
-VECTOR = 8
-"""Values of a thread; as in the source."""
-ROWS = 4
-
-# Compiled as it is: by CuPy's own way numbers below 2⁻¹²⁶ would become 0.
-_MODULE = Module(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", specific=True)
+UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4")
 
 
 def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:
@@ -42,16 +41,11 @@ def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:
     return outputs * blocks * BLOCK // 2, outputs * blocks, 4
 
 
-def nbytes(outputs: int, inputs: int, settings: WeightSettings) -> int:
-    """Bytes of a weight."""
-    return sum(-(-size // 16) * 16 for size in _sizes(outputs, inputs))
-
-
-def parts(kept: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+def parts_of(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the codes [O, Q/2], the scales [O, B] and 1 / s_enc [1]."""
     views, offset = [], 0
     for size in _sizes(outputs, inputs):
-        views.append(kept[offset : offset + size])
+        views.append(packed[offset : offset + size])
         offset += -(-size // 16) * 16
     codes, scales, decode = views
     return codes.view(outputs, -1), scales.view(E4M3).view(outputs, -1), decode.view(torch.float32)
@@ -96,72 +90,63 @@ def _quantise(x_OBK: Tensor, s_enc: Tensor, four_over_six: bool) -> tuple[Tensor
     return torch.where(take_four[..., None], to_four, to_six), scales
 
 
-def pack(weight_OI: Tensor, settings: WeightSettings) -> Tensor:
-    """[bytes] uint8 of a weight in any float dtype."""
-    outputs, inputs = weight_OI.shape
-    device = weight_OI.device
-    kept = torch.zeros(nbytes(outputs, inputs, settings), dtype=torch.uint8, device=device)
-    codes, scales, decode = parts(kept, outputs, inputs)
-    strips = list(_strips(outputs, inputs, device))
-    amax = torch.stack([weight_OI[rows].abs().amax() for rows in strips]).amax().float()
-    s_enc = _encode_scale(amax, 1536.0 if settings.qlora_four_over_six else E4M3_MAX * fp4.LARGEST)
-    decode[0] = 1 / s_enc
-    for rows in strips:
-        x = pad(weight_OI[rows].float(), (0, -inputs % BLOCK))
-        found, found_scales = _quantise(x.view(len(x), -1, BLOCK), s_enc, settings.qlora_four_over_six)
-        codes[rows] = fp4.pairs(found.flatten(1))
-        scales[rows] = found_scales
-    # E2M1 knows neither infinity nor NaN; a weight that has one must not look sound.
-    decode.copy_(torch.where(amax.isfinite(), decode, torch.nan))
-    return kept
+class NVFP4(WeightFormat):
+    """The format with or without four-over-six."""
 
+    name = "nvfp4"
 
-def adopt(tensors: Mapping[str, Tensor], settings: WeightSettings) -> Tensor:
-    """What `pack` makes, of the codes [O, I/2], scales [O, I/16] and decode (0-d) of a checkpoint."""
-    codes = tensors["codes"]
-    outputs, inputs = codes.shape[0], 2 * codes.shape[1]
-    kept = torch.zeros(nbytes(outputs, inputs, settings), dtype=torch.uint8, device=codes.device)
-    for own, theirs in zip(parts(kept, outputs, inputs), (codes, tensors["scales"], tensors["decode"]), strict=True):
-        own.copy_(theirs)
-    return kept
+    def __init__(self, options: NVFP4Options):
+        self.four_over_six = options.four_over_six
 
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a weight."""
+        return sum(-(-size // 16) * 16 for size in _sizes(outputs, inputs))
 
-def unpack(kept: Tensor, room_OI: Tensor, settings: WeightSettings) -> None:
-    """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
-    if takes(room_OI) and missing_cupy() is None:
-        _launch(kept, room_OI)
-    else:
-        unpack_reference(kept, room_OI)
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """[bytes] uint8 of a weight in any float dtype."""
+        outputs, inputs = weight_OI.shape
+        device = weight_OI.device
+        packed = torch.zeros(self.nbytes(outputs, inputs), dtype=torch.uint8, device=device)
+        codes, scales, decode = parts_of(packed, outputs, inputs)
+        strips = list(_strips(outputs, inputs, device))
+        amax = torch.stack([weight_OI[rows].abs().amax() for rows in strips]).amax().float()
+        s_enc = _encode_scale(amax, 1536.0 if self.four_over_six else E4M3_MAX * fp4.LARGEST)
+        decode[0] = 1 / s_enc
+        for rows in strips:
+            x = pad(weight_OI[rows].float(), (0, -inputs % BLOCK))
+            found, found_scales = _quantise(x.view(len(x), -1, BLOCK), s_enc, self.four_over_six)
+            codes[rows] = fp4.pairs(found.flatten(1))
+            scales[rows] = found_scales
+        # E2M1 knows neither infinity nor NaN; a weight that has one must not look sound.
+        decode.copy_(torch.where(amax.isfinite(), decode, torch.nan))
+        return packed
 
+    def adopt(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """What `pack` makes, of the codes [O, I/2], scales [O, I/16] and decode (0-d) of a checkpoint."""
+        codes = parts["codes"]
+        outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+        packed = torch.zeros(self.nbytes(outputs, inputs), dtype=torch.uint8, device=codes.device)
+        theirs = codes, parts["scales"], parts["decode"]
+        for own, given in zip(parts_of(packed, outputs, inputs), theirs, strict=True):
+            own.copy_(given)
+        return packed
 
-def unpack_reference(kept: Tensor, room_OI: Tensor) -> None:
-    """In plain torch: code · scale, which is exact, times 1 / s_enc in fp32, then rounded to the room's dtype."""
-    outputs, inputs = room_OI.shape
-    codes, scales, decode = parts(kept, outputs, inputs)
-    for rows in _strips(outputs, inputs, kept.device):
-        x = fp4.values(fp4.unpaired(codes[rows])) * scales[rows].float().repeat_interleave(BLOCK, 1)
-        room_OI[rows].copy_((x * decode)[:, :inputs])
+    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
+        """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
+        if UNPACKER.runs(room_OI):
+            codes, scales, decode = parts_of(packed, *room_OI.shape)
+            UNPACKER.launch("unpack_nvfp4", (codes, scales, decode, np.int32(scales.shape[1] * BLOCK)), room_OI)
+        else:
+            self.unpack_reference(packed, room_OI)
 
+    def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
+        """In plain torch: code · scale, which is exact, times 1 / s_enc in fp32, then rounded to the room's dtype."""
+        outputs, inputs = room_OI.shape
+        codes, scales, decode = parts_of(packed, outputs, inputs)
+        for rows in _strips(outputs, inputs, packed.device):
+            x = fp4.values(fp4.unpaired(codes[rows])) * scales[rows].float().repeat_interleave(BLOCK, 1)
+            room_OI[rows].copy_((x * decode)[:, :inputs])
 
-def takes(room_OI: Tensor) -> bool:
-    """Whether the kernel writes such a room: bf16 on a GPU, in pieces of 16 bytes."""
-    aligned = room_OI.shape[1] % VECTOR == 0 and room_OI.stride(0) % VECTOR == 0 and room_OI.data_ptr() % 16 == 0
-    return room_OI.device.type == "cuda" and room_OI.dtype == torch.bfloat16 and room_OI.stride(1) == 1 and aligned
-
-
-def _launch(kept: Tensor, room_OI: Tensor) -> None:
-    outputs, inputs = room_OI.shape
-    codes, scales, decode = parts(kept, outputs, inputs)
-    _MODULE.launch(
-        "unpack_nvfp4",
-        (-(-inputs // (THREADS * VECTOR)), -(-outputs // ROWS)),
-        THREADS,
-        codes,
-        scales,
-        decode,
-        np.int32(scales.shape[1] * BLOCK),
-        room_OI,
-        room_OI.stride(0),
-        np.int32(outputs),
-        np.int32(inputs),
-    )
+    def note(self, device: torch.device) -> str | None:
+        """What slows the format down on the device, or None."""
+        return UNPACKER.note(device)

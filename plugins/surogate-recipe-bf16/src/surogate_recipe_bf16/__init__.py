@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from surogate_core import bundles, hookimpl
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from surogate_core.dsl.slots import TracedSlot
-    from surogate_recipe_bf16.gemm import Prepared
+from surogate_core.bundles import Flat
 
 SUROGATE_API = ">=1,<2"
 
 
-def linear(x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot, options: Prepared | None) -> Tensor:
-    """y = x Wᵀ in the dtype of x and W, summed in fp32 by the GEMM. `options`: other dtypes of the operands."""
-    if options is None:
-        return x_NI @ weight_OI.t()
-    from surogate_recipe_bf16.gemm import linear
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BF16Options:
+    """Options of `recipe=bf16`."""
 
-    return linear(x_NI, weight_OI, slot, options)
-
-
-def prepare(options: Any, settings: bundles.RecipeSettings, device: torch.device) -> Prepared | None:
-    """The dtypes of the run's products, or None where they are the model's."""
-    if settings.matmul_dtype is None and settings.gradient_dtype is None:
-        return None
-    # torch is imported when the recipe is used, not when it is listed.
-    from surogate_recipe_bf16.gemm import Prepared
-
-    return Prepared.of(settings)
+    matmul_dtype: Annotated[Literal["fp32", "bf16", "e4m3"] | None, Flat("matmul_dtype")] = None
+    """Dtype that both operands of a projection are rounded to; null is the model's."""
+    gradient_dtype: Annotated[Literal["fp32", "bf16", "e5m2"] | None, Flat("gradient_dtype")] = None
+    """Dtype of the backward products, e4m3 beside e5m2; null is `matmul_dtype`, bf16 where that is e4m3."""
 
 
 @hookimpl
@@ -42,14 +28,14 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_recipe() -> bundles.Recipe:
+def surogate_recipe() -> bundles.RecipeSpec:
     """The recipe."""
-    return bundles.Recipe(
-        name="bf16",
-        linear=linear,
-        plain=True,
-        plain_with=lambda prepared: prepared is None,
-        dtypes=None,
-        prepare=prepare,
-        note=lambda prepared: None if prepared is None else prepared.note,
-    )
+    return bundles.RecipeSpec(name="bf16", build=build, options=BF16Options)
+
+
+def build(options: BF16Options, context: bundles.RecipeContext) -> bundles.Recipe:
+    """The plain product, or one of operands that are rounded to other dtypes than the model's."""
+    # torch is imported when the recipe is used, not when it is listed.
+    from surogate_recipe_bf16.gemm import BF16, RoundedOperands
+
+    return RoundedOperands.of(options, context.dtype) or BF16()

@@ -6,7 +6,6 @@ e4m3 × e4m3 → fp32 or bf16, e4m3 × e5m2 → bf16. C is the model's dtype, su
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +13,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from surogate_core.bundles import Recipe
+
 if TYPE_CHECKING:
-    from surogate_core.bundles import RecipeSettings
     from surogate_core.dsl.slots import TracedSlot
+    from surogate_recipe_bf16 import BF16Options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8 = {DTYPES["e4m3"]: 448.0, DTYPES["e5m2"]: 57344.0}
@@ -34,45 +35,49 @@ COMBINATIONS = frozenset(
 """(A, B, C) of every product that there is; the configuration refuses the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """The dtypes of a run's products."""
+class BF16(Recipe):
+    """y = x Wᵀ in the dtype of x and W, summed in fp32 by the GEMM."""
 
-    matmul: str
-    """Of both operands of x Wᵀ."""
-    gradient: str
-    """Of dy; x and W are rounded to the same in the backward products, or to e4m3 beside e5m2."""
-    model: str
+    name = "bf16"
+    plain = True
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+        """[N, O] in the dtype of both."""
+        return x_NI @ weight_OI.t()
+
+
+class RoundedOperands(Recipe):
+    """Products of operands that are rounded to other dtypes than the model's."""
+
+    name = "bf16"
+
+    def __init__(self, *, matmul: str, gradient: str, model: str):
+        """`matmul`: dtype of both operands of x Wᵀ. `gradient`: dtype of dy. `model`: dtype of the results."""
+        self.matmul, self.gradient, self.model = matmul, gradient, model
+        self.beside = "e4m3" if gradient == "e5m2" else gradient
+        """What x and W are rounded to beside dy."""
+        assert {(matmul, matmul, model), (self.beside, gradient, model)} <= COMBINATIONS, (matmul, gradient, model)
+        self.note = (
+            f"recipe bf16 multiplies in {matmul} × {matmul} → {model}, "
+            f"backward in {self.beside} × {gradient} → {model}."
+        )
+        if "e4m3" in (matmul, self.beside):
+            how = "EMULATED FP8 without scales: values are rounded, products are fp32, slower than bf16."
+            self.note = f"{how} {self.note}"
 
     @classmethod
-    def of(cls, settings: RecipeSettings) -> Prepared | None:
+    def of(cls, options: BF16Options, model: str) -> RoundedOperands | None:
         """None where every product is in the dtype of what is given."""
-        model = settings.model_dtype
-        if model is None or (settings.matmul_dtype is None and settings.gradient_dtype is None):
+        if options.matmul_dtype is None and options.gradient_dtype is None:
             return None
-        matmul = settings.matmul_dtype or model
-        gradient = settings.gradient_dtype or ("bf16" if matmul == "e4m3" else matmul)
-        if matmul == gradient == model:
-            return None
-        prepared = cls(matmul=matmul, gradient=gradient, model=model)
-        assert {(matmul, matmul, model), (prepared.beside, gradient, model)} <= COMBINATIONS, prepared
-        return prepared
+        matmul = options.matmul_dtype or model
+        gradient = options.gradient_dtype or ("bf16" if matmul == "e4m3" else matmul)
+        return None if matmul == gradient == model else cls(matmul=matmul, gradient=gradient, model=model)
 
-    @property
-    def beside(self) -> str:
-        """What x and W are rounded to beside dy."""
-        return "e4m3" if self.gradient == "e5m2" else self.gradient
-
-    @property
-    def note(self) -> str:
-        """What the run says."""
-        text = (
-            f"recipe bf16 multiplies in {self.matmul} × {self.matmul} → {self.model}, "
-            f"backward in {self.beside} × {self.gradient} → {self.model}."
-        )
-        if "e4m3" in (self.matmul, self.beside):
-            return f"EMULATED FP8 without scales: values are rounded, products are fp32, slower than bf16. {text}"
-        return text
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+        """[N, O] in the model's dtype, which x and W have."""
+        y_NO: Tensor = _Linear.apply(x_NI, weight_OI, self)
+        return y_NO
 
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
@@ -92,25 +97,19 @@ def multiply(a_MK: Tensor, b_NK: Tensor, out: torch.dtype) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, options: Prepared) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, recipe: RoundedOperands) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
-        ctx.options = options
-        return multiply(round_to(x_NI, options.matmul), round_to(weight_OI, options.matmul), x_NI.dtype)
+        ctx.recipe = recipe
+        return multiply(round_to(x_NI, recipe.matmul), round_to(weight_OI, recipe.matmul), x_NI.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
-        options: Prepared = ctx.options
-        dy = round_to(dy_NO, options.gradient)
-        dx_NI = multiply(dy, round_to(weight_OI, options.beside).t(), x_NI.dtype)
+        recipe: RoundedOperands = ctx.recipe
+        dy = round_to(dy_NO, recipe.gradient)
+        dx_NI = multiply(dy, round_to(weight_OI, recipe.beside).t(), x_NI.dtype)
         dweight_OI = None
         if ctx.needs_input_grad[1]:
-            dweight_OI = multiply(dy.t(), round_to(x_NI, options.beside).t(), weight_OI.dtype)
+            dweight_OI = multiply(dy.t(), round_to(x_NI, recipe.beside).t(), weight_OI.dtype)
         return dx_NI, dweight_OI, None
-
-
-def linear(x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
-    """y = x Wᵀ in the model's dtype, which x and W have."""
-    y_NO: Tensor = _Linear.apply(x_NI, weight_OI, options)
-    return y_NO

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Interval
 
 from surogate_core import bundles, hookimpl
+from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
     import torch
 
+    from surogate_recipe_fp8.gemm import FP8Hybrid
 
 SUROGATE_API = ">=1,<2"
 
@@ -20,6 +24,8 @@ class FP8Options:
 
     emulate: Literal["auto", "never", "always"] = "auto"
     """auto emulates where the hardware lacks FP8; never refuses to; always emulates everywhere."""
+    amax_history: Annotated[int, Interval(ge=1, le=2**16), Flat("fp8_amax_history", essential=True)] = 1024
+    """Optimizer steps whose largest absolute values decide a scale."""
     margin: int = 0
     """Scales are divided by 2^margin, which leaves room for values to grow between steps."""
 
@@ -43,45 +49,20 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_recipe() -> bundles.Recipe:
+def surogate_recipe() -> bundles.RecipeSpec:
     """The recipe."""
-
-    # torch is imported when the recipe is used, not when it is listed.
-    def linear(*arguments: Any) -> Any:
-        from surogate_recipe_fp8.gemm import linear
-
-        return linear(*arguments)
-
-    def prepare(options: FP8Options, settings: bundles.RecipeSettings, device: torch.device) -> Any:
-        from surogate_recipe_fp8.gemm import Prepared
-
-        return Prepared.of(options, settings, device, unavailable(device))
-
-    def state(slots: int, device: torch.device, prepared: Any) -> bundles.RecipeState:
-        from surogate_recipe_fp8.scaling import DelayedScaling
-
-        return DelayedScaling(slots, history=prepared.history, margin=prepared.margin, device=device)
-
-    def pack(*arguments: Any) -> Any:
-        from surogate_recipe_fp8.gemm import pack
-
-        return pack(*arguments)
-
-    def rounded(*arguments: Any) -> Any:
-        from surogate_recipe_fp8.rounding import rounded
-
-        return rounded(*arguments)
-
-    return bundles.Recipe(
+    return bundles.RecipeSpec(
         name="fp8-hybrid",
-        linear=linear,
-        dtypes={"matmul_dtype": "e4m3", "gradient_dtype": "e5m2"},
+        build=build,
         options=FP8Options,
+        packs=True,
         unavailable=unavailable,
-        prepare=prepare,
-        note=lambda prepared: prepared.note,
-        state=state,
-        pack=pack,
-        scaled_margin=lambda prepared: prepared.margin if prepared.native else None,
-        rounded=rounded,
     )
+
+
+def build(options: FP8Options, context: bundles.RecipeContext) -> FP8Hybrid:
+    """The recipe on a device, native or emulated; `MachineError` if it is neither."""
+    # torch is imported when the recipe is used, not when it is listed.
+    from surogate_recipe_fp8.gemm import FP8Hybrid
+
+    return FP8Hybrid.of(options, unavailable(context.device))

@@ -6,7 +6,6 @@ e5m2 and the other operand in e4m3. Each tensor has one scale, and products are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from surogate_core.bundles import Recipe, Role
 from surogate_core.errors import MachineError
 from surogate_core.formats.fp8 import (
     ACTIVATION,
@@ -28,9 +28,11 @@ from surogate_core.formats.fp8 import (
     scale_in_use,
     scale_of,
 )
+from surogate_recipe_fp8.panels import ScaledPanels
+from surogate_recipe_fp8.rounding import rounded
+from surogate_recipe_fp8.scaling import DelayedScaling
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import RecipeSettings
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_recipe_fp8 import FP8Options
 
@@ -40,18 +42,18 @@ MULTIPLE = 16
 """Sides of a product that cuBLASLt takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """The recipe's options, made ready for a device."""
+class FP8Hybrid(Recipe):
+    """The recipe on a device: products of FP8 tensor cores, or of values that are rounded to FP8, in fp32."""
 
-    native: bool
-    """Whether products run on FP8 tensor cores; else values are rounded to FP8 and multiplied in fp32."""
-    margin: int
-    history: int
-    note: str
+    name = "fp8-hybrid"
+
+    def __init__(self, *, native: bool, margin: int, history: int, note: str):
+        """`native`: whether products run on FP8 tensor cores. `history`: steps that a scale follows from."""
+        self.native, self.margin, self.history, self.note = native, margin, history, note
+        self.panel_op = ScaledPanels(margin) if native else None
 
     @classmethod
-    def of(cls, options: FP8Options, settings: RecipeSettings, device: torch.device, reason: str | None) -> Prepared:
+    def of(cls, options: FP8Options, reason: str | None) -> FP8Hybrid:
         """`reason`: why the device has no FP8 products, or None. `MachineError` where emulation is off."""
         if reason is not None and options.emulate == "never":
             raise MachineError(
@@ -63,7 +65,30 @@ class Prepared:
         if not native:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0].partition(",")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
-        return cls(native=native, margin=options.margin, history=settings.fp8_amax_history, note=note)
+        return cls(native=native, margin=options.margin, history=options.amax_history, note=note)
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+        """y = x Wᵀ in x's dtype. The weight is [O, I], or what `pack` made of it."""
+        assert slot.row is not None
+        y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.row, slot, self)
+        return y_NO
+
+    def state(self, slots: int, device: torch.device) -> DelayedScaling:
+        """Delayed scales of that many slots."""
+        return DelayedScaling(slots, history=self.history, margin=self.margin, device=device)
+
+    def pack(self, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
+        """A frozen weight as bytes [16 + 2·O·I]: 1 / its scale as fp32, its e4m3 codes, and those of its transpose."""
+        scale = scale_of(amax_of(weight_OI), E4M3_MAX, margin=self.margin, old=1.0)
+        codes_OI = quantise(weight_OI, scale, E4M3)
+        header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
+        header[0] = 1 / scale
+        layouts = codes_OI, codes_OI.t()
+        return torch.cat([header.view(torch.uint8), *(c.contiguous().view(torch.uint8).view(-1) for c in layouts)])
+
+    def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """(values that x rounds to in fp32, where it is cut off), at the scale of its own largest value."""
+        return rounded(x, role, self.margin)
 
 
 def multiply(
@@ -76,18 +101,8 @@ def multiply(
     return ((a_MK.float() @ b_NK.float().t()) * (inverse_a * inverse_b)).to(out)
 
 
-def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
-    """A frozen weight as bytes [16 + 2·O·I]: 1 / its scale as fp32, its e4m3 codes, and those of its transpose."""
-    scale = scale_of(amax_of(weight_OI), E4M3_MAX, margin=options.margin, old=1.0)
-    codes_OI = quantise(weight_OI, scale, E4M3)
-    header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
-    header[0] = 1 / scale
-    parts = [header.view(torch.uint8), *(c.contiguous().view(torch.uint8).view(-1) for c in (codes_OI, codes_OI.t()))]
-    return torch.cat(parts)
-
-
 def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [O, I], codes [I, O], 1 / scale 0-d) of what `pack` made; views of it."""
+    """(codes [O, I], codes [I, O], 1 / scale 0-d) of what `FP8Hybrid.pack` made; views of it."""
     size = outputs * inputs
     codes_OI = packed[HEADER : HEADER + size].view(E4M3).view(outputs, inputs)
     codes_IO = packed[HEADER + size :].view(E4M3).view(inputs, outputs)
@@ -107,8 +122,8 @@ def _codes(
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
-        margin = options.margin
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: TracedSlot, recipe: FP8Hybrid) -> Tensor:
+        margin = recipe.margin
         # A transpose is for the backward: of the activation for dW, of the weight for dx.
         x_codes, codes_IN, amax_x, inverse_x = _codes(x_NI, row, ACTIVATION, margin, both=ctx.needs_input_grad[1])
         kept_w: Tensor | None = weight
@@ -118,28 +133,21 @@ class _Linear(Function):
         else:
             w_codes, kept_w, amax_w, inverse_w = _codes(weight, row, WEIGHT, margin, both=any(ctx.needs_input_grad))
         ctx.save_for_backward(codes_IN, kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
-        ctx.slot, ctx.options = slot, options
+        ctx.slot, ctx.recipe = slot, recipe
         ctx.dtypes = x_NI.dtype, weight.dtype
-        return multiply(x_codes, w_codes, inverse_x, inverse_w, x_NI.dtype, options.native)
+        return multiply(x_codes, w_codes, inverse_x, inverse_w, x_NI.dtype, recipe.native)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         codes_IN, weight, inverse_x, inverse_w, amax_x, amax_w, row = ctx.saved_tensors
-        slot, options = ctx.slot, ctx.options
-        margin, trained = options.margin, ctx.needs_input_grad[1]
+        slot, recipe = ctx.slot, ctx.recipe
+        margin, trained = recipe.margin, ctx.needs_input_grad[1]
         dy_codes, codes_ON, amax_dy, inverse_dy = _codes(dy_NO, row, GRADIENT, margin, both=trained)
         codes_IO = unpack(weight, slot.outputs, slot.inputs)[1] if slot.packed else weight
         dtype_x, dtype_w = ctx.dtypes
-        dx_NI = multiply(dy_codes, codes_IO, inverse_dy, inverse_w, dtype_x, options.native)
+        dx_NI = multiply(dy_codes, codes_IO, inverse_dy, inverse_w, dtype_x, recipe.native)
         dweight = None
         if codes_ON is not None:
-            dweight = multiply(codes_ON, codes_IN, inverse_dy, inverse_x, dtype_w, options.native)
+            dweight = multiply(codes_ON, codes_IN, inverse_dy, inverse_x, dtype_w, recipe.native)
         return dx_NI, dweight, torch.stack((amax_x, amax_w, amax_dy)), None, None
-
-
-def linear(x_NI: Tensor, weight: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
-    """y = x Wᵀ in x's dtype. `weight` is [O, I], or what `pack` made of it."""
-    assert slot.row is not None
-    y_NO: Tensor = _Linear.apply(x_NI, weight, slot.row, slot, options)
-    return y_NO

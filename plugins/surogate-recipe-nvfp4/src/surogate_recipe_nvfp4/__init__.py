@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from surogate_core import bundles, hookimpl
+from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
     import torch
 
+    from surogate_recipe_nvfp4.gemm import NVFP4
 
 SUROGATE_API = ">=1,<2"
 
@@ -20,6 +22,10 @@ class NVFP4Options:
 
     emulate: Literal["auto", "never", "always"] = "auto"
     """auto emulates where the hardware lacks NVFP4; never refuses to; always emulates everywhere."""
+    backend: Annotated[Literal["cutlass", "cudnn"], Flat("fp4_backend")] = "cutlass"
+    """Library of the native products: cutlass is torch's choice, cuBLASLt; cudnn is refused."""
+    nearest_gradients: Annotated[bool, Flat("no_fp4_stochastic_rounding")] = False
+    """Round gradients to the nearest value instead of stochastically."""
     four_over_six: bool = True
     """Scale a block's largest value to 4 instead of 6 where that makes the squared error smaller."""
 
@@ -43,38 +49,20 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_recipe() -> bundles.Recipe:
+def surogate_recipe() -> bundles.RecipeSpec:
     """The recipe."""
-
-    # torch is imported when the recipe is used, not when it is listed.
-    def linear(*arguments: Any) -> Any:
-        from surogate_recipe_nvfp4.gemm import linear
-
-        return linear(*arguments)
-
-    def prepare(options: NVFP4Options, settings: bundles.RecipeSettings, device: torch.device) -> Any:
-        from surogate_recipe_nvfp4.gemm import Prepared
-
-        return Prepared.of(options, settings, device, unavailable(device))
-
-    def pack(*arguments: Any) -> Any:
-        from surogate_recipe_nvfp4.gemm import pack
-
-        return pack(*arguments)
-
-    def rounded(*arguments: Any) -> Any:
-        from surogate_recipe_nvfp4.rounding import rounded
-
-        return rounded(*arguments)
-
-    return bundles.Recipe(
+    return bundles.RecipeSpec(
         name="nvfp4",
-        linear=linear,
-        dtypes={"matmul_dtype": "e2m1", "gradient_dtype": "e2m1"},
+        build=build,
         options=NVFP4Options,
+        packs=True,
         unavailable=unavailable,
-        prepare=prepare,
-        note=lambda prepared: prepared.note,
-        pack=pack,
-        rounded=rounded,
     )
+
+
+def build(options: NVFP4Options, context: bundles.RecipeContext) -> NVFP4:
+    """The recipe on a device, native or emulated; `MachineError` if it is neither."""
+    # torch is imported when the recipe is used, not when it is listed.
+    from surogate_recipe_nvfp4.gemm import NVFP4
+
+    return NVFP4.of(options, context.device, unavailable(context.device))

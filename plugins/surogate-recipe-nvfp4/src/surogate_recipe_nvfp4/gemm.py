@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from surogate_core.bundles import Recipe, Role
 from surogate_core.errors import MachineError, UserError
 from surogate_core.formats import fp4
 from surogate_core.formats.nvfp4 import (
@@ -29,9 +30,9 @@ from surogate_core.formats.nvfp4 import (
 )
 from surogate_core.kernels.native import capability
 from surogate_recipe_nvfp4 import native
+from surogate_recipe_nvfp4.rounding import rounded
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import RecipeSettings
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_recipe_nvfp4 import NVFP4Options
 
@@ -41,21 +42,20 @@ FIRST_SALT = 64
 """Random bits of slots are numbered from here, apart from their dropout masks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """The recipe's options with the run's settings, made ready for a device."""
+class NVFP4(Recipe):
+    """The recipe on a device: products of FP4 tensor cores, or of values that are rounded to NVFP4, in bf16."""
 
-    native: bool
-    """Whether products run on FP4 tensor cores, where their sides allow it; see `native.fits`."""
-    four_over_six: bool
-    stochastic: bool
-    note: str
+    name = "nvfp4"
+
+    def __init__(self, *, native: bool, four_over_six: bool, stochastic: bool, note: str):
+        """`native`: whether products run on FP4 tensor cores, where their sides allow it; see `native.fits`."""
+        self.native, self.four_over_six, self.stochastic, self.note = native, four_over_six, stochastic, note
 
     @classmethod
-    def of(cls, options: NVFP4Options, settings: RecipeSettings, device: torch.device, reason: str | None) -> Prepared:
+    def of(cls, options: NVFP4Options, device: torch.device, reason: str | None) -> NVFP4:
         """`reason`: why the device has no NVFP4 products, or None.
 
-        `MachineError` where emulation is off and there are none; `UserError` for an `fp4_backend` that torch lacks.
+        `MachineError` where emulation is off and there are none; `UserError` for a `backend` that torch lacks.
         """
         if reason is not None and options.emulate == "never":
             has_fp8 = device.type == "cuda" and capability(device) >= (8, 9)
@@ -64,24 +64,42 @@ class Prepared:
                 f"Fix: set recipe.emulate=auto to emulate, or {'recipe=fp8-hybrid or ' if has_fp8 else ''}recipe=bf16."
             )
         is_native = reason is None and options.emulate != "always"
-        if is_native and settings.fp4_backend != "cutlass":
+        if is_native and options.backend != "cutlass":
             raise UserError(
-                f"fp4_backend={settings.fp4_backend}: torch {torch.__version__} multiplies NVFP4 through cuBLASLt, "
+                f"fp4_backend={options.backend}: torch {torch.__version__} multiplies NVFP4 through cuBLASLt, "
                 f"and has no cuDNN product. Fix: leave fp4_backend at cutlass, which stands for torch's own choice."
             )
         note = "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype applies to everything else."
         if is_native:
-            note = f"{note} fp4_backend={settings.fp4_backend}: products are torch's scaled_mm, which is cuBLASLt."
+            note = f"{note} fp4_backend={options.backend}: products are torch's scaled_mm, which is cuBLASLt."
         else:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0]
-            unused = "" if settings.fp4_backend == "cutlass" else f" fp4_backend={settings.fp4_backend} has no effect."
+            unused = "" if options.backend == "cutlass" else f" fp4_backend={options.backend} has no effect."
             note = f"EMULATED NVFP4 ({why}): numbers as NVFP4 would give, and slower than bf16. {note}{unused}"
-        return cls(
-            native=is_native,
-            four_over_six=options.four_over_six,
-            stochastic=not settings.no_fp4_stochastic_rounding,
-            note=note,
-        )
+        stochastic = not options.nearest_gradients
+        return cls(native=is_native, four_over_six=options.four_over_six, stochastic=stochastic, note=note)
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+        """y = x Wᵀ in x's dtype. The weight is [O, I], or what `pack` made. No seed: gradients round to nearest."""
+        y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.seed, slot, self)
+        return y_NO
+
+    def pack(self, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
+        """A frozen weight as bytes: tensor scale, then codes and block scales of it and of its transpose.
+
+        A little more than one byte a parameter, for sides that are multiples of 16.
+        """
+        quantised = quantise(weight_OI, square=True, four_over_six=self.four_over_six)
+        header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
+        header[0] = quantised.decode
+        parts = [header.view(torch.uint8)]
+        for layout in (quantised, quantised.t()):
+            parts += [fp4.pairs(layout.codes).reshape(-1), layout.scales.contiguous().view(torch.uint8).view(-1)]
+        return torch.cat(parts)
+
+    def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """(values that x rounds to in fp32, where it is beyond the largest of its block)."""
+        return rounded(x, role, four_over_six=self.four_over_six)
 
 
 # An op of its own, since not every Inductor takes a product whose result is wider than its operands.
@@ -139,27 +157,13 @@ def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> An
 
 
 def frozen_operand(packed: Tensor, outputs: int, inputs: int, *, transposed: bool, is_native: bool) -> Any:
-    """The weight [O, I], or its transpose, of what `pack` made."""
+    """The weight [O, I], or its transpose, of what `NVFP4.pack` made."""
     coded = unpack(packed, outputs, inputs, transposed=transposed)
     return coded if is_native else coded.rounded(*((inputs, outputs) if transposed else (outputs, inputs)))
 
 
-def pack(weight_OI: Tensor, slot: LinearSlot, options: Prepared) -> Tensor:
-    """A frozen weight as bytes: tensor scale, then codes and block scales of it and of its transpose.
-
-    A little more than one byte a parameter, for sides that are multiples of 16.
-    """
-    quantised = quantise(weight_OI, square=True, four_over_six=options.four_over_six)
-    header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
-    header[0] = quantised.decode
-    parts = [header.view(torch.uint8)]
-    for layout in (quantised, quantised.t()):
-        parts += [fp4.pairs(layout.codes).reshape(-1), layout.scales.contiguous().view(torch.uint8).view(-1)]
-    return torch.cat(parts)
-
-
 def unpack(packed: Tensor, outputs: int, inputs: int, *, transposed: bool) -> Coded:
-    """The weight [O, I], or its transpose, of what `pack` made."""
+    """The weight [O, I], or its transpose, of what `NVFP4.pack` made."""
     p, q = (-(-n // BLOCK) * BLOCK for n in (outputs, inputs))
     start = HEADER
     if transposed:
@@ -171,12 +175,10 @@ def unpack(packed: Tensor, outputs: int, inputs: int, *, transposed: bool) -> Co
 
 class _Linear(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_NI: Tensor, weight: Tensor, seed: Tensor | None, slot: TracedSlot, options: Prepared
-    ) -> Tensor:
-        outputs, inputs, fos = slot.outputs, slot.inputs, options.four_over_six
-        ctx.slot, ctx.options, ctx.dtypes = slot, options, (x_NI.dtype, weight.dtype)
-        ctx.native = options.native and native.fits(x_NI.shape[0], outputs, inputs)
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, seed: Tensor | None, slot: TracedSlot, recipe: NVFP4) -> Tensor:
+        outputs, inputs, fos = slot.outputs, slot.inputs, recipe.four_over_six
+        ctx.slot, ctx.recipe, ctx.dtypes = slot, recipe, (x_NI.dtype, weight.dtype)
+        ctx.native = recipe.native and native.fits(x_NI.shape[0], outputs, inputs)
         x = operand(x_NI, None, Operand(four_over_six=fos), ctx.native)
         if slot.packed:
             w = frozen_operand(weight, outputs, inputs, transposed=False, is_native=ctx.native)
@@ -191,9 +193,9 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, seed = ctx.saved_tensors
-        slot, options = ctx.slot, ctx.options
-        outputs, inputs, fos = slot.outputs, slot.inputs, options.four_over_six
-        seed = seed if options.stochastic else None
+        slot, recipe = ctx.slot, ctx.recipe
+        outputs, inputs, fos = slot.outputs, slot.inputs, recipe.four_over_six
+        seed = seed if recipe.stochastic else None
         salt = FIRST_SALT + 2 * slot.index
         dy = operand(dy_NO, seed, Operand(four_over_six=fos, salt=salt), ctx.native)
         if slot.packed:
@@ -209,9 +211,3 @@ class _Linear(Function):
             b = operand(x_NI, None, Operand(transposed=True, rotated=True), ctx.native)
             dweight = a.times(b, dtype_w)
         return dx_NI, dweight, None, None, None
-
-
-def linear(x_NI: Tensor, weight: Tensor, slot: TracedSlot, options: Prepared) -> Tensor:
-    """y = x Wᵀ in x's dtype. `weight` is [O, I], or what `pack` made of it. No seed: gradients round to nearest."""
-    y_NO: Tensor = _Linear.apply(x_NI, weight, slot.seed, slot, options)
-    return y_NO

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from surogate_core.formats import fp4
 from surogate_core.formats.nvfp4 import BLOCK, quantise
 
-if TYPE_CHECKING:
-    from surogate_recipe_nvfp4.gemm import Prepared
 
-
-def rounded(x: Tensor, role: str, options: Prepared) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, role: str, *, four_over_six: bool) -> tuple[Tensor, Tensor]:
     """(values that x rounds to in fp32, where it is beyond the largest of its block). Gradients round to nearest."""
-    found = quantise(x, square=role == "weight", four_over_six=options.four_over_six)
+    found = quantise(x, square=role == "weight", four_over_six=four_over_six)
     height = found.codes.shape[0] // found.scales.shape[0]
     tops = found.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1) * fp4.LARGEST * found.decode
     rows, columns = x.shape
