@@ -320,6 +320,12 @@ def test_plugins_use_nothing_private_and_no_other_plugin():
     refuse(wrong for plugin in PLUGINS for wrong in private_uses(plugin))
 
 
+def test_nothing_leads_out_of_a_plugins_directory():
+    links = [relative(path) for plugin in PLUGINS for path in plugin.rglob("*") if path.is_symlink()]
+    upwards = [plugin.name for plugin in PLUGINS if ".." in (plugin / "pyproject.toml").read_text(encoding="utf-8")]
+    assert not links + upwards
+
+
 def test_a_plugins_tests_use_the_core_and_the_plugin_alone():
     """So that they run wherever the plugin's directory is; what joins two plugins is tested in tests/."""
     support = {f.stem for f in (ROOT / "tests" / "support").glob("*.py")}

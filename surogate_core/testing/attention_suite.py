@@ -36,23 +36,27 @@ HEADS = [(4, 4), (4, 2), (4, 1), (8, 1)]
 def make(
     n: int, heads: tuple[int, int], features: int, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [N, heads[0], E], k and v [N, heads[1], E] on the GPU."""
     q = random(n, heads[0], features, seed=0, scale=scale, dtype=dtype).cuda()
     k, v = (random(n, heads[1], features, seed=s, scale=scale, dtype=dtype).cuda() for s in (1, 2))
     return q, k, v
 
 
 def borders_of(values: list[int]) -> torch.Tensor:
+    """`cu_seqlens` on the GPU."""
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
 def against_reference(
     attention: Attention, tensors: tuple[torch.Tensor, ...], borders: list[int], scale: float
 ) -> Compared:
+    """q, k and v through a pack's attention and through the reference in float64, forward and backward."""
     longest = max(b - a for a, b in pairwise(borders))
     return compare(attention, ops.attention, [*tensors, borders_of(borders)], longest, scale)
 
 
 def run(attention: Attention, tensors: list[torch.Tensor], borders: torch.Tensor) -> list[bytes]:
+    """The bits of the output and of the gradients; tensors are q, k, v and the output's gradient."""
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
     y = attention(*leaves, borders, 2048, 128**-0.5)
     values = [y.detach(), *torch.autograd.grad(y, leaves, tensors[3])]
@@ -60,7 +64,7 @@ def run(attention: Attention, tensors: list[torch.Tensor], borders: torch.Tensor
 
 
 class PackedAttention:
-    """What every pack's attention must do."""
+    """What every pack's attention must do; a pack's tests subclass it."""
 
     pack: ClassVar[ModuleType]
     """The plugin's module."""
@@ -71,6 +75,7 @@ class PackedAttention:
 
     @pytest.fixture
     def attention(self) -> Attention:
+        """The pack's kernel; skips where the GPU cannot run it."""
         device = torch.device("cuda")
         reason = self.pack.unavailable(device)
         if reason is not None:

@@ -1,7 +1,7 @@
-"""A kernel's own source as code of the host, for machines without a GPU.
+"""Runs a kernel's source on the host, compiled by g++, for machines without a GPU.
 
-For sources that use no more of CUDA than `host_cuda.h` has. Each thread of a block is one of the host, so blocks
-are made small: the source's `threads` is changed.
+The source may use as much of CUDA as `host_cuda.h` has. Each thread of a block is a thread of the host, so blocks are
+small: the source's `threads` is changed.
 """
 
 from __future__ import annotations

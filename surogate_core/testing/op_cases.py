@@ -1,6 +1,7 @@
-"""Inputs for ops, and what the ops are by their definitions, in float64 by autograd.
+"""Inputs for ops, and the ops by their definitions, in float64 by autograd.
 
-Nothing here is shared with `surogate_core.kernels`: these are the textbook formulas.
+Nothing here is shared with `surogate_core.kernels`: these are the textbook formulas. Shapes: N tokens, H heads,
+E features of a head, D features, V words.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x_ND over the root of its mean square and eps, times weight_D."""
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
     return gate / (1 + torch.exp(-gate)) * up
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A complex rotation of (x_i, x_{i + E/2})."""
+    """A complex rotation of (x_i, x_{i + E/2}) of x [N, H, E]; cos and sin are [N, E/2]."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.to(x.dtype), sin.to(x.dtype))[:, None]
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """loss_N of logits_NV; 0 where the label is -100."""
     return torch.stack(
         [
             row.sum() * 0 if label == -100 else -row.log_softmax(0)[label]
@@ -49,7 +53,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-    """One document, one head, one position at a time."""
+    """[N, H, E], one document, one head, one position at a time; k and v may have fewer heads."""
     groups = q.shape[1] // k.shape[1]
     borders = cu_seqlens.tolist()
     rows: list[Tensor] = []

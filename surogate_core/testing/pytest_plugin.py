@@ -11,6 +11,9 @@ import pytest
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.suites import checks
 
+# So that a failure of a shared test shows its values, as one of the plugin's own does.
+pytest.register_assert_rewrite("surogate_core.testing.attention_suite")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--surogate-plugin``."""
