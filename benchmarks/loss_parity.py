@@ -34,6 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack, Objective, RecipeContext
+from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
@@ -59,7 +61,8 @@ from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.train.lr import learning_rate
+from surogate_core.train.drive import Ready, drive
+from surogate_core.train.loop import evaluation_due
 from surogate_core.train.precision import PrecisionWatch
 
 REST = 0.1
@@ -330,34 +333,37 @@ def train(
 
     Of each its training losses, the held-out losses by step, and how its delayed scales fitted.
     """
-    found: list[dict[str, Any]] = [
-        {"losses": [], "held": [(0, engine.evaluate(held)[0])] if held else []} for engine in engines
-    ]
+    found: list[dict[str, Any]] = [{"losses": [], "held": []} for _ in engines]
     results: list[list[StepResult]] = [[] for _ in engines]
     watches = [PrecisionWatch.of(engine) for engine in engines]
-    for step in range(steps):
-        lr = learning_rate(
-            step,
-            total_steps=steps,
-            peak=rate,
-            kind="cosine",
-            warmup_steps=max(1, steps // 20),
-            cooldown_steps=0,
-            final_fraction=0.1,
-        )
-        batch = next(batches)
-        for engine, of_engine in zip(engines, results, strict=True):
-            of_engine.append(engine.train_step([batch], step=step, lr=lr))
-        if step + 1 < steps and (step + 1) % every:
+    config = RunConfig(
+        max_steps=steps,
+        eval_steps=every,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, steps // 20),
+        final_lr_fraction=0.1,
+    )
+    trainings = [
+        drive(config, engine, Ready([batch] for batch in of_engine), held or None)
+        for engine, of_engine in zip(engines, tee(batches, len(engines)), strict=True)
+    ]
+    for together in zip(*trainings, strict=True):
+        for taken, of_engine, figures in zip(together, results, found, strict=True):
+            if taken.result is not None:
+                of_engine.append(taken.result)
+            if taken.held is not None:
+                figures["held"].append((taken.step, taken.held))
+        step = together[0].step
+        if step == 0 or not evaluation_due(step, total=steps, every=every):
             continue
-        for engine, of_engine, watch, figures in zip(engines, results, watches, found, strict=True):
+        # Read now and then, so that no engine waits for its device in between.
+        for of_engine, watch, figures in zip(results, watches, found, strict=True):
             for result in of_engine:
                 figures["losses"].append(result.read()[0])
                 if watch is not None:
                     watch.observe(result.used_range(watch.columns))
             of_engine.clear()
-            if held:
-                figures["held"].append((step + 1, engine.evaluate(held)[0]))
         told(found)
     for watch, figures in zip(watches, found, strict=True):
         if watch is not None and (scales := watch.take(steps)) is not None:

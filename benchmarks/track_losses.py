@@ -50,6 +50,7 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack, Objective
+from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
@@ -58,6 +59,7 @@ from surogate_core.engine.parameters import RandomSource, Source
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.train.drive import Ready, drive
 
 FACTOR = 2.0
 SHARE = 1 / 256
@@ -237,11 +239,14 @@ def restart(engine: Engine, source: Callable[[TensorSpec], Tensor]) -> None:
 
 def train(engine: Engine, setting: Setting, batches: Sequence[Sequence[MicroBatch]], factor: float = 1.0) -> Run:
     """All steps; the learning rate rises, then stays."""
-    results = []
-    for step, micro in enumerate(batches):
-        rate = factor * setting.learning_rate * min(1.0, (step + 1) / WARM_UP)
-        results.append(engine.train_step(micro, step=step, lr=rate))
-    figures = [result.read() for result in results]
+    config = RunConfig(
+        max_steps=len(batches),
+        learning_rate=factor * setting.learning_rate,
+        lr_scheduler_type="constant",
+        warmup_steps=WARM_UP,
+    )
+    taken = list(drive(config, engine, Ready(map(list, batches)), None))
+    figures = [one.result.read() for one in taken if one.result is not None]
     kernels = {op: name for (op, _), name in engine.programs.kernels.chosen.items()}
     return Run(losses=[loss for loss, _ in figures], norms=[norm for _, norm in figures], kernels=kernels)
 

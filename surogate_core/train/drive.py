@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
@@ -26,10 +29,32 @@ class Taken:
     """The held-out loss after the step, where an evaluation was due."""
 
 
+class Ready:
+    """Micro-batches that are there already, as steps; a study that is not resumed needs no more."""
+
+    epoch, steps_per_epoch = 0.0, math.inf
+
+    def __init__(self, steps: Iterable[list[MicroBatch]]):
+        """`steps`: the micro-batches of each optimizer step."""
+        self._steps = iter(steps)
+
+    def next_step(self) -> list[MicroBatch]:
+        """The next ones."""
+        return next(self._steps)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to continue."""
+
+
 def drive(config: RunConfig, engine: Engine, steps: Steps, evaluation: Evaluation | None) -> Iterator[Taken]:
     """Train the engine on all steps that the configuration asks for, one for each item.
 
-    Nothing is prefetched, saved or watched. Whether a loss is finite is the caller's to look at.
+    Nothing is prefetched, saved or watched. Whether a loss is finite is the caller's to look at. With `Ready` steps
+    the configuration must say `max_steps`.
     """
     total = total_steps(config, steps, done=0)
     for done in range(total + 1):

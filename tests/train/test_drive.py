@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.train.drive import drive
+from surogate_core.train.drive import Ready, drive
 from surogate_core.train.lr import rate_of
 
 
@@ -63,3 +63,10 @@ def test_evaluations_are_those_of_a_run(every: int, at: list[int]) -> None:
 def test_epochs_decide_where_no_steps_are_named() -> None:
     config = replace(CONFIG, max_steps=-1, num_epochs=2.0)
     assert [t.total for t in drive(config, Engine(), Steps(), None)][-1] == 5  # type: ignore[arg-type]
+
+
+def test_ready_micro_batches_are_steps() -> None:
+    engine = Engine()
+    config = replace(CONFIG, max_steps=2)
+    assert [t.step for t in drive(config, engine, Ready([["a"], ["b"]]), None)] == [0, 1, 2]  # type: ignore[arg-type,list-item]
+    assert [batches for _, batches, _ in engine.calls] == [["a"], ["b"]]
