@@ -42,7 +42,6 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
     from surogate_recipe_bf16.gemm import BF16
 
-    from surogate_core.batch import MicroBatch
     from surogate_core.bundles import Objective
     from surogate_core.dsl.declare import LoRA
     from surogate_core.dsl.slots import Adapter
@@ -55,7 +54,6 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     from surogate_core.kernels.registry import KernelTable
 
     device = torch.device("cpu")
-    tokens = ROWS * LENGTH
     engine = Engine(
         build(SHAPE),
         settings=EngineSettings(
@@ -64,7 +62,7 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
             adapter_dtype=torch.float32,
             compiler="fx",
             cuda_graphs=False,
-            tokens=tokens,
+            tokens=ROWS * LENGTH,
             borders=ROWS + 1,
             max_seqlen=LENGTH,
             head_chunks=4,
@@ -86,21 +84,26 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
         source=RandomSource(seed=0, std=0.02, device=device),
     )
 
-    def step(number: int) -> float:
-        ids = _tokens(number)
-        labels = torch.cat((ids[:, 1:], torch.full((ROWS, 1), -100)), dim=1)
-        batch = MicroBatch(
-            input_ids=ids.flatten(),
-            labels=labels.flatten(),
-            positions=torch.arange(LENGTH, dtype=torch.int32).repeat(ROWS),
-            cu_seqlens=torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH,
-            max_seqlen=LENGTH,
-            tokens=tokens,
-            label_tokens=tokens - ROWS,
-        )
-        return engine.train_step([batch], step=number, lr=1e-4).read()[0]
+    return lambda number: engine.train_step([_batch(number)], step=number, lr=1e-4).read()[0]
 
-    return step
+
+def _batch(number: int) -> Any:
+    """The micro-batch of a step, one document a row."""
+    import torch
+
+    from surogate_core.batch import MicroBatch
+
+    ids = _tokens(number)
+    labels = torch.cat((ids[:, 1:], torch.full((ROWS, 1), -100)), dim=1)
+    return MicroBatch(
+        input_ids=ids.flatten(),
+        labels=labels.flatten(),
+        positions=torch.arange(LENGTH, dtype=torch.int32).repeat(ROWS),
+        cu_seqlens=torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH,
+        max_seqlen=LENGTH,
+        tokens=ROWS * LENGTH,
+        label_tokens=ROWS * (LENGTH - 1),
+    )
 
 
 def peer(dropout: float, recompute: bool) -> Callable[[int], float]:

@@ -19,7 +19,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -278,33 +278,11 @@ def measure(options: argparse.Namespace) -> Result:
     batches = [batch(tokens, options.length, vocabulary, seed) for seed in range(4)]
     later, first = bus_bytes(engine, first=False), bus_bytes(engine, first=True)
     at_once = rates["each at once"] if engine.streams_gradients else rates["in"]
-    steps: list[Step] = []
-    micro_seconds = 0.0
-    for number, accumulation in enumerate(options.accumulation):
-        chosen = [batches[i % len(batches)] for i in range(accumulation)]
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        engine._accumulate(chosen, step=number, loss_weight=tokens * accumulation)
-        torch.cuda.synchronize()
-        middle = time.perf_counter()
-        loss, _ = engine.train_step([], step=number, lr=1e-5).read()
-        torch.cuda.synchronize()
-        ended = time.perf_counter()
-        micro_seconds = (middle - began) / accumulation
-        device_floor = accumulation * options.floor_milliseconds / 1e3 if options.floor_milliseconds else None
-        bus = max((first[w] + (accumulation - 1) * later[w]) / at_once for w in ("in", "out"))
-        found = Step(
-            accumulation=accumulation,
-            seconds=ended - began,
-            update_seconds=ended - middle,
-            tokens_per_second=accumulation * tokens / (ended - began),
-            device_floor=device_floor,
-            bus_floor=bus,
-            share_of_floor=max(device_floor or 0.0, bus) / (ended - began),
-            loss=loss / (tokens * accumulation),
-        )
-        steps.append(found)
-        print(found, flush=True)
+    floors = {
+        accumulation: max((first[w] + (accumulation - 1) * later[w]) / at_once for w in ("in", "out"))
+        for accumulation in options.accumulation
+    }
+    steps = _timed_steps(engine, options, batches, floors)
     profile = None
     if options.profile:
         two = {way: first[way] + later[way] for way in first}
@@ -323,11 +301,44 @@ def measure(options: argparse.Namespace) -> Result:
         host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         setup_seconds=setup,
         bus_gb_s=rates,
-        micro_step_seconds=micro_seconds,
+        micro_step_seconds=(steps[-1].seconds - steps[-1].update_seconds) / steps[-1].accumulation,
         micro_step_gb=later,
         steps=steps,
         overlap=profile,
     )
+
+
+def _timed_steps(
+    engine: Engine, options: argparse.Namespace, batches: Sequence[MicroBatch], bus_floors: Mapping[int, float]
+) -> list[Step]:
+    """A step of each accumulation; `bus_floors`: seconds that its bytes take on the bus."""
+    tokens = options.rows * options.length
+    steps: list[Step] = []
+    for number, accumulation in enumerate(options.accumulation):
+        chosen = [batches[i % len(batches)] for i in range(accumulation)]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        engine._accumulate(chosen, step=number, loss_weight=tokens * accumulation)
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        loss, _ = engine.train_step([], step=number, lr=1e-5).read()
+        torch.cuda.synchronize()
+        ended = time.perf_counter()
+        device_floor = accumulation * options.floor_milliseconds / 1e3 if options.floor_milliseconds else None
+        bus = bus_floors[accumulation]
+        found = Step(
+            accumulation=accumulation,
+            seconds=ended - began,
+            update_seconds=ended - middle,
+            tokens_per_second=accumulation * tokens / (ended - began),
+            device_floor=device_floor,
+            bus_floor=bus,
+            share_of_floor=max(device_floor or 0.0, bus) / (ended - began),
+            loss=loss / (tokens * accumulation),
+        )
+        steps.append(found)
+        print(found, flush=True)
+    return steps
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
         import unsloth  # noqa: F401
     before = time.time()
     import gpu_lora
-    import peers
+    import peers  # noqa: F401  (so that its time counts as this script's)
 
     # What this script itself takes is none of a side's set-up; ours needs these modules anyway.
     own = 0.0 if line.side == OURS else time.time() - before
@@ -112,10 +112,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     torch.zeros(1, device=device)
     imported = time.time() - started - own
     before = time.time()
-    gemm = gpu_lora.gemm_tflops(device) if device.type == "cuda" else _cpu_ceiling()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    gemm = _ceiling(device)
     own += time.time() - before
     borders = gpu_lora.ROWS + 1 if line.documents == "row" else 64
     vocabulary = PRESETS[line.size]["vocab_size"]
@@ -123,19 +120,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     if line.side == OURS:
         side = _ours(gpu_lora.make_engine(options, device, batches[0].cu_seqlens.numel()), batches)
     else:
-        work = peers.Work(
-            preset=line.size,
-            config=PRESETS[line.size],
-            full=full,
-            recompute=line.recompute,
-            rank=gpu_lora.RANK,
-            scale=2.0,
-            rows=gpu_lora.ROWS,
-            attention=line.attention,
-            device=device,
-            batches=batches,
-        )
-        side = peers.build_peer(line.side, work)
+        side = _peer(line, batches, device)
     losses = [side.step()]
     _synchronize(device)
     setup = time.time() - started - own
@@ -163,6 +148,38 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
         "facts": dict(side.facts),
         "profile": gpu_lora.profile(step, 2) if line.profile and line.side == OURS and device.type == "cuda" else None,
     }
+
+
+def _ceiling(device: Any) -> float:
+    """TFLOP/s of a product, measured; what the measurement took is freed and not in the peak."""
+    import gpu_lora
+    import torch
+
+    if device.type != "cuda":
+        return _cpu_ceiling()
+    rate: float = gpu_lora.gemm_tflops(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return rate
+
+
+def _peer(line: Line, batches: Sequence[Any], device: Any) -> Any:
+    import gpu_lora
+    import peers
+
+    work = peers.Work(
+        preset=line.size,
+        config=PRESETS[line.size],
+        full=line.mode != "lora",
+        recompute=line.recompute,
+        rank=gpu_lora.RANK,
+        scale=2.0,
+        rows=gpu_lora.ROWS,
+        attention=line.attention,
+        device=device,
+        batches=batches,
+    )
+    return peers.build_peer(line.side, work)
 
 
 def _ours(engine: Any, batches: Sequence[Any]) -> Any:

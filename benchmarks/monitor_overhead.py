@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +153,17 @@ def watch(url: str, over: threading.Event) -> None:
             reply.read()
 
 
-def main() -> None:
-    """Measure, print, write."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--live", action="store_true", help="the console's live view instead of plain lines")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = _options()
     tokens = 256
     engine, shuffle = make_engine(tokens), random.Random(0)
     number, losses = 0, []
@@ -212,7 +217,21 @@ def main() -> None:
         bus.close()
     each = {name: statistics.mean(one.seconds) for name, one in timed.items()}
     inside = [sum(times) for times in zip(*(one.seconds for one in timed.values()), strict=True)]
-    print(f"{options.pairs} pairs of steps of {1e3 * statistics.median(plain):.1f} ms (median)")
+    _show(each, timed, inside, differences, on_cpu, plain)
+    if options.json:
+        found = {"each": each, "inside": inside, "differences": differences, "on_cpu": on_cpu, "plain": plain}
+        options.json.write_text(json.dumps(found))
+
+
+def _show(
+    each: Mapping[str, float],
+    timed: Mapping[str, Timed],
+    inside: Sequence[float],
+    differences: Sequence[float],
+    on_cpu: Sequence[float],
+    plain: Sequence[float],
+) -> None:
+    print(f"{len(plain)} pairs of steps of {1e3 * statistics.median(plain):.1f} ms (median)")
     for name, seconds in each.items():
         mean_on_cpu = statistics.mean(timed[name].cpu_seconds)
         print(f"  {name:12} {1e6 * seconds:7.1f} µs a step (mean), {1e6 * mean_on_cpu:.1f} µs of them on the CPU")
@@ -226,9 +245,6 @@ def main() -> None:
             f"{what}: median {1e6 * (usual := statistics.median(values)):+.0f} µs ({usual / STEP:+.3%} of 50 ms), "
             f"mean {1e6 * statistics.mean(values):+.0f} ± {1e6 * statistics.stdev(values) / len(values) ** 0.5:.0f} µs"
         )
-    if options.json:
-        found = {"each": each, "inside": inside, "differences": differences, "on_cpu": on_cpu, "plain": plain}
-        options.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

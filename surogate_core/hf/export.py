@@ -117,24 +117,8 @@ def export_adapter(
         assert side == 0 or name.endswith(".lora_B.weight"), name
         assert tensor.shape[side] == rank, f"{name}: {list(tensor.shape)} is not of rank {rank}"
         named[_PREFIX + name] = tensor
-    config = {
-        "peft_type": "LORA",
-        "task_type": task_type,
-        "base_model_name_or_path": base_model,
-        "revision": card.base_commit,
-        "r": rank,
-        # An integer where it is one: vLLM and older PEFT expect it.
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-        "lora_dropout": dropout,
-        "target_modules": sorted(target_modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": False,
-    }
+    about = {"task_type": task_type, "base_model_name_or_path": base_model, "revision": card.base_commit}
+    config = _peft_config(about, rank, alpha, dropout, target_modules)
     with _export_directory(directory, kind="adapter", card=card) as new:
         write_tensors(new / "adapter_model.safetensors", named)
         _write_json(new / "adapter_config.json", config)
@@ -152,6 +136,28 @@ def export_adapter(
             notes.append(overrides_note(card.base_overrides))
         write_card(new, card, library="peft", notes=notes)
     return directory
+
+
+def _peft_config(
+    about: Mapping[str, Any], rank: int, alpha: float, dropout: float, target_modules: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of PEFT's `LoraConfig`; `about`: those that say what the adapter belongs to."""
+    return {
+        "peft_type": "LORA",
+        **about,
+        "r": rank,
+        # An integer where it is one: vLLM and older PEFT expect it.
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(target_modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
 
 
 def _copy_stack(source: Path, target: Path) -> None:

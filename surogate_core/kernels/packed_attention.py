@@ -41,15 +41,8 @@ def readable(x_NHE: Tensor) -> Tensor:
     return x_NHE.clone(memory_format=torch.contiguous_format)
 
 
-def packed_attention(namespace: str, forward: Forward, backward: Backward, room: int) -> Attention:
-    """A differentiable function (q, k, v, cu_seqlens, scale) → out from two launches, as custom ops of a namespace.
-
-    `forward(q, k, v, cu_seqlens, scale, out, lse)` fills out [N, H · E + room], of which the first
-    H · E columns count, and lse [H, N] fp32, whose base is the kernels' own affair. `backward(dy, q,
-    k, v, out, lse, cu_seqlens, scale, dq, dk, dv)` fills three dense gradients. Both get tensors that are `readable`
-    and are not called without tokens. `room` is what `adapted_linears` wants behind its input: the
-    engine then leaves out its copy.
-    """
+def _forward_op(namespace: str, forward: Forward, room: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The custom op (q, k, v, cu_seqlens, scale) → (out [N, H · E + room], lse)."""
 
     @torch.library.custom_op(f"{namespace}::attention", mutates_args=())
     def run(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,6 +59,11 @@ def packed_attention(namespace: str, forward: Forward, backward: Backward, room:
         return q_NHE.new_empty(n, heads * features + room), q_NHE.new_empty((heads, n), dtype=torch.float32)
 
     register_flop_formula(getattr(torch.ops, namespace).attention)(attention_flops)
+    return run
+
+
+def _backward_op(namespace: str, backward: Backward) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The custom op (dy, q, k, v, out, lse, cu_seqlens, scale) → (dq, dk, dv)."""
 
     @torch.library.custom_op(f"{namespace}::attention_backward", mutates_args=())
     def run_backward(
@@ -98,6 +96,20 @@ def packed_attention(namespace: str, forward: Forward, backward: Backward, room:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (t.new_empty(t.shape) for t in (q_NHE, k_NKE, v_NKE))
         return dq, dk, dv
+
+    return run_backward
+
+
+def packed_attention(namespace: str, forward: Forward, backward: Backward, room: int) -> Attention:
+    """A differentiable function (q, k, v, cu_seqlens, scale) → out from two launches, as custom ops of a namespace.
+
+    `forward(q, k, v, cu_seqlens, scale, out, lse)` fills out [N, H · E + room], of which the first
+    H · E columns count, and lse [H, N] fp32, whose base is the kernels' own affair. `backward(dy, q,
+    k, v, out, lse, cu_seqlens, scale, dq, dk, dv)` fills three dense gradients. Both get tensors that are `readable`
+    and are not called without tokens. The last `room` columns hold nothing: `adapted_linears` writes into them, and its
+    input is not copied.
+    """
+    run, run_backward = _forward_op(namespace, forward, room), _backward_op(namespace, backward)
 
     class Attend(Function):
         @staticmethod

@@ -121,14 +121,26 @@ def _backward(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
+    dy, delta_HN = dy.contiguous(), torch.empty_like(lse_HN)
+    _query_gradients(dy, q, k, v, out, lse_HN, delta_HN, cu_seqlens_S, scale, dq)
+    _key_gradients(dy, q, k, v, lse_HN, delta_HN, cu_seqlens_S, scale, dk, dv)
+
+
+def _query_gradients(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_HN: Tensor,
+    delta_HN: Tensor,
+    cu_seqlens_S: Tensor,
+    scale: float,
+    dq: Tensor,
+) -> None:
+    """Fills dq, and delta [H, N], each query's sum of dy · out."""
     n, heads, features = q.shape
-    kv_heads = k.shape[1]
-    dy = dy.contiguous()
-    tiles = tiles_for(q.device, features)
-    delta_HN = torch.empty_like(lse_HN)
-    factor = scale * math.log2(math.e)
-    borders = cu_seqlens_S.shape[0]
-    tile = tiles.queries
+    tile = tiles_for(q.device, features).queries
     programs.attention_backward_queries[triton.cdiv(n, tile.m) * heads,](
         _descriptor(q, tile.m),
         _descriptor(k, tile.t),
@@ -140,20 +152,37 @@ def _backward(
         delta_HN,
         dq,
         cu_seqlens_S,
-        borders,
+        cu_seqlens_S.shape[0],
         n,
         out.stride(0),
         scale,
-        factor,
+        scale * math.log2(math.e),
         H=heads,
-        GROUP=heads // kv_heads,
+        GROUP=heads // k.shape[1],
         E=features,
         M=tile.m,
         T=tile.t,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    tile = tiles.keys
+
+
+def _key_gradients(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_HN: Tensor,
+    delta_HN: Tensor,
+    cu_seqlens_S: Tensor,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Fills dk and dv; delta comes from `_query_gradients`."""
+    n, heads, features = q.shape
+    kv_heads = k.shape[1]
+    tile = tiles_for(q.device, features).keys
     programs.attention_backward_keys[triton.cdiv(n, tile.t) * kv_heads,](
         _descriptor(q, tile.m),
         _descriptor(k, tile.t),
@@ -164,10 +193,10 @@ def _backward(
         dk,
         dv,
         cu_seqlens_S,
-        borders,
+        cu_seqlens_S.shape[0],
         n,
         scale,
-        factor,
+        scale * math.log2(math.e),
         K=kv_heads,
         GROUP=heads // kv_heads,
         E=features,
