@@ -102,8 +102,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
 - `kernels`: every kernel belongs to an existing op; it equals the op's reference in float64, forward and backward, in
   each dtype and on each device of this machine that it supports, for all inputs that it takes: one row and 200,
   widths that are not multiples of 16, three dimensions, rows with gaps between them, an eps that matters; statistics
-  of a row are fp32; it does not change its arguments; on fake tensors it gives the shapes, dtypes and strides of a
-  real run; two runs give equal bits.
+  of a row are fp32; it does not change its arguments, and its custom ops do what their schemas say; on fake tensors
+  it gives the shapes, dtypes and strides of a real run; two runs give equal bits.
 - `offload`: training with it, two micro-batches a step, has the bits of training without, the sums of gradients after
   each micro-step too; its options are prepared as in a run; its stores report what they hold on device, host and
   disk, and after a step no tensor of a kind that it moves is on the device; the two tensors that it allocates are
