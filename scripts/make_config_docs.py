@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/make_config_docs.py from surogate_core/config/schema.py and the plugins' options; change those. -->
 
-A run is set by flat keys. There are three places for them, the later ones winning:
+Flat keys configure a run. They may be set in three places; later places override earlier ones:
 
 1. the option files of the config groups (`recipe=bf16` reads `recipe/bf16.yaml` of the plugin that offers it);
 2. a YAML file: `surogate sft run.yaml`, or `--config run.yaml`;
@@ -52,13 +52,13 @@ file and line, the nearest valid name and the fix. Numbers are written without q
 | `monitor=[console,jsonl]` | choose several |
 | `model=DIR_OR_HUB_ID` | short for `model=hf model.path=…` |
 | `'datasets=[{path: my.jsonl, type: text}]'` | lists and mappings, in quotes for the shell |
-| `~key` | back to the default |
+| `~key` | reset to the default |
 | `learning_rate=1e-3,1e-4 --multirun` | one run for each value, in `output_dir/0`, `output_dir/1`, … |
 | `--cfg job` | show the composed config and stop |
 | `--info defaults` | show how it was composed |
 | `eval "$(surogate -sc install=bash)"` | tab completion |
 
-Setting `datasets` leaves the embedded data set (`dataset=none`); `dataset=embedded` chooses it.
+Setting `datasets` replaces the embedded data set (`dataset=none`); `dataset=embedded` selects it.
 The groups are `task`, `model`, `dataset`, `recipe`, `optimizer`, `offload`, `launcher` and `monitor`;
 `surogate plugins list` shows what is installed.
 
@@ -66,10 +66,10 @@ A finished run has its whole configuration in `output_dir/config.yaml`; `surogat
 repeats it.
 
 A plugin's option may have a flat key of its own: `adamw_beta1=0.95` and `optimizer.beta1=0.95` set the same option of
-`optimizer=adamw`. Setting both to different values is a mistake; the command line wins over the file. A flat key whose
-option belongs to nothing that is chosen has no effect, and the run says so.
+`optimizer=adamw`. Setting both to different values is an error; the command line overrides the file. A flat key
+has no effect if its plugin is not chosen, and the run says so.
 
-A config never names Python objects: `_target_` and its like are refused wherever they stand.
+A config never names Python objects: `_target_` and similar keys are refused at every level.
 
 ## Data sets
 
@@ -82,15 +82,15 @@ An entry of `datasets` or `validation_datasets` has `path`, `type`, `subset` (nu
 `SUROGATE_PLUGINS_BLOCK` and `SUROGATE_PLUGINS_ALLOW` (names, with commas between) narrow it further: a plugin must
 be permitted by both.
 
-`plugins.policy=locked` compares what is installed with the file `plugins.lock`, which `surogate plugins lock` wrote,
-before anything is imported. Whatever is absent, added or altered is refused, all in one message; `surogate plugins
-verify` says the same without a run. Editable installs are refused unless `plugins.allow_editable=true`.
+`plugins.policy=locked` compares the installed plugins with the file `plugins.lock`, which `surogate plugins lock`
+wrote, before anything is imported. One message refuses everything that is absent, added or altered; `surogate plugins
+verify` makes the same comparison without a run. Editable installs are refused unless `plugins.allow_editable=true`.
 
 `SUROGATE_PLUGINS_POLICY`, `SUROGATE_PLUGINS_LOCK` and `SUROGATE_PLUGINS_ALLOW_EDITABLE` are a policy of the
-environment, beside that of the configuration. A third is the machine's, in `/etc/surogate/policy.toml` on Linux and in
-the system's configuration directory elsewhere, with the keys `policy`, `allow`, `block`, `lock` (an absolute path) and
-`allow_editable`. Each can only forbid: what one of the three refuses, no other lets in. [security.md](security.md) says
-what that protects from, and what it does not.
+environment, in addition to that of the configuration. A third policy is the machine's, in `/etc/surogate/policy.toml`
+on Linux and in the system's configuration directory elsewhere, with the keys `policy`, `allow`, `block`, `lock` (an
+absolute path) and `allow_editable`. Each can only forbid: none of the three can allow what another refuses.
+[security.md](security.md) says what this protects against, and what it does not.
 
 ## Keys
 """

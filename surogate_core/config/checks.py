@@ -62,7 +62,7 @@ def weight_formats(v: Values) -> dict[str, str]:
 
 
 def _qlora_alone(key: str) -> Check:
-    """Of two weight formats the one that is named later is told of all."""
+    """If several weight formats are set, the mistake is reported at the last one and names all."""
     return Check(
         name=f"{key}_beside_another",
         key=key,
@@ -103,7 +103,7 @@ def _no_product(name: str, key: str, dtype: str, model: str, message: str, fix: 
 MAX_MICRO_BATCH = 2**24
 """Tokens of the largest micro-batch."""
 MAX_STEP = 2**26
-"""Tokens of the largest optimizer step; the data of a step lie in memory together."""
+"""Tokens of the largest optimizer step, because the data of a whole step are in memory at once."""
 
 
 def _micro_batch(v: Values) -> int:

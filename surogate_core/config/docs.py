@@ -76,7 +76,7 @@ def _flat_doc(flat: FlatKey, section: str) -> KeyDoc:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name → the docstring under it, on one line; fields without one are left out."""
+    """Field name → the docstring below it, on one line; fields without a docstring are omitted."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0]
     assert isinstance(body, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""Which keys `model.config` may set: those that the model's `config.json` has or its transformers class knows."""
+"""Checks the keys that `model.config` may set: those of the model's `config.json` or of its transformers class."""
 
 from __future__ import annotations
 

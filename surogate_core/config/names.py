@@ -45,7 +45,7 @@ PEERS_NAMES = {
     "packing": "sample_packing",
     "seed": "train_seed",
 }
-"""What other trainers call a key → what it is called here."""
+"""Name of a key in other trainers → its name here."""
 
 PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "adapter": {"lora": "lora: true", "qlora": "lora: true and qlora_bnb: true", "": "lora: true, or lora: false"},

@@ -1,7 +1,7 @@
 """From a flat YAML file and command-line arguments to Hydra overrides, with the place of each.
 
-Both sources end in one `Settings`: a choice per config group and a list of values; the command
-line comes after the file and wins. Mistakes are collected, not raised.
+Both sources end in one `Settings`: a choice per config group and a list of values; the command line overrides the file.
+Mistakes are collected, not raised.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Value:
 
 @dataclass(slots=True)
 class Settings:
-    """What the user set."""
+    """The settings of the user."""
 
     registry: Registry
     choices: dict[str, Choice] = field(default_factory=dict)

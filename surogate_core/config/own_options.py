@@ -30,7 +30,7 @@ _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDirectory(InstalledPlugin):
-    """A user's directory, used in place of the plugin that other options come from."""
+    """A user's directory, in the role of the plugin that offers an option."""
 
     @property
     def label(self) -> str:

@@ -39,8 +39,9 @@ def load_many(
     registry: Registry,
     multirun: bool = False,
 ) -> list[tuple[list[str], RunConfig]]:
-    """The same for a sweep: with `multirun`, one configuration for each value that is swept over,
-    the other sweeps at their first value. Overrides come with each."""
+    """The same for a sweep: with `multirun`, one configuration for each swept value, with the other sweeps at their
+    first value. Each is returned with its overrides.
+    """
     from surogate_core.config.overrides import Settings
 
     settings = gather(args, task=task, config_file=config_file, registry=registry)

@@ -196,7 +196,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unusable(value: Any) -> str | None:
-    """What is wrong with a value whatever its type is: no path, file or tensor could hold it."""
+    """The fault of a value of any type that no path, file or tensor can represent, or None."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return f"a whole number has at most 64 bits; got {_shown(value)}."
     if isinstance(value, str):

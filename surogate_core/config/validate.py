@@ -253,7 +253,7 @@ class _Validator:
 
     def offload(self, built: dict[str, Any]) -> None:
         """Hold the keys that move tensors against what the offloader and the recipe can do."""
-        # Weights in a weight format rest quantised, whatever the recipe.
+        # A weight format always keeps weights quantised, under every recipe.
         if built["persistent_quants"] is True and built["recipe"] is not None and not weight_formats(built):
             recipes = {name: provided.bundle for name, provided in sorted(self.registry.bundles("recipe").items())}
             if not recipes[built["recipe"].name].packs:
