@@ -120,7 +120,7 @@ def _written(config: RunConfig) -> Found:
         target = Path(expanded(value)).resolve()
         for directory, what, also_inside in _others(config):
             if target == directory or (also_inside and directory in target.parents):
-                relation = "is" if target == directory else "lies in"
+                relation = "is" if target == directory else "is in"
                 yield key, f"{value} {relation} {what}; a run writes its own files there.", f"{key}=ANOTHER_DIRECTORY"
                 break
     output = Path(expanded(config.output_dir)).resolve()

@@ -37,7 +37,7 @@ def changes_note(
         if key in before and key in now and before[key] == now[key]:
             continue
         if key not in before and key in defaults and defaults[key] == now[key]:
-            continue  # A key that a later version or another plugin brought, at its default.
+            continue  # A key of a later version or another plugin, at its default.
         if key not in now and flat is not None and key in flat and before[key] == flat[key]:
             continue  # A key of a plugin whose bundle is not chosen.
         old, new = shown(before, key), shown(now, key)

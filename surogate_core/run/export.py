@@ -42,7 +42,7 @@ class Trained:
 
 
 def places(config: RunConfig) -> list[Path]:
-    """Where the result goes, the one that is shown first."""
+    """The directories of the result; the one to show is first."""
     output = Path(config.output_dir)
     adapter, model = output / "adapter", output / "model"
     if not config.lora:
@@ -51,7 +51,9 @@ def places(config: RunConfig) -> list[Path]:
 
 
 def export(trained: Trained, progress: Callable[[str, int, int], None]) -> Path:
-    """Write the result; the place that is shown. `progress`: what is done, in words; tensors written; all of them."""
+    """Write the result; returns the directory to show. `progress` receives (the work in words, tensors written, their
+    total).
+    """
     config = trained.config
     card, own = _card(trained), _own_adapter(trained)
     if own is not None:
@@ -88,7 +90,7 @@ def _card(trained: Trained) -> Card:
 
 
 def _own_adapter(trained: Trained) -> LoraAdapter | None:
-    """The adapter that was trained; None where all weights were."""
+    """The trained adapter; None if all weights were trained."""
     config = trained.config
     if not config.lora:
         return None
@@ -102,7 +104,7 @@ def _own_adapter(trained: Trained) -> LoraAdapter | None:
 
 
 def _below(trained: Trained) -> tuple[LoraAdapter, ...]:
-    """The adapters that the trained one stands on, folded into the base while it was trained."""
+    """The adapters below the trained one, which were folded into the base during training."""
     return tuple(trained.resolved.adapter.folded) if trained.resolved.adapter else ()
 
 
@@ -130,9 +132,9 @@ def _export_model(
     config, resolved, tokenizer = trained.config, trained.resolved, trained.tokenizer
     parameters = trained.engine.parameters
     values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
-    values.pop("quantization_config", None)  # what is written is not quantised
+    values.pop("quantization_config", None)  # the exported weights are not quantised
     if resolved.weights is None:
-        # A preset's token ids are those of the published model's tokenizer, not of this one.
+        # A preset has the token ids of the published model's tokenizer, not of this one.
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         values.update({name: getattr(tokenizer, name) for name in names})
     # Folding starts from the files, whose dtypes are kept, and rounds once. With a quantised base it starts from the
@@ -152,7 +154,7 @@ def _export_model(
 def _shown(
     what: str, tensors: Iterable[tuple[str, Tensor]], total: int, progress: Callable[[str, int, int], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, while progress is shown; `total` is about their number."""
+    """The tensors, with progress; `total` is their approximate number."""
     for number, item in enumerate(tensors):
         progress(f"exporting {what}", min(number, total - 1), total)
         yield item

@@ -1,4 +1,6 @@
-"""The memory that a configuration will need, and the changes with which it is predicted to fit if it did not."""
+"""The memory that a configuration needs, and changes with which a configuration that did not fit is predicted to
+fit.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 BORDERS_PER_ROW = 64
-"""Document borders assumed in a row; the real number comes from the packed data and changes little."""
+"""Assumed document borders in a row; the real number depends on the packed data and changes little."""
 SHARE = 0.9
-"""Largest share of a place's memory that a proposal may be predicted to take; other programs need some too."""
+"""Largest share of a place's memory that a proposal may need, because other programs need some too."""
 SHORTEST = 128
 """Tokens of the shortest rows that are proposed."""
 OF_TOKENS = frozenset({"residuals", "residuals in use", "working set", "tables and inputs", "freed memory"})
@@ -88,13 +90,13 @@ class _Search:
         return self.room is not None and self.total(prediction) <= SHARE * self.room
 
     def advice(self) -> str:
-        """A sentence or two: what is predicted, and the fewest changes with which it fits; empty if that is unknown."""
+        """The prediction and the fewest changes with which it fits, in one or two sentences; empty if unknown."""
         prediction = self.predicted(self.config)
         if self.room is None:
             return ""
         largest = max((h for h in prediction.held if h.place in self.places), key=lambda h: h.nbytes)
         said = (
-            f"Predicted are {human_bytes(self.total(prediction))} of {human_bytes(self.room)}, "
+            f"The run is predicted to need {human_bytes(self.total(prediction))} of {human_bytes(self.room)}, "
             f"most of it {largest.kind} ({human_bytes(largest.nbytes)}). Fix: "
         )
         if self.fits(prediction):
@@ -107,7 +109,7 @@ class _Search:
         return said + f"{changes}, which is predicted to take {total}."
 
     def _changes(self, prediction: Prediction) -> dict[str, Any] | None:
-        """Keys and values that are predicted to fit, those that change no result first."""
+        """Keys and values that are predicted to fit; changes that do not affect the result come first."""
         changes: dict[str, Any] = {}
         steps: list[dict[str, Any]] = [] if self.config.recompute else [{"recompute": True}]
         if self.config.lora and self.config.lora_rank > 16:
@@ -128,7 +130,7 @@ class _Search:
         return None
 
     def _smaller(self, config: RunConfig, prediction: Prediction) -> dict[str, Any] | None:
-        """The largest micro-batch that fits, in rows or, where one is too long, in tokens of one row."""
+        """The largest micro-batch that fits, in rows or, if one row is too long, in tokens of one row."""
         assert self.room is not None
         held = [h for h in prediction.held if h.place in self.places]
         moving = sum(h.nbytes for h in held if h.kind in OF_TOKENS)
@@ -146,13 +148,13 @@ class _Search:
 
 
 def out_of_memory(config: RunConfig, registry: Registry, error: BaseException) -> MachineError:
-    """The error with what makes the run fit, by prediction."""
+    """The error, with changes that are predicted to make the run fit."""
     first = (str(error).split("\n")[0].split(". ")[0] or type(error).__name__).rstrip(".")
     on_gpu = isinstance(error, torch.OutOfMemoryError)
     try:
         advice = _Search(config, registry, on_gpu=on_gpu).advice()
     except (SurogateError, MemoryError, RuntimeError) as failure:
-        # The prediction may fail for lack of the same memory.
+        # The prediction may run out of memory itself.
         log.warning("no prediction of memory", error=repr(failure))
         advice = ""
     advice = advice or "Fix: a smaller per_device_train_batch_size or sequence_len, recompute=true, or lora=true."

@@ -1,4 +1,4 @@
-"""What a run is, for its checkpoints: what one must agree with to be resumed, and what it was made with."""
+"""The identity of a run in its checkpoints: the facts that a resumed run must share, and the versions that made it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> dict[str, Any]:
-    """The part of a checkpoint's state that says which run it belongs to, as JSON values.
+    """The part of a checkpoint's state that identifies its run, as JSON values.
 
-    ``essential`` must be equal for a run to resume; `check_compatible` says what differs in the rest.
+    ``essential`` must be equal for a run to resume; `check_compatible` reports differences in the rest.
     """
     weight_format = weight_format_spec(config, registry, resolved.model)
     essential = {
@@ -45,7 +45,7 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
         essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"
         path = str(Path(given.stack[-1].source).resolve())
         made_with["adapter"] = {"path": path, "mode": given.mode, "fingerprint": given.fingerprint}
-    # The plugins whose bundles shape the weights; monitors may come and go, and so may where tensors live.
+    # The plugins whose bundles determine the weights; monitors and offloaders may change.
     used = registry.plugins_used(
         [
             ("model", resolved.family.name),

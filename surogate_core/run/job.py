@@ -29,7 +29,7 @@ class Job:
 
     @classmethod
     def of(cls, config: RunConfig, registry: Registry) -> Job:
-        """The run of a checked configuration."""
+        """The job of a checked configuration."""
         return cls(config=to_dict(config), plugins=_versions(registry))
 
     @property

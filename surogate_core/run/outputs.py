@@ -1,4 +1,4 @@
-"""What the process of rank 0 alone has: the locks, the record, the monitors, the report."""
+"""The outputs that only the process of rank 0 has: locks, record, monitors, report."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ class Outputs:
         return self.bus
 
     def close(self) -> None:
-        """Write the report, however the run ended, and close the monitors."""
+        """Write the report, in whatever way the run ended, and close the monitors."""
         self._write_report()
         self.bus.close()
 
     def _write_report(self) -> None:
-        """Leave report.html and report.md; a failure changes nothing else.
+        """Write report.html and report.md; a failure changes nothing else.
 
-        A start that failed leaves the report of the run before as it is.
+        A failed start does not change the report of the previous run.
         """
         if not self._keeps_record or (self._record.exists and not self._accepted):
             return
@@ -125,7 +125,7 @@ class Outputs:
     # --------------------------------------------------------------------------- record
 
     def take_over(self, checkpoints: CheckpointDir) -> list[str]:
-        """Make the output directory's record this run's; what the owner should know of former runs there."""
+        """Start this run's record in the output directory; returns notes about former runs there."""
         notes = []
         if self._record.is_of_another_run(checkpoints.run):
             former = self._record.set_aside()
@@ -136,7 +136,7 @@ class Outputs:
         if left := checkpoints.left_over():
             one = len(left) == 1
             few = "1 checkpoint here belongs" if one else f"{len(left)} checkpoints here belong"
-            # No command: by the time that it is typed, this run may have a checkpoint under the same name.
+            # No command is proposed: when the user types it, this run may have a checkpoint of the same name.
             names = ", ".join(str(path) for path in left)
             notes.append(
                 f"{few} to another run or cannot be used, and no save deletes {'it' if one else 'them'}: {names}. "

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 Show = Callable[[Progress], None]
-"""Where progress goes; raises to end the preparation."""
+"""Receives progress; may raise to end the preparation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +152,13 @@ def checkpoint_to_resume(
     if had != torch.__version__:
         notes.append(
             f"torch was version {had} when the checkpoint was saved and is {torch.__version__} now: "
-            f"the run goes on, but not bit for bit as it would have."
+            f"the run continues, but not bit for bit as it would have."
         )
     return checkpoint, notes
 
 
 def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | None, show: Show) -> Material:
-    """Tokenise and pack the data, or map what is cached; the steps go on where the checkpoint left them."""
+    """Tokenise and pack the data, or map the cached result; the steps continue from the checkpoint."""
     config, model = base.config, base.resolved.model
     tokenizer, of_tokenizer = tokenizer_of_run(
         config, vocab_size=model.vocab_size, pretrained=base.resolved.weights is not None
@@ -184,9 +184,9 @@ def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | No
 
 
 def measured_rate(base: Base, show: Show) -> float | None:
-    """FLOP/s of a large product on the device, for the speed of light; None where the device has no room for it.
+    """FLOP/s of a large product on the device, for the speed of light; None if the device has too little memory.
 
-    Measured before the model is there, and not counted in the run's peak memory.
+    It is measured before the model is loaded, and is not part of the run's peak memory.
     """
     device = base.device
     show(Progress(task="measuring the device's rate", done=0, total=1))
@@ -203,7 +203,9 @@ def measured_rate(base: Base, show: Show) -> float | None:
 
 
 def with_adjusted_epochs(config: RunConfig, *, parameters: int, tokens: int) -> tuple[RunConfig, str]:
-    """The configuration with the epochs that the model's token budget makes of `tokens` an epoch, and a note of it."""
+    """The configuration with the epochs that give the model's token budget at `tokens` per epoch, and a note about
+    it.
+    """
     epochs = adjusted_epochs(parameters, tokens)
     note = (
         f"epoch_adjustment: num_epochs is {epochs:.4g} instead of {config.num_epochs:.4g}, for "
@@ -213,7 +215,7 @@ def with_adjusted_epochs(config: RunConfig, *, parameters: int, tokens: int) -> 
 
 
 def resumed_note(checkpoint: Checkpoint, total: int) -> str:
-    """How a run of `total` steps goes on from the checkpoint."""
+    """A sentence on the step from which a run of `total` steps resumes."""
     if checkpoint.step < total:
         return f"Resumed from {checkpoint.path} at step {checkpoint.step} of {total}."
     return (

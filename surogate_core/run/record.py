@@ -1,8 +1,8 @@
-"""The record that a run leaves in its output directory, and what happens to an earlier run's.
+"""The record of a run in its output directory, and the move of an earlier run's record.
 
-The record is `config.yaml`, `run.json`, the metrics, the report and the exports. Nothing of it is written before the
-run is accepted: its configuration, checkpoint, base and data are checked. A new run in the directory of
-another one moves that one's record to ``former-1/`` (``former-2/``, …), which is a run directory of its own.
+The record is `config.yaml`, `run.json`, the metrics, the report and the exports. It is written only after the run is
+accepted: after its configuration, checkpoint, base and data are checked. A new run in the directory of another one
+moves that one's record to ``former-1/`` (``former-2/``, …), which is a run directory of its own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Record:
     """The record that was in an output directory when the run began."""
 
     def __init__(self, output: Path):
-        """`output` is there, and locked by this run."""
+        """`output` exists and is locked by this run."""
         self._output = output
         exports = [output / name for name in _EXPORTS if (output / name / MARKER).is_file()]
         self.exists = (output / FACTS).is_file() or bool(exports)
-        """Whether a run was accepted here; what a failed start left is no record."""
+        """Whether a run was accepted here; the files of a failed start are no record."""
         self.run = _run_id(output / FACTS)
-        """Id of the run; empty where a version before run ids wrote it."""
+        """Id of the run; empty in a record of a version before run ids."""
 
     def is_of_another_run(self, run: str) -> bool:
-        """Whether there is one, and not of the run with this id."""
+        """Whether there is a record of a run with another id."""
         return self.exists and self.run != run
 
     def set_aside(self) -> Path:
@@ -68,7 +68,7 @@ class Record:
 
 def _run_id(facts: Path) -> str:
     if not facts.is_file():
-        return ""  # to open a pipe would wait for ever
+        return ""  # opening a pipe would wait forever
     try:
         values = json.loads(facts.read_bytes())
     except (OSError, ValueError):

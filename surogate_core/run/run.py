@@ -62,7 +62,7 @@ class _Run:
         self.setting_up = True
         self.contents: Contents | None = None
         self.notes: list[str] = []
-        """What the owner of the run should know, one sentence each."""
+        """Notes for the user, one sentence each."""
         self.rate: float | None = None
         self.loop: Loop | None = None
 
@@ -92,7 +92,7 @@ class _Run:
 
     def _phases(self) -> int:
         if self.outputs is not None:
-            # What can be refused is refused before anything long is done.
+            # Everything that can be refused is refused before any long work.
             for place in places(self.config):
                 check_place(place)
         base = fetch_base(self.config, self.registry, self._show)
@@ -160,7 +160,7 @@ class _Run:
         self.setting_up = False
 
     def _finish(self, reason: str, base: Base, material: Material, loop: Loop) -> None:
-        """Export what was trained, unless a signal ended the run, and emit its end."""
+        """Export the trained weights, unless a signal ended the run, and emit the end of the run."""
         if self.outputs is None:
             return
         if reason == "signal":
@@ -182,7 +182,7 @@ class _Run:
         self.bus.emit(self._end(reason, place, message))
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Emit the end of a failed run; the error to show, which proposes changes where memory ran out."""
+        """Emit the end of a failed run; returns the error to show, which proposes changes if memory ran out."""
         shown = error
         if not isinstance(error, SurogateError) and is_out_of_memory(error):
             shown = out_of_memory(self.config, self.registry, error)
@@ -239,7 +239,7 @@ class _Run:
             # Evaluated once, before the first step: there is no loss after it to compare with.
             last_eval_loss=state.last_eval_loss if state and state.evaluated_step else None,
             export_path=str(place) if place else None,
-            # A monitor that failed hours ago, such as the one that keeps the record, is worth repeating.
+            # Repeat the failure of a monitor, such as the one that keeps the record: it may be hours old.
             message="\n".join(text for text in (message, *self.bus.failures) if text),
         )
 
@@ -252,8 +252,8 @@ def _in_words(device: torch.device) -> str:
 
 
 def _next_steps(config: RunConfig) -> str:
-    """How to go on from the embedded default to one's own model and data."""
-    # Data in a package is an example that a plugin brings.
+    """How to continue from the embedded default to your own model and data."""
+    # Data in a package is an example that a plugin contains.
     if not any(str(d.get("path", "")).startswith("pkg://") for d in config.datasets):
         return ""
     return (

@@ -329,7 +329,7 @@ def test_out_of_memory(tmp_path: Path, base: list[str], fails: Fails) -> None:
     keys = [*base, "model.config.intermediate_size=100000000000", "model.config.num_hidden_layers=1"]
     message = fails(tmp_path / "out", *keys, code=3)
     assert "Out of host memory" in message
-    assert "Predicted are 4" in message
+    assert "predicted to need 4" in message
     assert "Fix: a smaller model or a machine with more memory" in message
     assert "sequence_len=" not in message, "shorter rows do not help"
 

@@ -29,7 +29,7 @@ def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     message, changes, nbytes = advised(
         "lora=true", "per_device_train_batch_size=8192", mib=400, monkeypatch=monkeypatch
     )
-    assert "Out of host memory: no room. Predicted are " in message
+    assert "Out of host memory: no room. The run is predicted to need " in message
     assert "most of it working set" in message
     assert changes.keys() == {"per_device_train_batch_size"}
     assert 1 < changes["per_device_train_batch_size"] < 4096
