@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,11 +17,17 @@ from surogate_core.errors import UserError
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=512", "per_device_train_batch_size=2"]
 
 
-def plan(capsys: Any, *arguments: str) -> dict[str, Any]:
-    code = main(["plan", *SMALL, *arguments, "--json"])
-    out = capsys.readouterr().out
-    assert code == 0
-    value = json.loads(out)
+@cache
+def printed(*arguments: str) -> str:
+    """What the command prints; equal commands are run once."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["plan", *SMALL, *arguments, "--json"]) == 0
+    return out.getvalue()
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    value = json.loads(printed(*arguments))
     assert isinstance(value, dict)
     return value
 
@@ -37,16 +46,16 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize("share", [1.2, 0.6, 0.5])
-def test_proposals_fit_and_mean_what_they_say(capsys: Any, share: float) -> None:
+def test_proposals_fit_and_mean_what_they_say(share: float) -> None:
     wide = "optimizer=adamw"  # leaves more to save than the default
-    before = plan(capsys, wide)
+    before = plan(wide)
     budget = int(before["device_bytes"] * share)
-    found = plan(capsys, wide, f"--fit={budget / 2**20}MiB")["fit"]
+    found = plan(wide, f"--fit={budget / 2**20}MiB")["fit"]
     assert found
     assert [p["seconds"] for p in found] == sorted(p["seconds"] for p in found)
     for proposal in found[:2]:
         assert proposal["device_bytes"] * MARGIN <= budget
-        again = plan(capsys, *{o.partition("=")[0]: o for o in (wide, *proposal["overrides"])}.values())
+        again = plan(*{o.partition("=")[0]: o for o in (wide, *proposal["overrides"])}.values())
         assert again["device_bytes"] == proposal["device_bytes"]
         assert again["host_bytes"] == proposal["host_bytes"]
     assert (found[0]["overrides"] == []) == (share > 1)
@@ -54,31 +63,31 @@ def test_proposals_fit_and_mean_what_they_say(capsys: Any, share: float) -> None
         assert found[0]["device_bytes"] == before["device_bytes"]
 
 
-def test_what_the_configuration_asks_for_stays(capsys: Any) -> None:
-    for proposal in plan(capsys, "offload_residual=true", "optimizer=normuon", "--fit", "1GiB")["fit"]:
+def test_what_the_configuration_asks_for_stays() -> None:
+    for proposal in plan("offload_residual=true", "optimizer=normuon", "--fit", "1GiB")["fit"]:
         assert not any(o.startswith(("offload_residual", "optimizer=")) for o in proposal["overrides"])
 
 
-def test_a_quantised_base_may_leave_the_device(capsys: Any) -> None:
+def test_a_quantised_base_may_leave_the_device() -> None:
     keys = ("lora=true", "qlora_bnb=true", "recompute=true", "optimizer=adamw_8bit")
     keys += tuple(f"offload_{what}=true" for what in ("residual", "optimizer", "master", "grads"))
     # Beside an embedding that is most of the model there would be nothing to gain.
     keys += ("model.config.vocab_size=64", "model.config.num_hidden_layers=32", "sequence_len=128")
-    before = plan(capsys, *keys)
+    before = plan(*keys)
     kept = next(h["nbytes"] for h in before["held"] if h["kind"] == "weights")
-    moved = plan(capsys, *keys, "offload_quants=true", "persistent_quants=true")
+    moved = plan(*keys, "offload_quants=true", "persistent_quants=true")
     assert {h["kind"]: h["place"] for h in moved["held"]}["weights"] == "host"
     assert moved["host_bytes"] >= before["host_bytes"] + kept
     budget = int(moved["device_bytes"] * MARGIN * 1.001)
     assert budget < before["device_bytes"]
-    found = plan(capsys, *keys, f"--fit={budget / 2**20}MiB")["fit"]
+    found = plan(*keys, f"--fit={budget / 2**20}MiB")["fit"]
     assert [p["overrides"] for p in found] == [["offload_quants=true", "persistent_quants=true"]]
     assert found[0]["device_bytes"] == moved["device_bytes"]
 
 
-def test_proposals_are_of_what_the_offloader_places(capsys: Any) -> None:
+def test_proposals_are_of_what_the_offloader_places() -> None:
     keys = ["lora=true", "qlora_bnb=true", "offload_quants=true", "persistent_quants=true", "recompute=false"]
-    for proposal in plan(capsys, *keys, "offload=disk", "--gpu", "h200", "--fit", "4GiB")["fit"]:
+    for proposal in plan(*keys, "offload=disk", "--gpu", "h200", "--fit", "4GiB")["fit"]:
         moved = {word.partition("=")[0] for word in proposal["overrides"] if word.startswith("offload_")}
         assert "offload_residual" not in moved
         assert not moved or "cpu_training=true" in proposal["overrides"]

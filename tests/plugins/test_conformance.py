@@ -46,13 +46,18 @@ def registry() -> Registry:
 
 
 def cases() -> list[Any]:
-    """Those that trace a family's blocks or emulate NVFP4, or start an interpreter, are too slow for every run."""
+    """Those that trace a family's blocks or emulate NVFP4, or start an interpreter, are too slow for every run.
+
+    So are resumed runs under recipes and weight formats that round; every run of the tests has bf16's and optimizers'.
+    """
     found = []
     for name in OURS:
         for check in checks(name, registry()):
             traces = check.subject.startswith("model ") and check.title != "reads its presets"
             emulates = check.subject == "recipe nvfp4" and check.title in ("trains", "resumes")
-            marks = [pytest.mark.slow] if traces or emulates or check.title == "imports quietly" else []
+            rounds = check.title == "resumes" and check.subject != "recipe bf16"
+            slow = traces or emulates or rounds or check.title == "imports quietly"
+            marks = [pytest.mark.slow] if slow else []
             found.append(pytest.param(check, id=f"{name}-{check}".replace(" ", "_"), marks=marks))
     return found
 
