@@ -37,52 +37,26 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     """A function that takes one optimizer step and returns the loss."""
+    import bench
     import torch
     from surogate_model_qwen3.model import build
-    from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-    from surogate_recipe_bf16.gemm import BF16
 
-    from surogate_core.bundles import Objective
-    from surogate_core.dsl.declare import LoRA
-    from surogate_core.dsl.slots import Adapter
     from surogate_core.dsl.trace import Recompute
-    from surogate_core.engine.engine import Engine, EngineSettings
+    from surogate_core.engine.assembly import EngineSettings
+    from surogate_core.engine.engine import Engine
     from surogate_core.engine.parameters import RandomSource
-    from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
-    from surogate_core.kernels.attention import TORCH_PACK
-    from surogate_core.kernels.ops import cross_entropy
-    from surogate_core.kernels.registry import KernelTable
 
     device = torch.device("cpu")
-    engine = Engine(
-        build(SHAPE),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.float32,
-            adapter_dtype=torch.float32,
-            compiler="fx",
-            cuda_graphs=False,
-            tokens=ROWS * LENGTH,
-            borders=ROWS + 1,
-            max_seqlen=LENGTH,
-            head_chunks=4,
-            recompute=Recompute(block=recompute),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-        ),
-        recipe=BF16(),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=surogate_optimizer(),
-        optimizer_options=AdamWOptions(),
-        offloader=NO_OFFLOAD,
-        stores=DeviceStores(),
-        kernels=KernelTable.build(device, [TORCH_PACK]),
-        lora=LoRA(
-            adapter=Adapter(rank=RANK, scale=2.0, dropout=dropout, dtype=torch.float32), targets=frozenset(["all"])
-        ),
-        source=RandomSource(seed=0, std=0.02, device=device),
+    settings = EngineSettings(
+        device=device,
+        tokens=ROWS * LENGTH,
+        borders=ROWS + 1,
+        max_seqlen=LENGTH,
+        head_chunks=4,
+        recompute=Recompute(block=recompute),
     )
+    assembly = bench.assemble(build(SHAPE), settings, lora=bench.adapters(RANK, dropout=dropout))
+    engine = Engine(assembly, RandomSource(seed=0, std=0.02, device=device))
 
     return lambda number: engine.train_step([_batch(number)], step=number, lr=1e-4).read()[0]
 

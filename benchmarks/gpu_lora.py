@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, get_args
 
+import bench
 import numpy as np
 import torch
 from surogate_model_qwen3.model import build
@@ -35,31 +34,17 @@ from surogate_model_qwen3.presets import PRESETS
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
-    KernelPack,
-    Objective,
-    OffloaderSpec,
-    Recipe,
-    RecipeContext,
-    RecipeSpec,
     TensorKind,
-    WeightFormat,
-    WeightFormatSpec,
 )
-from surogate_core.dsl.declare import LoRA
-from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.flops import Work, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
-PACKS = ["triton", "cuda", "hopper"]
-RECIPES = {"bf16": "surogate_recipe_bf16", "fp8-hybrid": "surogate_recipe_fp8"}
-OPTIMIZERS = {"adamw": "surogate_optimizer_adamw", "adamw_8bit": "surogate_optimizer_adamw_8bit"}
+RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid"), ("adamw", "adamw_8bit")
 MEAN_LENGTH, SIGMA = 400.0, 0.8
 """Of the log-normal document lengths."""
 
@@ -93,14 +78,6 @@ class Result:
     losses: list[float]
     kernels: dict[str, str]
     profile: dict[str, Any] | None
-
-
-def packs(names: list[str]) -> list[KernelPack]:
-    """torch's own kernels and the packs of these names."""
-    found = [TORCH_PACK]
-    for name in names:
-        found.append(importlib.import_module(f"surogate_kernels_{name}").surogate_kernel_pack())
-    return found
 
 
 def lengths_of_row(documents: str, random: np.random.Generator) -> list[int]:
@@ -139,46 +116,30 @@ def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
     return batches
 
 
-def built(name: str, device: torch.device) -> Recipe:
-    """A recipe with its default options."""
-    spec: RecipeSpec = importlib.import_module(RECIPES[name]).surogate_recipe()
-    return spec.build(spec.options(), RecipeContext(device=device, dtype="bf16"))
-
-
 def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
     """The engine that a training run would make."""
-    adapter = Adapter(rank=RANK, scale=2.0, dropout=options.dropout, dtype=torch.float32)
-    placed = offloader(options.offload)
-    optimizer = importlib.import_module(OPTIMIZERS[options.optimizer]).surogate_optimizer()
-    return Engine(
-        build(PRESETS[options.preset]),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.bfloat16,
-            adapter_dtype=torch.float32,
-            compiler="inductor" if device.type == "cuda" else "fx",
-            cuda_graphs=device.type == "cuda" and not options.no_graphs,
-            tokens=ROWS * LENGTH,
-            borders=borders,
-            max_seqlen=LENGTH,
-            head_chunks=options.head_chunks or (1 if options.full else 4),
-            recompute=Recompute(block=options.recompute, regions=frozenset(options.regions), budget=options.budget),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-        ),
-        recipe=built(options.recipe, device),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=optimizer,
-        optimizer_options=optimizer.options(),
-        offloader=placed,
-        stores=placed.build(placed.options(), gettempdir(), device),
-        kernels=KernelTable.build(device, packs(options.packs), deterministic=not options.any_order),
-        lora=None if options.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
-        source=RandomSource(seed=0, std=0.02, device=device),
-        weight_format=weight_format(options.base),
-        progress=_forget_the_set_up,
+    settings = EngineSettings(
+        device=device,
+        dtype=torch.bfloat16,
+        compiler="inductor" if device.type == "cuda" else "fx",
+        cuda_graphs=device.type == "cuda" and not options.no_graphs,
+        tokens=ROWS * LENGTH,
+        borders=borders,
+        max_seqlen=LENGTH,
+        head_chunks=options.head_chunks or (1 if options.full else 4),
+        recompute=Recompute(block=options.recompute, regions=frozenset(options.regions), budget=options.budget),
     )
+    assembly = bench.assemble(
+        build(PRESETS[options.preset]),
+        settings,
+        recipe=options.recipe,
+        optimizer=options.optimizer,
+        offload=frozenset(options.offload),
+        kernels=KernelTable.build(device, bench.packs(options.packs), deterministic=not options.any_order),
+        lora=None if options.full else bench.adapters(RANK, dropout=options.dropout),
+        weight_format=None if options.base == "bf16" else options.base,
+    )
+    return Engine(assembly, RandomSource(seed=0, std=0.02, device=device), progress=_forget_the_set_up)
 
 
 def _forget_the_set_up(task: str, done: int, total: int) -> None:
@@ -187,22 +148,6 @@ def _forget_the_set_up(task: str, done: int, total: int) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def offloader(kinds: list[TensorKind]) -> OffloaderSpec:
-    """What moves tensors of these kinds to host memory."""
-    if not kinds:
-        return NO_OFFLOAD
-    host: OffloaderSpec = importlib.import_module("surogate_offload_host").surogate_offloader()
-    return replace(host, kinds=frozenset(kinds))
-
-
-def weight_format(name: str) -> WeightFormat | None:
-    """What the frozen projections are kept in; None is bf16."""
-    if name == "bf16":
-        return None
-    spec: WeightFormatSpec = importlib.import_module(f"surogate_quant_{name}").surogate_weight_format()
-    return spec.build(spec.options())
 
 
 def frozen_gib(engine: Engine, *roles: str) -> float:
@@ -342,7 +287,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of one configuration."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("preset", choices=list(PRESETS))
-    parser.add_argument("--recipe", choices=list(RECIPES), default="bf16")
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16")
     parser.add_argument("--documents", choices=["row", "lognormal"], default="row", help="one a row, or mean 400")
     parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
@@ -351,9 +296,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
     parser.add_argument("--budget", type=float, default=1.0, help="share of the residuals that is kept")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--offload", nargs="*", choices=get_args(TensorKind), default=[], help="to host memory")
-    parser.add_argument("--packs", nargs="*", choices=PACKS, default=PACKS)
+    parser.add_argument("--packs", nargs="*", choices=list(bench.PACKS), default=list(bench.PACKS))
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--head-chunks", type=int, help="pieces of the logits; 4, or 1 with --full")

@@ -18,23 +18,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench
 import numpy as np
 import surogate_recipe_nvfp4
 import torch
 from surogate_kernels_cuda import nvfp4
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, Objective, Recipe, RecipeContext
-from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.bundles import KernelPack
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.formats.nvfp4 import Operand, nvfp4_rounded
 from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
 TOKENS, ROWS, LENGTH, STEPS = 4096, 4, 2048, 8
@@ -110,36 +107,22 @@ def make_batch() -> MicroBatch:
     )
 
 
-def training(recipe: Recipe, packs: list[KernelPack]) -> dict[str, Any]:
+def training(recipe: str, options: Any, packs: list[KernelPack]) -> dict[str, Any]:
     """Tokens a second of optimizer steps of one micro-step."""
     device, start = torch.device("cuda"), time.perf_counter()
-    engine = Engine(
-        build(MODEL),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.bfloat16,
-            adapter_dtype=torch.float32,
-            compiler="inductor",
-            cuda_graphs=True,
-            tokens=ROWS * LENGTH,
-            borders=ROWS + 1,
-            max_seqlen=LENGTH,
-            head_chunks=4,
-            recompute=Recompute(block=False),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-        ),
-        recipe=recipe,
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=surogate_optimizer(),
-        optimizer_options=AdamWOptions(),
-        offloader=NO_OFFLOAD,
-        stores=DeviceStores(),
-        kernels=KernelTable.build(device, packs),
-        lora=None,
-        source=RandomSource(seed=0, std=0.02, device=device),
+    settings = EngineSettings(
+        device=device,
+        dtype=torch.bfloat16,
+        compiler="inductor",
+        cuda_graphs=True,
+        tokens=ROWS * LENGTH,
+        borders=ROWS + 1,
+        max_seqlen=LENGTH,
+        head_chunks=4,
     )
+    kernels = KernelTable.build(device, packs)
+    assembly = bench.assemble(build(MODEL), settings, recipe=recipe, recipe_options=options, kernels=kernels)
+    engine = Engine(assembly, RandomSource(seed=0, std=0.02, device=device))
     batch, times, losses = make_batch(), [], []
     for step in range(STEPS):
         torch.cuda.synchronize()
@@ -168,17 +151,16 @@ def main() -> None:
     found["rounding"] = rounding(references=not options.skip_references)
     if not options.skip_training:
         pack = KernelPack(name="nvfp4", kernels=nvfp4.kernels)
-        context = RecipeContext(device=torch.device("cuda"), dtype="bf16")
-        fp4 = surogate_recipe_nvfp4.build(surogate_recipe_nvfp4.NVFP4Options(emulate="always"), context)
-        runs: dict[str, tuple[Recipe, list[KernelPack]]] = {
-            "bf16": (BF16(), []),
-            "nvfp4, kernels": (fp4, [pack]),
-            "nvfp4, references": (fp4, []),
+        emulated = surogate_recipe_nvfp4.NVFP4Options(emulate="always")
+        runs: dict[str, tuple[str, Any, list[KernelPack]]] = {
+            "bf16": ("bf16", None, []),
+            "nvfp4, kernels": ("nvfp4", emulated, [pack]),
+            "nvfp4, references": ("nvfp4", emulated, []),
         }
-        for name, (recipe, packs) in runs.items():
+        for name, (recipe, recipe_options, packs) in runs.items():
             if options.skip_references and "references" in name:
                 continue
-            found[name] = training(recipe, [TORCH_PACK, *packs])
+            found[name] = training(recipe, recipe_options, [TORCH_PACK, *packs])
             print(name, found[name], flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

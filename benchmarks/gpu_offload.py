@@ -14,32 +14,27 @@ by another run of this), and the bytes over the bus in the busier direction at t
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
+import bench
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
-from surogate_offload_host import surogate_offloader
-from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Objective, TensorKind
+from surogate_core.bundles import TensorKind
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 
 GIB = 2**30
@@ -133,47 +128,34 @@ def make_engine(options: argparse.Namespace, device: torch.device) -> Engine:
     config = dict(PRESETS[options.preset])
     if options.layers:
         config["num_hidden_layers"] = options.layers
-    kinds = PLACES[options.place]
-    offloader = replace(surogate_offloader(), kinds=frozenset(kinds)) if kinds else NO_OFFLOAD
     started = time.perf_counter()
 
     def progress(task: str, done: int, total: int) -> None:
         if done in (0, total):
             print(f"{time.perf_counter() - started:6.1f} s  {task} {done} of {total}", flush=True)
 
-    optimizer = importlib.import_module(f"surogate_optimizer_{options.optimizer}").surogate_optimizer()
-    packs = [importlib.import_module(f"surogate_kernels_{n}").surogate_kernel_pack() for n in options.packs]
     cuda = device.type == "cuda"
-    return Engine(
-        build(config),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.bfloat16,
-            adapter_dtype=torch.float32,
-            compiler="inductor" if cuda else "fx",
-            cuda_graphs=cuda and not options.no_graphs,
-            tokens=options.rows * options.length,
-            borders=options.rows + 1,
-            max_seqlen=options.length,
-            head_chunks=options.head_chunks,
-            recompute=Recompute(block=True),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-            master_dtype=DTYPES[options.master],
-            update_on_cpu=options.place == "cpu_training",
-        ),
-        recipe=BF16(),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=optimizer,
-        optimizer_options=optimizer.options(),
-        offloader=offloader,
-        stores=offloader.build(offloader.options(), gettempdir(), torch.device("cuda")),
-        kernels=KernelTable.build(device, [TORCH_PACK, *packs]),
-        lora=None,
-        source=RandomSource(seed=0, std=0.02, device=device),
-        progress=progress,
+    settings = EngineSettings(
+        device=device,
+        dtype=torch.bfloat16,
+        compiler="inductor" if cuda else "fx",
+        cuda_graphs=cuda and not options.no_graphs,
+        tokens=options.rows * options.length,
+        borders=options.rows + 1,
+        max_seqlen=options.length,
+        head_chunks=options.head_chunks,
+        recompute=Recompute(block=True),
+        master_dtype=DTYPES[options.master],
+        update_on_cpu=options.place == "cpu_training",
     )
+    assembly = bench.assemble(
+        build(config),
+        settings,
+        optimizer=options.optimizer,
+        offload=frozenset(PLACES[options.place]),
+        kernels=KernelTable.build(device, bench.packs(options.packs)),
+    )
+    return Engine(assembly, RandomSource(seed=0, std=0.02, device=device), progress=progress)
 
 
 def bus_rates(device: torch.device) -> dict[str, float]:
@@ -207,9 +189,9 @@ def bus_bytes(engine: Engine, *, first: bool) -> dict[str, float]:
     for piece in parameters.pieces:
         elements = sum(prod(s.shape) for s in piece.specs)
         sizes["weights"][piece.key] = elements * parameters.dtype.itemsize if streamed else 0
-        sizes["gradients"][piece.key] = elements * 4 if engine.streams_gradients else 0
+        sizes["gradients"][piece.key] = elements * 4 if engine.stores.streams_gradients else 0
     moved = {"in": 0, "out": 0}
-    for action in engine.training:
+    for action in engine.step.training:
         if action.verb == "fetch" and action.kind in sizes and not (first and action.kind == "gradients"):
             moved["in"] += sizes[action.kind][action.key]
         elif action.verb == "release" and action.kind == "gradients":
@@ -277,7 +259,7 @@ def measure(options: argparse.Namespace) -> Result:
     vocabulary = PRESETS[options.preset]["vocab_size"]
     batches = [batch(tokens, options.length, vocabulary, seed) for seed in range(4)]
     later, first = bus_bytes(engine, first=False), bus_bytes(engine, first=True)
-    at_once = rates["each at once"] if engine.streams_gradients else rates["in"]
+    at_once = rates["each at once"] if engine.stores.streams_gradients else rates["in"]
     floors = {
         accumulation: max((first[w] + (accumulation - 1) * later[w]) / at_once for w in ("in", "out"))
         for accumulation in options.accumulation

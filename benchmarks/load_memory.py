@@ -110,7 +110,7 @@ def load(directory: Path, base: str) -> dict[str, Any]:
 
     engine = build_engine(config, registry, resolved, sample=sample, progress=progress)
     loading = next(peak for task, peak in seen.items() if "load" in task)
-    weights = engine.weights.nbytes()["device"]
+    weights = engine.stores.weights.nbytes()["device"]
     infos = [resolved.weights.info(name) for name in resolved.weights.names()]
     return {
         "base": base,

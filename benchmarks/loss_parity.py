@@ -23,7 +23,6 @@ Shape suffixes: N tokens of a micro-batch, S document borders, V vocabulary, R r
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -38,6 +37,7 @@ from itertools import tee
 from pathlib import Path
 from typing import Any
 
+import bench
 import numpy as np
 import parity_report
 import parity_text
@@ -50,17 +50,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, Objective, RecipeContext
 from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import LoRA, TensorSpec
-from surogate_core.dsl.slots import Adapter
-from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings, StepResult
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource, Source
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
-from surogate_core.kernels.registry import KernelTable
+from surogate_core.engine.update import StepResult
 from surogate_core.train.drive import Ready, drive
 from surogate_core.train.loop import evaluation_due
 from surogate_core.train.precision import PrecisionWatch
@@ -241,53 +236,34 @@ def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Se
 # ----------------------------------------------------------------------------------- engine
 
 
-def packs_of(device: torch.device) -> list[KernelPack]:
-    """torch's kernels, and on a GPU those of the packs."""
-    names = ("triton", "cuda", "hopper") if device.type == "cuda" else ()
-    return [
-        TORCH_PACK,
-        *(importlib.import_module(f"surogate_kernels_{name}").surogate_kernel_pack() for name in names),
-    ]
-
-
 def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> Engine:
     """The model under a recipe."""
     device = torch.device(setting.device)
     cuda = device.type == "cuda"
-    spec = importlib.import_module(RECIPES[name]).surogate_recipe()
-    adapter = Adapter(rank=setting.rank, scale=2.0, dropout=0.0, dtype=torch.float32)
     chosen = "adamw" if lora else setting.optimizer
-    optimizer = importlib.import_module(f"surogate_optimizer_{chosen}").surogate_optimizer()
-    return Engine(
+    settings = EngineSettings(
+        device=device,
+        dtype=torch.bfloat16,
+        compiler="inductor" if cuda else "fx",
+        cuda_graphs=cuda,
+        tokens=setting.rows * setting.length,
+        borders=setting.borders,
+        max_seqlen=setting.length,
+        weight_decay=0.0 if lora else 0.1,
+        seed=setting.seed,
+        plain_last=setting.plain_last if name == "nvfp4" else 0,
+    )
+    assembly = bench.assemble(
         build(setting.config),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.bfloat16,
-            adapter_dtype=torch.float32,
-            compiler="inductor" if cuda else "fx",
-            cuda_graphs=cuda,
-            tokens=setting.rows * setting.length,
-            borders=setting.borders,
-            max_seqlen=setting.length,
-            head_chunks=1,
-            recompute=Recompute(block=False),
-            weight_decay=0.0 if lora else 0.1,
-            max_grad_norm=1.0,
-            seed=setting.seed,
-            plain_last=setting.plain_last if name == "nvfp4" else 0,
-        ),
-        recipe=spec.build(spec.options(), RecipeContext(device=device, dtype="bf16")),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=optimizer,
+        settings,
+        recipe=name,
+        optimizer=chosen,
         optimizer_options=(
             NorMuonOptions(rest_lr_factor=REST, adamw_beta2=0.95) if chosen == "normuon" else AdamWOptions(beta2=0.95)
         ),
-        offloader=NO_OFFLOAD,
-        stores=DeviceStores(),
-        kernels=KernelTable.build(device, packs_of(device)),
-        lora=LoRA(adapter=adapter, targets=frozenset(["all"])) if lora else None,
-        source=source,
+        lora=bench.adapters(setting.rank) if lora else None,
     )
+    return Engine(assembly, source)
 
 
 class Base:

@@ -25,22 +25,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench
 import torch
 from rich.console import Console
 from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Monitor, Objective
-from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.bundles import Monitor
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.events import EvalEnd, RunEnd, RunInfo, RunStart, StepEnd
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
-from surogate_core.kernels.registry import KernelTable
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.train.bus import EventBus
 
@@ -64,33 +59,8 @@ SHAPE = {
 def make_engine(tokens: int) -> Engine:
     """A small engine on the CPU."""
     device = torch.device("cpu")
-    return Engine(
-        build(SHAPE),
-        settings=EngineSettings(
-            device=device,
-            dtype=torch.float32,
-            adapter_dtype=torch.float32,
-            compiler="fx",
-            cuda_graphs=False,
-            tokens=tokens,
-            borders=2,
-            max_seqlen=tokens,
-            head_chunks=1,
-            recompute=Recompute(block=False, regions=frozenset()),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-        ),
-        recipe=BF16(),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=surogate_optimizer(),
-        optimizer_options=AdamWOptions(),
-        offloader=NO_OFFLOAD,
-        stores=DeviceStores(),
-        kernels=KernelTable.build(device, [TORCH_PACK]),
-        lora=None,
-        source=RandomSource(seed=0, std=0.02, device=device),
-    )
+    settings = EngineSettings(device=device, tokens=tokens, borders=2, max_seqlen=tokens)
+    return Engine(bench.assemble(build(SHAPE), settings), RandomSource(seed=0, std=0.02, device=device))
 
 
 def make_batch(tokens: int) -> MicroBatch:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import subprocess
 import sys
@@ -25,38 +24,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import gettempdir
-from typing import Any
 
+import bench
 import numpy as np
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
-from surogate_offload_host import surogate_offloader
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
-    KernelPack,
-    Objective,
-    OffloaderSpec,
-    OptimizerSpec,
-    RecipeContext,
-    RecipeSpec,
     TensorKind,
-    WeightFormat,
-    WeightFormatSpec,
 )
-from surogate_core.dsl.declare import LoRA, Model, TensorSpec
-from surogate_core.dsl.slots import Adapter
+from surogate_core.dsl.declare import Model, TensorSpec
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import Prediction, predict
-from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels import native
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
-from surogate_core.kernels.registry import KernelTable
 
 MICRO_STEPS, RANK, BORDERS = 2, 16, 64
 GPU = (9, 0)
@@ -206,54 +191,36 @@ def model_of(case: Case) -> Model:
     return build(config | ({"num_hidden_layers": case.layers} if case.layers else {}))
 
 
-def packs() -> list[KernelPack]:
-    """torch's own kernels and those of the packs."""
-    names = ("triton", "cuda", "hopper")
-    return [TORCH_PACK, *(importlib.import_module(f"surogate_kernels_{n}").surogate_kernel_pack() for n in names)]
-
-
-def shared(case: Case, device: torch.device) -> dict[str, Any]:
-    """What a prediction and an engine are both given."""
-    offloader: OffloaderSpec = replace(surogate_offloader(), kinds=frozenset(case.kinds)) if case.kinds else NO_OFFLOAD
-    recipe: RecipeSpec = importlib.import_module(RECIPES[case.recipe]).surogate_recipe()
-    spec: OptimizerSpec = importlib.import_module(f"surogate_optimizer_{case.optimizer}").surogate_optimizer()
-    weight_format: WeightFormat | None = None
-    if case.base != "bf16":
-        quant: WeightFormatSpec = importlib.import_module(f"surogate_quant_{case.base}").surogate_weight_format()
-        weight_format = quant.build(quant.options())
-    adapter = Adapter(rank=RANK, scale=2.0, dropout=0.0, dtype=torch.float32)
-    return {
-        "settings": EngineSettings(
-            device=device,
-            dtype=torch.bfloat16,
-            adapter_dtype=torch.float32,
-            compiler="inductor" if case.compiler == "inductor" else "fx",
-            cuda_graphs=case.graphs,
-            tokens=case.tokens,
-            borders=BORDERS,
-            max_seqlen=case.length,
-            head_chunks=case.head_chunks,
-            recompute=Recompute(block=case.recompute, budget=case.budget),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=0,
-            master_dtype=getattr(torch, case.master),
-            update_on_cpu=case.cpu_training,
-        ),
-        "recipe": recipe.build(recipe.options(), RecipeContext(device=device, dtype="bf16")),
-        "objective": Objective(name="cross_entropy", token_loss=cross_entropy),
-        "optimizer": spec,
-        "offloader": offloader,
-        "kernels": KernelTable.build(device, packs()),
-        "lora": LoRA(adapter=adapter, targets=frozenset(["all"])) if case.lora else None,
-        "weight_format": weight_format,
-    }
+def assembly_of(case: Case, device: torch.device) -> Assembly:
+    """What a prediction and an engine are both made of."""
+    settings = EngineSettings(
+        device=device,
+        dtype=torch.bfloat16,
+        compiler="inductor" if case.compiler == "inductor" else "fx",
+        cuda_graphs=case.graphs,
+        tokens=case.tokens,
+        borders=BORDERS,
+        max_seqlen=case.length,
+        head_chunks=case.head_chunks,
+        recompute=Recompute(block=case.recompute, budget=case.budget),
+        master_dtype=getattr(torch, case.master),
+        update_on_cpu=case.cpu_training,
+    )
+    return bench.assemble(
+        model_of(case),
+        settings,
+        recipe=case.recipe,
+        optimizer=case.optimizer,
+        offload=frozenset(case.kinds),
+        lora=bench.adapters(RANK) if case.lora else None,
+        weight_format=None if case.base == "bf16" else case.base,
+    )
 
 
 def predicted(case: Case) -> Prediction:
     """The plan for a GPU that need not be here."""
     with native.assuming(GPU):
-        return predict(model_of(case), **shared(case, torch.device("cuda", 0)))
+        return predict(assembly_of(case, torch.device("cuda", 0)))
 
 
 def in_torch(prediction: Prediction) -> int:
@@ -279,8 +246,8 @@ def of_driver(reserved: int) -> int | None:
 def measure(name: str) -> Result:
     """Build an engine and take two steps."""
     case, device = CASES[name], torch.device("cuda", torch.cuda.current_device())
-    model, given = model_of(case), shared(case, device)
-    prediction = predict(model, **given)
+    assembly = assembly_of(case, device)
+    prediction = predict(assembly)
     gc.collect()
 
     def source(spec: TensorSpec) -> Tensor:
@@ -288,21 +255,15 @@ def measure(name: str) -> Result:
         return value.fill_(1) if spec.init == "ones" else value.normal_(0, 0.02)
 
     torch.cuda.reset_peak_memory_stats()
-    engine = Engine(
-        model,
-        optimizer_options=given["optimizer"].options(),
-        stores=given["offloader"].build(given["offloader"].options(), gettempdir(), device),
-        source=source,
-        **given,
-    )
-    made = batches(case, model.vocab_size)
+    engine = Engine(assembly, source)
+    made = batches(case, assembly.model.vocab_size)
     losses = [engine.train_step(made, step=step, lr=1e-5).read()[0] for step in range(2)]
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     now = torch.cuda.memory_reserved()
     driver = of_driver(now)
     peaks = []
-    for part in (engine._run_training, engine._run_update):
+    for part in (engine.step.train, engine.update.run):
         torch.cuda.reset_peak_memory_stats()
         with torch.no_grad():
             part()

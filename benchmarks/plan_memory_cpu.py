@@ -59,6 +59,7 @@ def child(words: list[str]) -> None:
     """Train, and print what was resident when as the last line."""
     from surogate_core.cli.main import main as surogate
     from surogate_core.engine.engine import Engine
+    from surogate_core.engine.update import Update
     from surogate_core.run import run
     from surogate_core.train.loop import Loop
 
@@ -83,7 +84,7 @@ def child(words: list[str]) -> None:
     watch(run, "build_engine", begin)
     watch(Engine, "_compile")
     watch(Engine, "_accumulate")
-    watch(Engine, "_run_update")
+    watch(Update, "run")
     watch(Engine, "evaluate")
     watch(Loop, "run")
     watch(run._Run, "_export")

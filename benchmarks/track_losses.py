@@ -39,25 +39,21 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import bench
 import gpu_lora
 import numpy as np
 import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
-from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
-from surogate_recipe_bf16.gemm import BF16
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import KernelPack, Objective
+from surogate_core.bundles import KernelPack
 from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import LoRA, TensorSpec
-from surogate_core.dsl.slots import Adapter
-from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource, Source
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
-from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.drive import Ready, drive
 
@@ -194,34 +190,20 @@ def make_engine(
 ) -> Engine:
     """An engine with these packs' kernels, and references for the rest."""
     device, cuda = setting.device, setting.device.type == "cuda"
-    adapter = Adapter(rank=setting.rank, scale=setting.scale, dropout=0.0, dtype=torch.float32)
-    return Engine(
-        build(setting.config),
-        settings=EngineSettings(
-            device=device,
-            dtype=dtype,
-            adapter_dtype=torch.float32,
-            compiler="inductor" if cuda else "fx",
-            cuda_graphs=cuda,
-            tokens=setting.rows * setting.length,
-            borders=borders,
-            max_seqlen=setting.length,
-            head_chunks=4,
-            recompute=Recompute(block=False),
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            seed=SEED,
-        ),
-        recipe=BF16(),
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=surogate_optimizer(),
-        optimizer_options=AdamWOptions(),
-        offloader=NO_OFFLOAD,
-        stores=DeviceStores(),
-        kernels=KernelTable.build(device, packs),
-        lora=None if setting.full else LoRA(adapter=adapter, targets=frozenset(["all"])),
-        source=source,
+    settings = EngineSettings(
+        device=device,
+        dtype=dtype,
+        compiler="inductor" if cuda else "fx",
+        cuda_graphs=cuda,
+        tokens=setting.rows * setting.length,
+        borders=borders,
+        max_seqlen=setting.length,
+        head_chunks=4,
+        seed=SEED,
     )
+    lora = None if setting.full else bench.adapters(setting.rank, scale=setting.scale)
+    kernels = KernelTable.build(device, packs)
+    return Engine(bench.assemble(build(setting.config), settings, kernels=kernels, lora=lora), source)
 
 
 @torch.no_grad()
@@ -278,7 +260,7 @@ def runs(setting: Setting, packs: Sequence[str], perturbed: int) -> Iterator[tup
     for name, dtype in (("fast", torch.bfloat16), ("fp32", torch.float32)):
         _free(setting.device)
         try:
-            yield name, first(gpu_lora.packs(list(packs)) if name == "fast" else [], dtype)[1]
+            yield name, first(bench.packs(packs) if name == "fast" else [], dtype)[1]
         except Exception:
             yield name, traceback.format_exc()
 
@@ -479,7 +461,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="train all weights")
-    parser.add_argument("--packs", nargs="*", choices=gpu_lora.PACKS, default=gpu_lora.PACKS, help="fast path's")
+    parser.add_argument("--packs", nargs="*", choices=list(bench.PACKS), default=list(bench.PACKS), help="fast path's")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--perturbed", type=int, default=8, help="runs that measure the noise")
     parser.add_argument("--lr", type=float, help="1e-3, or 3e-4 for all weights")

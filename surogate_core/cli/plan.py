@@ -104,7 +104,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.native import assumed
     from surogate_core.run.assemble import resolve_device, resolve_model
-    from surogate_core.run.fitting import counts_of, placed
+    from surogate_core.run.fitting import assembly_of, placed
     from surogate_core.train.flops import gemm_flops_per_second
 
     budget = None if fit is None else plan_fit.parse_size(fit)
@@ -112,7 +112,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     device = resolve_device(config)
 
     def count(config: RunConfig) -> Counts:
-        return counts_of(config, registry, resolved, device)
+        return Counts.of(assembly_of(config, registry, resolved))
 
     def place(config: RunConfig, counts: Counts) -> Prediction:
         return placed(config, registry, counts)

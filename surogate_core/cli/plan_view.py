@@ -14,7 +14,7 @@ from rich.table import Table
 from surogate_core.cli.plan_room import Room
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
-from surogate_core.engine.engine import EngineSettings
+from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.prediction import Prediction
 from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes

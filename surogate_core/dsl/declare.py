@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
+from surogate_core.kernels import ops
 
 Init = Literal["normal", "ones", "zeros", "lora_a"]
 
@@ -300,6 +301,11 @@ class Model:
     def width(self) -> int:
         """Features D of the residual stream."""
         return self.embed.width.size(self.config)
+
+    def logits(self, x_ND: Tensor, head: Mapping[str, Tensor]) -> Tensor:
+        """[N, V] in the dtype of x: the head. `head`: the tensors of `head_specs` by name. Traced with its backward."""
+        h_ND = ops.rms_norm(x_ND, head["norm"], float(self.head.eps.value(self.config)))
+        return h_ND @ head["weight"].t()
 
     def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
         """Every layer as (HF name prefix, block), in order."""

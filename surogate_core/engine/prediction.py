@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from surogate_core.bundles import (
-    Objective,
-    OffloaderSpec,
-    OptimizerSpec,
-    Recipe,
-    TensorKind,
-    WeightFormat,
-)
-from surogate_core.dsl.declare import LoRA, Model, TensorSpec
-from surogate_core.dsl.trace import Signature
-from surogate_core.engine.engine import EngineSettings
-from surogate_core.engine.parameters import Parameters, Piece, pieces
+from surogate_core.bundles import TensorKind
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.parameters import Parameters, Piece
 from surogate_core.engine.placement import Placement
+from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, training_schedule
 from surogate_core.engine.stores import DeviceStore
-from surogate_core.engine.weight_plan import WeightPlan, plain_layers
-from surogate_core.kernels.registry import KernelTable
 
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes that torch gives cuBLAS on Hopper, for each stream that multiplies; 8 MiB elsewhere."""
@@ -37,7 +28,7 @@ CPU_LIBRARIES = 14 * 2**20
 """Pages of libraries' code that a run on a CPU touches first, as measured (benchmarks/plan_memory_cpu.py)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """One kind of tensor in the plan."""
 
@@ -50,7 +41,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A run's tensors and its schedule."""
+    """The tensors of a run and its schedule."""
 
     held: tuple[Held, ...]
     schedule: tuple[Action, ...]
@@ -70,7 +61,8 @@ class Prediction:
 class Counts:
     """What a run's tensors take, wherever they are put: found by tracing, which placements share."""
 
-    settings: EngineSettings
+    assembly: Assembly
+    """What was counted."""
     recipe: str
     parameters: int
     trainable_parameters: int
@@ -113,211 +105,142 @@ class Counts:
     train_embedding: bool
     kernels: Mapping[tuple[str, str], str]
 
-    @classmethod
-    def of(
-        cls,
-        model: Model,
-        *,
-        settings: EngineSettings,
-        recipe: Recipe,
-        objective: Objective,
-        offloader: OffloaderSpec,
-        kernels: KernelTable,
-        lora: LoRA | None,
-        weight_format: WeightFormat | None = None,
-        skips: Callable[[str], bool] = lambda name: False,
-    ) -> Counts:
-        """Trace the layers; of the offloader matters only whether it moves weights."""
-        found = pieces(model, lora=lora, max_seqlen=settings.max_seqlen)
-        positions = torch.zeros(settings.tokens, dtype=torch.int32, device="meta")
-        tables = {
-            **model.tables(positions, settings.dtype),
-            "cu_seqlens": torch.zeros(settings.borders, dtype=torch.int32, device="meta"),
-        }
-        # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
-        tracing = (
-            settings.device if settings.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-        )
-        signatures = {n: Signature(tuple(t.shape), t.dtype, tracing) for n, t in tables.items()}
-        plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
-        slots = sum(len(piece.slots) for piece in found)
-        state = recipe.state(slots, torch.device("meta"))
-        plan = WeightPlan.of(
-            found,
-            recipe=recipe,
-            plain=plain,
-            offloader=offloader,
-            kernels=kernels,
-            compiler=settings.compiler,
-            dtype=settings.dtype,
-            tokens=settings.tokens,
-            width=model.width,
-            tables=signatures,
-            weight_format=weight_format,
-            skips=skips,
-        )
-        parameters = Parameters(
-            found,
-            panels=plan.panels,
-            joins=plan.joins,
-            packed=plan.packed,
-            weights=DeviceStore("weights"),
-            device=torch.device("meta"),
-            dtype=settings.dtype,
-            adapter_dtype=settings.adapter_dtype,
-            weight_decay=settings.weight_decay,
-            master_dtype=settings.master_dtype,
-            seed=torch.zeros((), dtype=torch.int32, device="meta"),
-        )
-        builder = ProgramBuilder(
-            model=model,
-            parameters=parameters,
-            recipe=recipe,
-            plain=plain,
-            columns=0 if state is None else state.rows.shape[1],
-            objective=objective,
-            kernels=kernels,
-            device=tracing,
-            tokens=settings.tokens,
-            tables=signatures,
-            head_chunks=settings.head_chunks,
-            weighted=settings.weighted,
-            recompute=settings.recompute,
-            compiler=settings.compiler,
-        )
-        embed, *layers, head = found
-        prints = {builder.signature(piece): piece for piece in layers}
-        footprints = {key: builder.layer_footprint(piece) for key, piece in prints.items()}
-        activation = settings.tokens * model.width * settings.dtype.itemsize
-        whole = in_allocator if settings.device.type == "cuda" else int
-        kept = {key: whole(activation) + sum(whole(s.nbytes) for s in f.kept) for key, f in footprints.items()}
-        of_layers = [builder.signature(piece) for piece in layers]
+    @property
+    def settings(self) -> EngineSettings:
+        """The settings that were counted with."""
+        return self.assembly.settings
 
-        frozen = sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable)
+    @classmethod
+    def of(cls, assembly: Assembly) -> Counts:
+        """Trace the layers. The offloader matters only in whether it moves weights."""
+        settings, model = assembly.settings, assembly.model
+        # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
+        on_cpu = settings.device.type == "cuda" and not torch.cuda.is_available()
+        tracing = torch.device("cpu") if on_cpu else settings.device
+        plan = EnginePlan.of(assembly, device=tracing)
+        parameters = _parameters_on_meta(plan)
+        recipe = assembly.recipe
+        state = recipe.state(plan.slots, torch.device("meta"))
+        columns = 0 if state is None else state.rows.shape[1]
+        builder = ProgramBuilder(plan=plan, parameters=parameters, columns=columns, device=tracing)
+        layers = _LayerBytes.of(builder, plan)
+        activation = settings.tokens * model.width * settings.dtype.itemsize
         total, trainable = parameters.counts()
-        panel_copies = parameters.edge_bytes()
-        for piece in layers:
-            for panel, tensor in parameters.panel_tensors(piece):
-                if not any(tensor is room for room in parameters.shared):
-                    held_weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
-                    panel_copies += tensor.nbytes - held_weights * settings.dtype.itemsize
+        kept_in = recipe.name if assembly.weight_format is None else assembly.weight_format.name
         quantised = any(packed.rounded for packed in parameters.packed.values())
-        train_embedding = embed.specs[0].trainable
         return cls(
-            settings=settings,
+            assembly=assembly,
             recipe=recipe.name,
             parameters=total,
             trainable_parameters=trainable,
             flat=sum(g.master.numel() for g in parameters.groups),
-            frozen=frozen,
-            kept_in=(recipe.name if weight_format is None else weight_format.name) if quantised else None,
+            frozen=sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable),
+            kept_in=kept_in if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
             copies=sum(copy.nbytes for copy, _ in parameters.copies),
-            panel_copies=panel_copies,
-            pieces=tuple(_split(parameters, piece) for piece in found),
-            sums=tuple(sum(4 * math.prod(s.shape) for s in piece.specs if s.trainable) for piece in found),
-            residuals=tuple(kept[key] for key in of_layers),
-            forward=tuple(footprints[key].forward_bytes for key in of_layers),
-            backward=tuple(footprints[key].backward_bytes for key in of_layers),
-            again=sum(footprints[key].again for key in of_layers),
-            embedding_gradient=settings.tokens * model.width * 4 if train_embedding else 0,
-            head=builder.head_bytes(head, builder.chunks()[0].stop),
+            panel_copies=_panel_copies(plan, parameters),
+            pieces=tuple(_split(parameters, piece) for piece in plan.pieces),
+            sums=tuple(sum(4 * math.prod(s.shape) for s in piece.specs if s.trainable) for piece in plan.pieces),
+            residuals=layers.kept,
+            forward=layers.forward,
+            backward=layers.backward,
+            again=layers.again,
+            embedding_gradient=settings.tokens * model.width * 4 if plan.train_embedding else 0,
+            head=builder.head_bytes(plan.head, builder.chunks()[0].stop),
             activation=activation,
-            largest=max([activation, *(s.nbytes for f in footprints.values() for s in f.kept)]),
+            largest=max(activation, layers.largest),
             logits=model.vocab_size * settings.dtype.itemsize,
-            tables=sum(s.nbytes for s in signatures.values()) + settings.tokens * 20,
+            tables=sum(s.nbytes for s in plan.tables.values()) + settings.tokens * 20,
             recipe_state=sum(t.nbytes for t in state.state().values()) if state else 0,
-            slots=slots,
-            train_embedding=train_embedding,
-            kernels=dict(kernels.chosen),
+            slots=plan.slots,
+            train_embedding=plan.train_embedding,
+            kernels=dict(assembly.kernels.chosen),
         )
 
-    def placed(
-        self, *, offloader: OffloaderSpec, optimizer: OptimizerSpec, head_chunks: int, update_on_cpu: bool = False
-    ) -> Prediction:
-        """The tensors where an offloader puts the kinds that it is narrowed to."""
-        settings, on = self.settings, Placement(offloader=offloader, stores=None, device=self.settings.device)
+    def placed(self, assembly: Assembly) -> Prediction:
+        """The tensors where the assembly puts them: one that differs from the counted in where tensors live only."""
+        layers = len(self.residuals)
+        rows = [*self._state(assembly), *self._passing(assembly), *self._beside(assembly)]
+        return Prediction(
+            held=tuple(row for row in rows if row.nbytes),
+            schedule=training_schedule(layers, train_embedding=self.train_embedding),
+            parameters=self.parameters,
+            trainable_parameters=self.trainable_parameters,
+            kernels=dict(self.kernels),
+            again=self.again,
+        )
+
+    def _state(self, assembly: Assembly) -> list[Held]:
+        """What the run holds from step to step: weights, masters, gradients, the optimizer's and recipe's state."""
+        settings, offloader, optimizer = self.settings, assembly.offloader, assembly.optimizer
+        on = _placement(assembly)
 
         def place(kind: TensorKind) -> str:
             return offloader.place if on.moves(kind) else "device"
 
         width = f"{settings.dtype}".removeprefix("torch.")
-        whole = not settings.recompute.block
-        residuals, detail = sum(self.residuals), "kept for the backward" if whole else "inputs only"
-        resting = residuals if not on.moves("residuals") else _neighbours(self.residuals)
+        master = f"{settings.master_dtype}".removeprefix("torch.")
+        state = int(self.flat * optimizer.state_bytes_per_parameter)
+        stepped = "host" if assembly.settings.update_on_cpu and offloader.addressable else place("optimizer")
+        in_layers = f", {self.kept_in} in the layers" if self.kept_in else ""
+        copies = place("weights") if on.streams_trained(masters=False) else "device"
+        gradients, per = self.flat * 4, f"{optimizer.state_bytes_per_parameter:g} bytes a parameter"
+        return [
+            Held("weights", place("weights"), self.frozen, f"frozen, {width}{in_layers}"),
+            Held("unpacked weights", "device", self.unpacked, f"one layer's at a time, {width}"),
+            Held("compute copies", copies, self.copies, f"of trained weights, {width}"),
+            Held("panels", "device", self.panel_copies, "adapters beside the weights that they adapt"),
+            Held("masters", place("master"), self.flat * settings.master_dtype.itemsize, f"trained, {master}"),
+            Held("gradients", place("gradients"), gradients, "accumulated, float32"),
+            Held("optimizer state", stepped, state, f"{optimizer.name}, {per}"),
+            Held("recipe state", "device", self.recipe_state, f"{self.recipe}, {self.slots} projections"),
+        ]
+
+    def _passing(self, assembly: Assembly) -> list[Held]:
+        """What comes and goes within a micro-step."""
+        on, head_chunks = _placement(assembly), assembly.settings.head_chunks
+        moves = on.moves("residuals")
         streamed = [
             (frozen if on.moves("weights") else 0)
             + (copies if on.streams_trained(masters=False) else 0)
             + (masters if on.streams_trained(masters=True) else 0)
             for frozen, copies, masters in self.pieces
         ]
-        moves = on.moves("residuals")
         coming = self.sums if on.moves("gradients") else (0,) * len(self.sums)
-        in_use = _neighbours(streamed) + (resting if moves else 0) + _neighbours(coming, 3)
+        weights, sums = _neighbours(streamed), _neighbours(coming, 3)
+        residuals, in_use = sum(self.residuals), _neighbours(self.residuals) if moves else 0
         peak, what = self._peak(streamed, coming, moves=moves, head_chunks=head_chunks)
-        working = max(peak - in_use - (0 if moves else residuals), 0)
-        state = int(self.flat * optimizer.state_bytes_per_parameter)
-        masters = self.flat * settings.master_dtype.itemsize
-        rows: list[tuple[str, str, int, str]] = [
-            (
-                "weights",
-                place("weights"),
-                self.frozen,
-                f"frozen, {width}" + (f", {self.kept_in} in the layers" if self.kept_in else ""),
-            ),
-            ("unpacked weights", "device", self.unpacked, f"one layer's at a time, {width}"),
-            (
-                "compute copies",
-                place("weights") if on.streams_trained(masters=False) else "device",
-                self.copies,
-                f"of trained weights, {width}",
-            ),
-            ("panels", "device", self.panel_copies, "adapters beside the weights that they adapt"),
-            ("masters", place("master"), masters, f"trained, {settings.master_dtype}".replace("torch.", "")),
-            ("gradients", place("gradients"), self.flat * 4, "accumulated, float32"),
-            (
-                "gradients in use",
-                "device",
-                _neighbours(coming, 3),
-                "a piece's, the next one's coming and the last one's going",
-            ),
-            (
-                "optimizer state",
-                "host" if update_on_cpu and offloader.addressable else place("optimizer"),
-                state,
-                f"{optimizer.name}, {optimizer.state_bytes_per_parameter:g} bytes a parameter",
-            ),
-            ("recipe state", "device", self.recipe_state, f"{self.recipe}, {self.slots} projections"),
-            ("weights in use", "device", _neighbours(streamed), "a piece and the next, on their way through"),
-            ("residuals", place("residuals"), residuals, f"{len(self.residuals)} layers, {detail}"),
-            (
-                "residuals in use",
-                "device",
-                resting if on.moves("residuals") else 0,
-                "a layer and the next, on their way through",
-            ),
-            ("working set", "device", working, what),
-            ("tables and inputs", "device", self.tables, "positions, ids, labels"),
+        working = max(peak - weights - sums - (in_use if moves else residuals), 0)
+        detail = "inputs only" if self.settings.recompute.block else "kept for the backward"
+        rest = assembly.offloader.place if moves else "device"
+        two = "a layer and the next, on their way through"
+        return [
+            Held("gradients in use", "device", sums, "a piece's, the next one's coming and the last one's going"),
+            Held("weights in use", "device", weights, "a piece and the next, on their way through"),
+            Held("residuals", rest, residuals, f"{len(self.residuals)} layers, {detail}"),
+            Held("residuals in use", "device", in_use, two),
+            Held("working set", "device", working, what),
+            Held("tables and inputs", "device", self.tables, "positions, ids, labels"),
         ]
+
+    def _beside(self, assembly: Assembly) -> list[Held]:
+        """What libraries and the allocator take beside the tensors."""
+        settings = self.settings
         if settings.device.type == "cuda":
             # Graphs are captured on one stream, after a step on another.
-            streams = 2 if settings.cuda_graphs and offloader.addressable else 1
-            rows.append(("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"))
-            rows.append(("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"))
-        else:
-            # glibc takes an aligned block from a hole only if the hole is slightly larger, so it does not reuse the
-            # hole of a block of the same size: count the largest tensor once more.
-            logits = self.logits * -(-settings.tokens // head_chunks)
-            rows.append(("freed memory", "device", max(self.largest, logits), "a margin: the largest tensor once more"))
-            rows.append(("libraries", "host", CPU_LIBRARIES, "their code, as measured"))
-        return Prediction(
-            held=tuple(Held(kind=k, place=p, nbytes=n, detail=d) for k, p, n, d in rows if n),
-            schedule=training_schedule(len(self.residuals), train_embedding=self.train_embedding),
-            parameters=self.parameters,
-            trainable_parameters=self.trainable_parameters,
-            kernels=dict(self.kernels),
-            again=self.again,
-        )
+            streams = 2 if settings.cuda_graphs and assembly.offloader.addressable else 1
+            return [
+                Held("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"),
+                Held("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"),
+            ]
+        # glibc takes an aligned block from a hole only if the hole is slightly larger, so it does not reuse the
+        # hole of a block of the same size: count the largest tensor once more.
+        logits = self.logits * -(-settings.tokens // assembly.settings.head_chunks)
+        margin = max(self.largest, logits)
+        return [
+            Held("freed memory", "device", margin, "a margin: the largest tensor once more"),
+            Held("libraries", "host", CPU_LIBRARIES, "their code, as measured"),
+        ]
 
     def _peak(
         self, streamed: Sequence[int], coming: Sequence[int], *, moves: bool, head_chunks: int
@@ -403,34 +326,67 @@ def _neighbours(sizes: Sequence[int], count: int = 2) -> int:
     return max(sum(sizes[i : i + count]) for i in range(max(len(sizes) - count + 1, 1)))
 
 
-def predict(
-    model: Model,
-    *,
-    settings: EngineSettings,
-    recipe: Recipe,
-    objective: Objective,
-    optimizer: OptimizerSpec,
-    offloader: OffloaderSpec,
-    kernels: KernelTable,
-    lora: LoRA | None,
-    weight_format: WeightFormat | None = None,
-    skips: Callable[[str], bool] = lambda name: False,
-) -> Prediction:
-    """Count the tensors of a run with these settings. The layers are traced, not compiled."""
-    counts = Counts.of(
-        model,
-        settings=settings,
-        recipe=recipe,
-        objective=objective,
-        offloader=offloader,
-        kernels=kernels,
-        lora=lora,
-        weight_format=weight_format,
-        skips=skips,
+def predict(assembly: Assembly) -> Prediction:
+    """Count the tensors of a run. The layers are traced, not compiled."""
+    return Counts.of(assembly).placed(assembly)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerBytes:
+    """What each layer keeps for its backward and needs while it runs, by tracing each kind of layer once."""
+
+    kept: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    again: int
+    largest: int
+
+    @classmethod
+    def of(cls, builder: ProgramBuilder, plan: EnginePlan) -> _LayerBytes:
+        settings = plan.assembly.settings
+        kinds = {builder.signature(piece): piece for piece in plan.layers}
+        found = {key: builder.layer_footprint(piece) for key, piece in kinds.items()}
+        whole = in_allocator if settings.device.type == "cuda" else int
+        activation = whole(settings.tokens * plan.assembly.model.width * settings.dtype.itemsize)
+        kept = {key: activation + sum(whole(s.nbytes) for s in f.kept) for key, f in found.items()}
+        layers = [builder.signature(piece) for piece in plan.layers]
+        return cls(
+            kept=tuple(kept[key] for key in layers),
+            forward=tuple(found[key].forward_bytes for key in layers),
+            backward=tuple(found[key].backward_bytes for key in layers),
+            again=sum(found[key].again for key in layers),
+            largest=max((s.nbytes for f in found.values() for s in f.kept), default=0),
+        )
+
+
+def _parameters_on_meta(plan: EnginePlan) -> Parameters:
+    """The run's parameters without memory."""
+    settings, weights = plan.assembly.settings, plan.weights
+    return Parameters(
+        plan.pieces,
+        panels=weights.panels,
+        joins=weights.joins,
+        packed=weights.packed,
+        weights=DeviceStore("weights"),
+        device=torch.device("meta"),
+        dtype=settings.dtype,
+        adapter_dtype=settings.adapter_dtype,
+        weight_decay=settings.weight_decay,
+        master_dtype=settings.master_dtype,
+        seed=torch.zeros((), dtype=torch.int32, device="meta"),
     )
-    return counts.placed(
-        offloader=offloader,
-        optimizer=optimizer,
-        head_chunks=settings.head_chunks,
-        update_on_cpu=settings.update_on_cpu,
-    )
+
+
+def _panel_copies(plan: EnginePlan, parameters: Parameters) -> int:
+    """Bytes of the adapters' copies in and beside the panels."""
+    copies = parameters.edge_bytes()
+    for piece in plan.layers:
+        for panel, tensor in parameters.panel_tensors(piece):
+            if not any(tensor is room for room in parameters.shared):
+                weights = panel.shape.width * panel.shape.inputs if panel.shape.frozen else 0
+                copies += tensor.nbytes - weights * plan.assembly.settings.dtype.itemsize
+    return copies
+
+
+def _placement(assembly: Assembly) -> Placement:
+    return Placement(offloader=assembly.offloader, stores=None, device=assembly.settings.device)

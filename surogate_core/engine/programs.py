@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Objective, Recipe
-from surogate_core.dsl.declare import Model
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
 from surogate_core.dsl.slots import Join, Panel, plain_gemm
 from surogate_core.dsl.trace import (
-    Compiler,
     Program,
-    Recompute,
     Signature,
     UnusedInputsError,
     _Call,
@@ -25,9 +21,11 @@ from surogate_core.dsl.trace import (
     with_gradients,
     without_gradients,
 )
+from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.engine.plan import EnginePlan
 from surogate_core.errors import SurogateError
-from surogate_core.kernels import ops, registry
+from surogate_core.kernels import registry
 
 
 @contextmanager
@@ -48,27 +46,13 @@ def _naming_unused(piece: Piece) -> Iterator[None]:
 class ProgramBuilder:
     """Everything that shapes the programs of a run."""
 
-    model: Model
+    plan: EnginePlan
     parameters: Parameters
-    recipe: Recipe
-    plain: frozenset[str]
-    """Keys of the layers that multiply plainly whatever the recipe."""
     columns: int
     """K, figures of a slot's row in the recipe's state; 0 where it has none."""
-    objective: Objective
-    kernels: registry.KernelTable
     device: torch.device
-    tokens: int
-    """N, tokens of a micro-batch."""
-    tables: dict[str, Signature]
-    """Signatures of the tensors that every block reads, by name, in the order they are passed."""
-    head_chunks: int
-    weighted: bool
-    """Whether the head is given loss weights."""
-    recompute: Recompute
-    compiler: Compiler
     progress: Callable[[str, int, int], None] = lambda task, done, total: None
-    """Told (task, 0, 1) when a program is begun and (task, 1, 1) when it is ready."""
+    """Called with (task, 0, 1) when a program is begun and (task, 1, 1) when it is ready."""
     _layers: dict[Any, Program] = field(default_factory=dict)
     """Signature of a layer → its program."""
     _evaluations: dict[Any, _Call] = field(default_factory=dict)
@@ -77,6 +61,16 @@ class ProgramBuilder:
     """Key of a piece → its program: hashing a whole signature in every micro-step takes longer than finding it."""
     _evaluations_by_key: dict[str, _Call] = field(default_factory=dict)
     _heads: dict[Any, _Call] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> EngineSettings:
+        """The engine's settings."""
+        return self.plan.assembly.settings
+
+    @property
+    def kernels(self) -> registry.KernelTable:
+        """The kernels of the run, with those that were chosen."""
+        return self.plan.assembly.kernels
 
     @contextmanager
     def _making(self, task: str) -> Iterator[None]:
@@ -91,31 +85,31 @@ class ProgramBuilder:
 
     def reads_rows(self, piece: Piece) -> bool:
         """Whether the piece's programs read the recipe's state, and their backward returns what they observed."""
-        return self.columns > 0 and bool(piece.slots) and piece.key not in self.plain
+        return self.columns > 0 and bool(piece.slots) and piece.key not in self.plan.plain
 
     def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
-        return Signature((tokens, self.model.width), self.parameters.dtype, self.device, requires_grad)
+        return Signature((tokens, self.plan.assembly.model.width), self.parameters.dtype, self.device, requires_grad)
 
     def _layer_inputs(self, piece: Piece) -> list[Signature]:
         seed = Signature((), torch.int32, self.device)
-        activation = self._activation(self.tokens, requires_grad=True)
+        activation = self._activation(self.settings.tokens, requires_grad=True)
         panels = [Signature(tuple(t.shape), t.dtype, self.device) for _, t in self.parameters.panel_tensors(piece)]
         panels += [Signature(s, self.parameters.dtype, self.device) for s in self.parameters.join_shapes(piece)]
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
-        return [*self._inputs(piece), *panels, *rows, activation, *self.tables.values(), seed]
+        return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), seed]
 
     def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
-        block, names = piece.block, list(self.tables)
-        parameters = self.parameters
+        block, names = piece.block, list(self.plan.tables)
+        parameters, assembly = self.parameters, self.plan.assembly
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
         count = len(piece.specs) + len(panels) + reads_rows
         kept = self.parameters.packed
         names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
         packed = frozenset(s.name for s in piece.slots if f"{s.name}.weight" in names_of_packed)
-        plain = piece.key in self.plain
+        plain = piece.key in self.plan.plain
         assert block is not None
 
         def run(*flat: Tensor) -> Tensor:
@@ -124,7 +118,7 @@ class ProgramBuilder:
             bound = block.bind(
                 tensors,
                 piece.slots,
-                gemm=plain_gemm if plain else self.recipe.linear,
+                gemm=plain_gemm if plain else assembly.recipe.linear,
                 seed=seed if training else None,
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
                 rows=flat[count - 1].unbind(0) if reads_rows else (),
@@ -138,7 +132,7 @@ class ProgramBuilder:
         """Equal for layers that share their programs."""
         panels = tuple(self.parameters.panels.get(piece.key, ()))
         joins = tuple(self.parameters.joins.get(piece.key, ()))
-        return type(piece.block), piece.slots, panels, joins, tuple(self._inputs(piece)), piece.key in self.plain
+        return type(piece.block), piece.slots, panels, joins, tuple(self._inputs(piece)), piece.key in self.plan.plain
 
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer: ([*tensors, *panels, *joins(, rows), x_ND, *tables, seed]).
@@ -157,8 +151,8 @@ class ProgramBuilder:
                 self._layers[key] = differentiate(
                     self._layer_function(piece, training=True),
                     self._layer_inputs(piece),
-                    recompute=self.recompute,
-                    compiler=self.compiler,
+                    recompute=self.settings.recompute,
+                    compiler=self.settings.compiler,
                     summed=len(piece.specs),
                 )
         return self._layers[key]
@@ -169,8 +163,8 @@ class ProgramBuilder:
             return footprint(
                 self._layer_function(piece, training=True),
                 self._layer_inputs(piece),
-                recompute=self.recompute,
-                compiler=self.compiler,
+                recompute=self.settings.recompute,
+                compiler=self.settings.compiler,
                 summed=len(piece.specs),
             )
 
@@ -186,26 +180,30 @@ class ProgramBuilder:
         if key not in self._evaluations:
             with self._making(f"tracing {type(piece.block).__name__} for evaluation"):
                 self._evaluations[key] = without_gradients(
-                    self._layer_function(piece, training=False), self._layer_inputs(piece), compiler=self.compiler
+                    self._layer_function(piece, training=False),
+                    self._layer_inputs(piece),
+                    compiler=self.settings.compiler,
                 )
         return self._evaluations[key]
 
     def chunks(self) -> Sequence[slice]:
         """The token ranges whose logits exist at one time."""
-        size = -(-self.tokens // self.head_chunks)
-        return [slice(start, min(start + size, self.tokens)) for start in range(0, self.tokens, size)]
+        tokens = self.settings.tokens
+        size = -(-tokens // self.settings.head_chunks)
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
     def _head_function(self, piece: Piece, tokens: int) -> tuple[Callable[..., Tensor], list[Signature]]:
-        eps = float(self.model.head.eps.value(self.model.config))
+        model, objective = self.plan.assembly.model, self.plan.assembly.objective
+        names = [spec.name for spec in piece.specs]
 
-        def run(norm_D: Tensor, weight_VD: Tensor, x_ND: Tensor, labels_N: Tensor, *weights_N: Tensor) -> Tensor:
-            h_ND = ops.rms_norm(x_ND, norm_D, eps)
-            loss_N = self.objective.token_loss(h_ND @ weight_VD.t(), labels_N)
+        def run(*flat: Tensor) -> Tensor:
+            head, (x_ND, labels_N, *weights_N) = dict(zip(names, flat, strict=False)), flat[len(names) :]
+            loss_N = objective.token_loss(model.logits(x_ND, head), labels_N)
             return (loss_N * weights_N[0] if weights_N else loss_N).sum()
 
         inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
         inputs.append(Signature((tokens,), torch.int64, self.device))
-        if self.weighted:
+        if self.settings.weighted:
             inputs.append(Signature((tokens,), torch.float32, self.device))
         return run, inputs
 
@@ -213,7 +211,7 @@ class ProgramBuilder:
         """Most that exists at one time besides inputs while head and loss of a chunk run; compiles nothing."""
         run, inputs = self._head_function(piece, tokens)
         with registry.using(self.kernels):
-            return joint_bytes(run, inputs, compiler=self.compiler, summed=len(piece.specs))
+            return joint_bytes(run, inputs, compiler=self.settings.compiler, summed=len(piece.specs))
 
     def head(self, piece: Piece, tokens: int, *, training: bool) -> _Call:
         """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, weights_N)(, d_loss)]).
@@ -227,7 +225,9 @@ class ProgramBuilder:
             run, inputs = self._head_function(piece, tokens)
             with self._making(task):
                 if training:
-                    self._heads[key] = with_gradients(run, inputs, compiler=self.compiler, summed=len(piece.specs))
+                    self._heads[key] = with_gradients(
+                        run, inputs, compiler=self.settings.compiler, summed=len(piece.specs)
+                    )
                 else:
-                    self._heads[key] = without_gradients(run, inputs, compiler=self.compiler)
+                    self._heads[key] = without_gradients(run, inputs, compiler=self.settings.compiler)
         return self._heads[key]

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.bundles import FLAT_ALIGNMENT, OffloaderSpec, Recipe, WeightFormat
+from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
-from surogate_core.dsl.trace import Compiler, Signature
+from surogate_core.dsl.trace import Signature
+from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.parameters import Packed, Piece
 from surogate_core.engine.weight_formats import plan_format
-from surogate_core.kernels import registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlan:
-    """What `Parameters` is told of a run, each by key of a piece or HF name of a weight."""
+    """What `Parameters` is given for a run, each by key of a piece or HF name of a weight."""
 
     panels: Mapping[str, tuple[Panel, ...]]
     joins: Mapping[str, tuple[Join, ...]]
@@ -33,47 +33,15 @@ class WeightPlan:
 
     @classmethod
     def of(
-        cls,
-        found: Sequence[Piece],
-        *,
-        recipe: Recipe,
-        plain: frozenset[str],
-        offloader: OffloaderSpec,
-        kernels: registry.KernelTable,
-        compiler: Compiler,
-        dtype: torch.dtype,
-        tokens: int,
-        width: int,
-        tables: Mapping[str, Signature],
-        weight_format: WeightFormat | None,
-        skips: Callable[[str], bool],
+        cls, assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], tables: Mapping[str, Signature]
     ) -> WeightPlan:
-        """The plan of a run's pieces."""
-        panels = plan_panels(
-            found,
-            recipe=recipe,
-            plain=plain,
-            formatted=weight_format is not None,
-            kernels=kernels,
-            dtype=dtype,
-            tokens=tokens,
-            width=width,
-            tables=tables,
-        )
-        joins = plan_joins(
-            found,
-            recipe=recipe,
-            compiler=compiler,
-            dtype=dtype,
-            tokens=tokens,
-            width=width,
-            tables=tables,
-        )
-        packed = plan_format(found, weight_format, skips) or plan_packing(
-            found, recipe=recipe, plain=plain, panels=panels, dtype=dtype
-        )
-        if offloader.moves("weights"):
-            packed = {**_into_panels(found, panels, dtype), **packed}
+        """The plan of a run's pieces. `plain`: keys of the layers that multiply plainly, whatever the recipe."""
+        panels = plan_panels(assembly, found, plain=plain, tables=tables)
+        joins = plan_joins(assembly, found, tables=tables)
+        packed = plan_format(found, assembly.weight_format, assembly.keeps_as_it_is)
+        packed = packed or plan_packing(assembly, found, plain=plain, panels=panels)
+        if assembly.offloader.moves("weights"):
+            packed = {**_into_panels(found, panels, assembly.settings.dtype), **packed}
         return cls(panels=panels, joins=joins, packed=packed)
 
 
@@ -99,22 +67,12 @@ def _copied(kept_OI: Tensor, room_OI: Tensor) -> None:
 
 
 def plan_panels(
-    found: Sequence[Piece],
-    *,
-    recipe: Recipe,
-    plain: frozenset[str],
-    formatted: bool = False,
-    kernels: registry.KernelTable,
-    dtype: torch.dtype,
-    tokens: int,
-    width: int,
-    tables: Mapping[str, Signature],
+    assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], tables: Mapping[str, Signature]
 ) -> dict[str, tuple[Panel, ...]]:
-    """The panels of each piece, by key: where a kernel multiplies with panels.
-
-    `formatted`: whether frozen weights rest in a weight format; a recipe then keeps them in none of its own.
-    """
-    panel_op = None if formatted else recipe.panel_op
+    """The panels of each piece, by key, where a kernel multiplies with panels."""
+    recipe, settings = assembly.recipe, assembly.settings
+    # A weight that a weight format keeps is not kept by the recipe too.
+    panel_op = None if assembly.weight_format is not None else recipe.panel_op
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
     for piece in found:
@@ -124,52 +82,44 @@ def plan_panels(
         op = None if wide else panel_op
         if op is None and not wide:
             continue
-        if not kernels.offers("adapted_linears" if op is None else op.op, dtype):
+        if not assembly.kernels.offers("adapted_linears" if op is None else op.op, settings.dtype):
             continue
         kind = type(piece.block), piece.slots, wide
         if kind not in planned:
-            groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
+            groups = _shared_inputs(assembly, piece, tables)
             made = [Panel.of(group, op=op) for group in groups]
-            planned[kind] = tuple(p for p in made if p and (p.op is None or p.op.fits(p.shape, tokens)))
+            planned[kind] = tuple(p for p in made if p and (p.op is None or p.op.fits(p.shape, settings.tokens)))
         panels[piece.key] = planned[kind]
     return panels
 
 
-def _shared_inputs(
-    piece: Piece, *, dtype: torch.dtype, tokens: int, width: int, tables: Mapping[str, Signature]
-) -> list[list[LinearSlot]]:
+def _shared_inputs(assembly: Assembly, piece: Piece, tables: Mapping[str, Signature]) -> list[list[LinearSlot]]:
     """A piece's slots in groups that read one input."""
     assert piece.block is not None
+    dtype = assembly.settings.dtype
     with FakeTensorMode(), torch.no_grad():
         tensors = {s.name: torch.empty(s.shape, dtype=dtype) for s in piece.specs}
         values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in tables.items()}
-        x = torch.empty(tokens, width, dtype=dtype)
+        x = torch.empty(assembly.settings.tokens, assembly.model.width, dtype=dtype)
         return piece.block.shared_inputs(piece.slots, tensors, x, values)
 
 
 def plan_joins(
-    found: Sequence[Piece],
-    *,
-    recipe: Recipe,
-    compiler: Compiler,
-    dtype: torch.dtype,
-    tokens: int,
-    width: int,
-    tables: Mapping[str, Signature],
+    assembly: Assembly, found: Sequence[Piece], *, tables: Mapping[str, Signature]
 ) -> dict[str, tuple[Join, ...]]:
     """The joins of each piece, by key: trained weights that stand in a row in their flat group and read one input.
 
     None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
     """
-    if not recipe.plain:
+    if not assembly.recipe.plain:
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
-    for piece in found if compiler == "inductor" else ():
+    for piece in found if assembly.settings.compiler == "inductor" else ():
         if piece.block is None or any(slot.adapter for slot in piece.slots):
             continue
         kind = type(piece.block), piece.slots
         if kind not in planned:
-            groups = _shared_inputs(piece, dtype=dtype, tokens=tokens, width=width, tables=tables)
+            groups = _shared_inputs(assembly, piece, tables)
             row = [s for s in piece.specs if s.trainable and s.decayed]
             planned[kind] = tuple(Join(slots=tuple(g)) for g in groups if len(g) > 1 and _in_a_row(g, row))
     return {p.key: planned[type(p.block), p.slots] for p in found if (type(p.block), p.slots) in planned}
@@ -191,16 +141,11 @@ def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[
 
 
 def plan_packing(
-    found: Sequence[Piece],
-    *,
-    recipe: Recipe,
-    plain: frozenset[str],
-    panels: Mapping[str, Sequence[Panel]],
-    dtype: torch.dtype,
+    assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], panels: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Packed]:
     """How each frozen weight of a slot is kept, by HF name: as the recipe packs it, or as its panel wants it."""
-    pack = recipe.pack
-    if pack is None and recipe.panel_op is None:
+    pack, dtype = assembly.recipe.pack, assembly.settings.dtype
+    if pack is None and assembly.recipe.panel_op is None:
         return {}
     planned: dict[tuple[LinearSlot, bool], Packed] = {}
     packed: dict[str, Packed] = {}

@@ -31,7 +31,8 @@ from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.files.hub import commit_of, split_revision
@@ -382,6 +383,29 @@ def weight_format_notes(
     return [note for note in notes if note]
 
 
+def assemble(
+    config: RunConfig, registry: Registry, resolved: ResolvedModel, *, borders: int, weighted: bool = False
+) -> Assembly:
+    """What the run is made of, without its stores.
+
+    `borders`: document borders of a micro-batch; `weighted`: whether it has loss weights.
+    """
+    device = resolve_device(config)
+    return Assembly(
+        model=resolved.model,
+        settings=engine_settings(config, device=device, borders=borders, weighted=weighted),
+        kernels=kernel_table(config, registry, device),
+        recipe=resolve_recipe(config, registry, device),
+        objective=registry.get("objective", config.objective),
+        optimizer=registry.get("optimizer", config.optimizer.name),
+        optimizer_options=config.optimizer.options,
+        offloader=resolve_offloader(config, registry),
+        lora=resolve_lora(config, resolved.model),
+        weight_format=resolve_weight_format(config, registry, resolved.model),
+        keeps_as_it_is=weights_as_they_are(config, resolved.model),
+    )
+
+
 def build_engine(
     config: RunConfig,
     registry: Registry,
@@ -391,30 +415,12 @@ def build_engine(
     progress: Callable[[str, int, int], None],
 ) -> Engine:
     """Load or draw the weights, differentiate and compile; `sample` has the shapes of every micro-batch."""
-    device = resolve_device(config)
-    lora = resolve_lora(config, resolved.model)
-    settings = engine_settings(
-        config, device=device, borders=sample.cu_seqlens.numel(), weighted=sample.weights is not None
-    )
-    weight_format = resolve_weight_format(config, registry, resolved.model)
-    offloader = resolve_offloader(config, registry)
+    borders, weighted = sample.cu_seqlens.numel(), sample.weights is not None
+    assembly = assemble(config, registry, resolved, borders=borders, weighted=weighted)
     directory = config.offload_dir or config.output_dir
-    return Engine(
-        resolved.model,
-        settings=settings,
-        recipe=resolve_recipe(config, registry, device),
-        objective=registry.get("objective", config.objective),
-        optimizer=registry.get("optimizer", config.optimizer.name),
-        optimizer_options=config.optimizer.options,
-        offloader=offloader,
-        stores=offloader.build(config.offload.options, directory, device),
-        kernels=kernel_table(config, registry, device),
-        lora=lora,
-        source=_source(config, registry, resolved, device, weight_format),
-        weight_format=weight_format,
-        skips=weights_as_they_are(config, resolved.model),
-        progress=progress,
-    )
+    stores = assembly.offloader.build(config.offload.options, directory, assembly.settings.device)
+    source = _source(config, registry, resolved, assembly)
+    return Engine(replace(assembly, stores=stores), source, progress=progress)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -473,19 +479,15 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
     return weight_format.adopts(scheme.block)
 
 
-def _source(
-    config: RunConfig,
-    registry: Registry,
-    resolved: ResolvedModel,
-    device: torch.device,
-    weight_format: WeightFormat | None,
-) -> Source:
+def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
+    """Where the initial values of the run's tensors come from: random numbers, or files with the adapter folded in."""
+    device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
     std = float(resolved.model.config.get("initializer_range") or 0.02)
     random = RandomSource(seed=config.train_seed, std=std, device=device)
     weights = resolved.weights
     if weights is None:
         return random
-    given, dtype = resolved.adapter, resolve_dtype(config, device)
+    given = resolved.adapter
     stack = given.folded if given else ()
 
     adopt = None

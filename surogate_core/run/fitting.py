@@ -12,22 +12,12 @@ import torch
 
 from surogate_core.config.checks import CHECKS
 from surogate_core.config.schema import RunConfig
+from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.host_memory import memory_of_machine
-from surogate_core.engine.prediction import Counts, Prediction
+from surogate_core.engine.prediction import Counts, Prediction, predict
 from surogate_core.errors import MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
-from surogate_core.run.assemble import (
-    ResolvedModel,
-    engine_settings,
-    kernel_table,
-    resolve_device,
-    resolve_lora,
-    resolve_model,
-    resolve_offloader,
-    resolve_recipe,
-    resolve_weight_format,
-    weights_as_they_are,
-)
+from surogate_core.run.assemble import ResolvedModel, assemble, resolve_device, resolve_model, resolve_offloader
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -44,29 +34,18 @@ OF_TOKENS = frozenset({"residuals", "residuals in use", "working set", "tables a
 """Kinds of tensor whose bytes grow with the tokens of a micro-batch."""
 
 
-def counts_of(config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device) -> Counts:
-    """The tensors of a configuration, by tracing it."""
-    return Counts.of(
-        resolved.model,
-        settings=engine_settings(config, device=device, borders=config.per_device_train_batch_size * BORDERS_PER_ROW),
-        recipe=resolve_recipe(config, registry, device),
-        objective=registry.get("objective", config.objective),
-        offloader=resolve_offloader(config, registry),
-        kernels=kernel_table(config, registry, device),
-        lora=resolve_lora(config, resolved.model),
-        weight_format=resolve_weight_format(config, registry, resolved.model),
-        skips=weights_as_they_are(config, resolved.model),
-    )
+def assembly_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Assembly:
+    """What the run would be made of, with a number of document borders that is assumed."""
+    return assemble(config, registry, resolved, borders=config.per_device_train_batch_size * BORDERS_PER_ROW)
 
 
 def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
     """The prediction for such counts, with the tensors where the configuration puts them."""
-    return counts.placed(
-        offloader=resolve_offloader(config, registry),
-        optimizer=registry.get("optimizer", config.optimizer.name),
-        head_chunks=config.lmhead_chunks,
-        update_on_cpu=config.cpu_training,
-    )
+    counted = counts.assembly
+    settings = replace(counted.settings, head_chunks=config.lmhead_chunks, update_on_cpu=config.cpu_training)
+    optimizer = registry.get("optimizer", config.optimizer.name)
+    offloader = resolve_offloader(config, registry)
+    return counts.placed(replace(counted, settings=settings, offloader=offloader, optimizer=optimizer))
 
 
 class _Search:
@@ -81,7 +60,7 @@ class _Search:
         self.room = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else memory_of_machine()
 
     def predicted(self, config: RunConfig) -> Prediction:
-        return placed(config, self.registry, counts_of(config, self.registry, self.resolved, self.device))
+        return predict(assembly_of(config, self.registry, self.resolved))
 
     def total(self, prediction: Prediction) -> int:
         return sum(prediction.total(place) for place in self.places)

@@ -248,18 +248,18 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
         **engine.model.tables(engine.inputs.positions, engine.settings.dtype),
         "cu_seqlens": engine.inputs.cu_seqlens,
     }
-    (embedding,) = engine.parameters.inputs(engine.embed)
+    (embedding,) = engine.parameters.inputs(engine.plan.embed)
     with torch.enable_grad():
         x_ND = torch.nn.functional.embedding(engine.inputs.input_ids, embedding).detach().requires_grad_()
-        for piece in engine.layers.values():
+        for piece in engine.plan.layers:
             assert piece.block is not None
             tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}
             bound = piece.block.bind(tensors, piece.slots, gemm=record, seed=None)
             x_ND = bound.forward(x_ND, tables)
             layer += 1
-        norm_D, weight_VD = engine.parameters.inputs(engine.head)
-        eps = float(engine.model.head.eps.value(engine.model.config))
-        logits_NV = ops.rms_norm(x_ND, norm_D, eps) @ weight_VD.t()
+        head = engine.plan.head
+        tensors = {s.name: t for s, t in zip(head.specs, engine.parameters.inputs(head), strict=True)}
+        logits_NV = engine.model.logits(x_ND, tensors)
         loss = ops.cross_entropy(logits_NV, engine.inputs.labels).sum() / max(1, batch.label_tokens)
         loss.backward()
     return [

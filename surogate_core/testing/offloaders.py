@@ -37,9 +37,9 @@ def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
         ensure(losses == expected, f"losses are {losses}, without offloading {expected}")
         tiny.ensure_same_bits(tiny.snapshot(made), tiny.snapshot(plain), "with offloading")
         stores: Mapping[TensorKind, Store] = {
-            "weights": made.weights,
-            "residuals": made.residuals,
-            "gradients": made.gradients,
+            "weights": made.stores.weights,
+            "residuals": made.stores.residuals,
+            "gradients": made.stores.gradients,
         }
         for kind, store in stores.items():
             _states_its_bytes(kind, store, moved=offloader.moves(kind))

@@ -27,7 +27,8 @@ from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Para
 from surogate_core.dsl.declare import LoRA, TensorSpec
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine, EngineSettings
+from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource, Source
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels import ops
@@ -237,8 +238,8 @@ def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
     parts = Parts(**{f.name: changes.pop(f.name) for f in fields(Parts) if f.name in changes})
     settings = _settings(**changes)
     device, offloader = settings.device, parts.offloader
-    return Engine(
-        parts.build(config),
+    assembly = Assembly(
+        model=parts.build(config),
         settings=settings,
         recipe=parts.recipe,
         objective=parts.objective,
@@ -248,27 +249,16 @@ def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
         stores=offloader.build(offloader.options(), parts.offload_dir or tempfile.gettempdir(), device),
         kernels=KernelTable.build(device, list(parts.packs)),
         lora=parts.lora,
-        source=parts.source or random_source(device=device.type),
         weight_format=parts.weight_format,
-        skips=parts.skips,
+        keeps_as_it_is=parts.skips,
     )
+    return Engine(assembly, parts.source or random_source(device=device.type))
 
 
 def _settings(
     *, device: str = "cpu", tokens: int = TOKENS, recompute: Recompute | bool = False, **others: Any
 ) -> EngineSettings:
-    defaults: dict[str, Any] = {
-        "borders": BORDERS,
-        "max_seqlen": tokens,
-        "dtype": torch.float32,
-        "adapter_dtype": torch.float32,
-        "compiler": "fx",
-        "cuda_graphs": False,
-        "head_chunks": 1,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.0,
-        "seed": 0,
-    }
+    defaults: dict[str, Any] = {"borders": BORDERS, "max_seqlen": tokens}
     policy = Recompute(block=recompute) if isinstance(recompute, bool) else recompute
     return EngineSettings(device=torch.device(device), tokens=tokens, recompute=policy, **{**defaults, **others})
 

@@ -25,7 +25,7 @@ def test_bytes_over_the_bus_are_those_of_the_schedule() -> None:
     settings = {"dtype": torch.bfloat16, "master_dtype": torch.bfloat16, "update_on_cpu": True}
     engine = make_engine(CONFIG, offloader=offloader, **settings)
     total, _ = engine.parameters.counts()
-    layers = sum(prod(s.shape) for piece in engine.layers.values() for s in piece.specs)
+    layers = sum(prod(s.shape) for piece in engine.plan.layers for s in piece.specs)
     weights, sums = 2 * (total + layers) / 1e9, 4 * total / 1e9
     assert bus_bytes(engine, first=False) == pytest.approx({"in": weights + sums, "out": sums})
     assert bus_bytes(engine, first=True) == pytest.approx({"in": weights, "out": sums})

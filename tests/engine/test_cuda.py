@@ -130,7 +130,7 @@ def test_capture_leaves_no_trace() -> None:
         assert torch.equal(tensor.cpu(), source(e.parameters.specs[name])), name
     assert all((t == 0).all() for t in e.optimizer.state().values())
     assert all((g.grad == 0).all() for g in e.parameters.groups)
-    assert e.loss_sum.item() == 0
+    assert e.losses.take().item() == 0
 
 
 def test_packed_documents_equal_the_same_ones_alone() -> None:

@@ -132,7 +132,7 @@ def test_the_losses_of_many_micro_steps_do_not_drift(monkeypatch: pytest.MonkeyP
     """In fp32 alone 5,000 times 0.1 comes out too large by four in a hundred thousand."""
     engine = make_engine()
     (batch, *_) = ragged()
-    monkeypatch.setattr(engine, "_micro_step", lambda first: engine.loss_sum.add_(0.1))
+    monkeypatch.setattr(engine, "_micro_step", lambda first: engine.losses.add(torch.tensor(0.1)))
     expected = torch.tensor(0.1).double().item() / batch.label_tokens
     assert engine.accumulate([batch] * 5000) == pytest.approx(expected, rel=1e-6)
     assert engine.train_step([batch] * 5000, step=0, lr=0.0).read()[0] == pytest.approx(expected, rel=1e-6)
@@ -209,7 +209,7 @@ def test_padding_and_what_stands_in_it_do_not_matter() -> None:
 def test_equal_layers_share_their_programs() -> None:
     said: list[str] = []
     engine = make_engine(tiny_config(num_hidden_layers=5), head_chunks=3)
-    programs = [engine.programs.layer(piece) for piece in engine.layers.values()]
+    programs = [engine.programs.layer(piece) for piece in engine.plan.layers]
     assert len(programs) == 5
     assert all(p is programs[0] for p in programs)
     assert len(engine.programs._heads) == 2, "11 + 11 + 10 tokens: two sizes of chunk"
@@ -225,7 +225,7 @@ def test_equal_layers_share_their_programs() -> None:
 def test_residuals_are_foretold() -> None:
     for recompute in (False, True):
         engine = make_engine(recompute=Recompute(block=recompute), lora=tiny.lora(dropout=0.1))
-        piece = engine.layers["layer 0"]
+        piece = engine.plan.layer("layer 0")
         told = engine.programs.layer_footprint(piece).kept
         assert told == engine.programs.layer(piece).kept
         assert (not told) == recompute
@@ -270,7 +270,7 @@ def test_clipping_follows_the_norm_of_thirty_million_gradients(offloader: Offloa
     engine = make_engine(
         config, offloader=offloader, update_on_cpu=streamed, source=lambda spec: torch.zeros(spec.shape)
     )
-    assert engine.streams_gradients == streamed
+    assert engine.stores.streams_gradients == streamed
     seen: list[float] = []
     engine.optimizer.step = lambda *, lr, clip, skip: seen.append(clip.item())  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(0)
@@ -436,7 +436,7 @@ def test_updates_below_a_step_of_bf16_are_not_lost() -> None:
 
 def test_every_step_rounds_with_a_seed_of_its_own() -> None:
     engine = make_engine()
-    seeds = {engine.rounding_seed(step) for step in range(1000)}
+    seeds = {engine.update.rounding_seed(step) for step in range(1000)}
     assert len(seeds) == 1000
     assert not seeds & {int(s) for step in range(100) for s in engine.seeds(step, 0)}
 

@@ -35,7 +35,7 @@ def test_projections_of_one_input_are_joined(joined: Engine) -> None:
 
 
 def test_a_join_is_a_view_of_the_weights(joined: Engine) -> None:
-    piece = next(iter(joined.layers.values()))
+    piece = next(iter(joined.plan.layers))
     tensors = joined.parameters.inputs(piece)
     weights = {s.name: tensor for s, tensor in zip(piece.specs, tensors, strict=True)}
     for join, tensor in joined.parameters.join_tensors(piece, tensors):
@@ -58,14 +58,14 @@ def test_weights_that_come_from_the_host_are_joined_too(joined: Engine) -> None:
     """Copied as one they stand in a row on the device: the bits of a run without offloading, and no other copy."""
     e = engine(offloader=surogate_offloader(), dtype=torch.bfloat16)
     assert names(e) == names(joined)
-    piece = next(iter(e.layers.values()))
+    piece = next(iter(e.plan.layers))
     tensors = e.parameters.inputs(piece)
     found = {s.name: tensor for s, tensor in zip(piece.specs, tensors, strict=True)}
     for join, tensor in e.parameters.join_tensors(piece, tensors):
         parts = [found[f"{slot.name}.weight"] for slot in join.slots]
         assert torch.equal(tensor, torch.cat(parts))
         assert tensor.data_ptr() == parts[0].data_ptr()
-    e.weights.release(piece.key)
+    e.stores.weights.release(piece.key)
     plain = engine(dtype=torch.bfloat16)
     batch = tiny.batch(tiny.documents((30, 1), vocabulary=128), tokens=64, borders=6)
     assert [e.train_step([batch], step=s, lr=1e-2).read() for s in range(2)] == [

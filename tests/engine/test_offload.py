@@ -79,7 +79,7 @@ def test_all_kinds_on_the_host_change_no_bit(case: str, device: str) -> None:
 def test_what_precedes_a_capture_leaves_no_trace(case: str) -> None:
     """Sums that are not cleared may keep nothing of its gradients, which are not finite."""
     warm = engine("cpu", offloader=host(*KINDS), **CASES[case])
-    warm_up(warm)
+    warm_up(warm.step.train, warm.update.run, warm.update.spoil)
     assert_same(warm, engine("cpu", **CASES[case]))
 
 
@@ -155,9 +155,9 @@ def test_inductors_graphs_change_no_bit(adapters: bool) -> None:
 def test_tensors_are_where_they_are_said_to_be() -> None:
     """On a GPU by their addresses; on a CPU by whose memory a store counts."""
     e = engine("cpu", offloader=host(*KINDS), dtype=torch.bfloat16)
-    assert e.weights.nbytes()["device"] == 0
+    assert e.stores.weights.nbytes()["device"] == 0
     train(e, range(1))
-    held = e.residuals.nbytes()
+    held = e.stores.residuals.nbytes()
     assert held["device"] == 0 < held["host"]
     assert [name for name in e.parameters.specs if name in e.parameters._compute] == []
 

@@ -38,7 +38,7 @@ def test_a_panel_holds_what_the_parameters_say() -> None:
     e = engine([TORCH_PACK, PACK])
     e.train_step(BATCHES, step=0, lr=1e-2)
     masters, base = e.parameters.masters(), dict(e.parameters.base_tensors())
-    for piece in e.layers.values():
+    for piece in e.plan.layers:
         for panel, tensor in e.parameters.panel_tensors(piece):
             rest = tensor.clone()
             for number, slot in enumerate(panel.slots):
@@ -71,7 +71,7 @@ def test_weights_that_come_from_elsewhere_are_copied_into_panels(recompute: bool
     packs, settings = [TORCH_PACK, PACK], {"recompute": Recompute(block=recompute)}
     found, plain = engine(packs, offloader=offloader, **settings), engine(packs, **settings)
     assert found.parameters.panels == plain.parameters.panels
-    first, second = ([t for _, t in found.parameters.panel_tensors(p)] for p in found.layers.values())
+    first, second = ([t for _, t in found.parameters.panel_tensors(p)] for p in found.plan.layers)
     assert all(a is b for a, b in zip(first, second, strict=True))
     for step in range(3):
         assert (

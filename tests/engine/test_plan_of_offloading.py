@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_model_qwen3.model import build
 from surogate_offload_host import surogate_offloader
 from surogate_optimizer_adamw_8bit import surogate_optimizer as adamw_8bit
-from tiny_qwen3 import ADAMW, BF16, make_engine, tiny_config
+from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
-from surogate_core.bundles import Objective, OffloaderSpec, TensorKind
+from surogate_core.bundles import OffloaderSpec, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.prediction import Prediction, predict
+from surogate_core.engine.prediction import predict
 from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
-from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import tiny
 
 CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=127)
@@ -62,20 +58,24 @@ class Measured:
             for spec, tensor in zip(piece.specs, parameters.inputs(piece), strict=True):
                 if not spec.trainable:
                     frozen[spec.hf_name] = tensor
-            engine.weights.release(piece.key)
+            engine.stores.weights.release(piece.key)
         self.rows = rows | {"weights": sum(t.nbytes for t in frozen.values())}
         self.most: dict[str, int] = {}
-        stores = {"weights": engine.weights, "residuals": engine.residuals, "gradients": engine.gradients}
+        stores = {
+            "weights": engine.stores.weights,
+            "residuals": engine.stores.residuals,
+            "gradients": engine.stores.gradients,
+        }
         for kind, store in ((f"{name} in use", store) for name, store in stores.items()):
             self._watch(kind, store)
         self.kept = 0
-        put = engine.residuals.put
+        put = engine.stores.residuals.put
 
         def counted(key: str, tensors: Any) -> None:
             self.kept += sum(t.nbytes for t in tensors)
             put(key, tensors)
 
-        engine.residuals.put = counted  # type: ignore[method-assign]
+        engine.stores.residuals.put = counted  # type: ignore[method-assign]
 
     def _watch(self, kind: str, store: Any) -> None:
         fetch = store.fetch
@@ -92,19 +92,6 @@ def offloader(kinds: tuple[TensorKind, ...]) -> OffloaderSpec:
     return replace(surogate_offloader(), kinds=frozenset(kinds)) if kinds else NO_OFFLOAD
 
 
-def planned(engine: Engine, kinds: tuple[TensorKind, ...], settings: dict[str, Any]) -> Prediction:
-    return predict(
-        build(CONFIG),
-        settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
-        recipe=BF16,
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=settings.get("optimizer", ADAMW),
-        offloader=offloader(kinds),
-        kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK]),
-        lora=settings.get("lora"),
-    )
-
-
 QUICK = ("residuals", "all but weights", "cpu_training", "lora, weights")
 
 
@@ -114,11 +101,11 @@ def test_the_plan_counts_what_there_is(name: str) -> None:
     kinds, settings = COMBINATIONS[name]
     engine = make_engine(CONFIG, offloader=offloader(kinds), **settings)
     measured = Measured(engine)
-    prediction = planned(engine, kinds, settings)
+    prediction = predict(engine.assembly)
     held = {h.kind: h for h in prediction.held}
     engine.inputs.load(tiny.batch(tiny.documents([20, 12], vocabulary=127)), engine.seeds(0, 0), 1.0)
     with torch.no_grad():
-        engine._run_training(True)
+        engine.step.train(True)
 
     def bytes_of(kind: str) -> int:
         return held[kind].nbytes if kind in held else 0
@@ -153,7 +140,7 @@ def test_the_plan_counts_what_there_is(name: str) -> None:
 def test_moving_more_leaves_less_on_the_device() -> None:
     engine = make_engine(CONFIG, **FULL)
     totals = [
-        planned(engine, kinds, FULL).total("device")
+        predict(replace(engine.assembly, offloader=offloader(kinds))).total("device")
         for kinds in ((), ("optimizer",), ("optimizer", "master"), ("optimizer", "master", "gradients"))
     ]
     assert totals == sorted(totals, reverse=True)

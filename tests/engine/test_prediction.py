@@ -6,17 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from surogate_model_qwen3.model import build
-from surogate_optimizer_adamw import surogate_optimizer
-from tiny_qwen3 import BF16, make_engine, tiny_config
+from tiny_qwen3 import make_engine
 
-from surogate_core.bundles import Objective
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
-from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import tiny
 
@@ -34,16 +29,7 @@ def test_bytes_are_those_of_the_engine(
 ) -> None:
     chosen = tiny.lora() if adapters else None
     engine = make_engine(lora=chosen, recompute=Recompute(block=block), dtype=dtype, master_dtype=master_dtype)
-    prediction = predict(
-        build(tiny_config()),
-        settings=replace(engine.settings, borders=engine.inputs.cu_seqlens.numel()),
-        recipe=BF16,
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=surogate_optimizer(),
-        offloader=NO_OFFLOAD,
-        kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK]),
-        lora=chosen,
-    )
+    prediction = predict(replace(engine.assembly, kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK])))
     held = {h.kind: h.nbytes for h in prediction.held}
     assert (prediction.parameters, prediction.trainable_parameters) == engine.parameters.counts()
     groups = engine.parameters.groups
@@ -51,27 +37,27 @@ def test_bytes_are_those_of_the_engine(
     assert {g.master.dtype for g in groups} == {master_dtype}
     assert held.get("compute copies", 0) == sum(copy.nbytes for copy, _ in engine.parameters.copies)
     assert held["gradients"] == sum(g.grad.nbytes for g in groups)
-    assert held.get("weights", 0) == engine.weights.nbytes()["device"]
-    assert prediction.schedule == engine.training
+    assert held.get("weights", 0) == engine.stores.weights.nbytes()["device"]
+    assert prediction.schedule == engine.step.training
     assert set(prediction.kernels) <= set(engine.programs.kernels.chosen)
 
     batch = tiny.batch(tiny.documents([20, 12]))
     engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
     kept = 0
-    put = engine.residuals.put
+    put = engine.stores.residuals.put
 
     def counted(key: str, tensors: object) -> None:
         nonlocal kept
         kept += sum(t.nbytes for t in tensors)  # type: ignore[attr-defined]
         put(key, tensors)  # type: ignore[arg-type]
 
-    engine.residuals.put = counted  # type: ignore[method-assign]
+    engine.stores.residuals.put = counted  # type: ignore[method-assign]
     with torch.no_grad():
-        engine._run_training()
+        engine.step.train()
     assert held["residuals"] == kept > 0
     assert EMBED in {a.key for a in prediction.schedule}
     resting = sum(g.master.nbytes + g.grad.nbytes for g in groups) + sum(c.nbytes for c, _ in engine.parameters.copies)
-    resting += engine.weights.nbytes()["device"] + kept
+    resting += engine.stores.weights.nbytes()["device"] + kept
     of_optimizer = sum(t.nbytes for t in engine.optimizer.state().values())
     moving = ("working set", "tables and inputs", "optimizer state", "freed memory")
     assert prediction.total("device") - sum(held[kind] for kind in moving) == resting

@@ -30,7 +30,7 @@ def test_a_layer_finds_its_program_by_its_key(monkeypatch: pytest.MonkeyPatch) -
     engine.train_step([batch], step=1, lr=1e-3)
     engine.evaluate([batch])
     assert not asked
-    first = next(iter(engine.layers.values()))
+    first = next(iter(engine.plan.layers))
     other = replace(first, key="another")
     assert engine.programs.layer(other) is engine.programs.layer(first)
     assert asked == ["another"], "a layer of a known signature shares its program"

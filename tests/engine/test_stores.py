@@ -79,7 +79,7 @@ def test_the_engine_asks_the_stores_what_the_schedule_says() -> None:
         store.log.clear()
     engine.accumulate([tiny.batch(tiny.documents([11, 9]))])
     for kind, store in stores.items():
-        said = [(a.verb, a.key) for a in engine.training if a.kind == kind]
+        said = [(a.verb, a.key) for a in engine.step.training if a.kind == kind]
         assert store.log == said
 
 

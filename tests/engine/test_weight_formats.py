@@ -14,15 +14,12 @@ from surogate_offload_host import surogate_offloader
 from tiny_qwen3 import make_engine, strict_offloader, tiny_config
 from torch import Tensor
 
-from surogate_core.bundles import KernelPack, Objective, OptimizerSpec, WeightFormat
+from surogate_core.bundles import KernelPack, WeightFormat
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
-from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.ops import cross_entropy
-from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import tiny
 from surogate_core.testing.weight_formats import built
 
@@ -97,14 +94,19 @@ def test_weights_that_are_left_out_stay_as_they_are(packs: list[KernelPack]) -> 
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_one_layer_is_unpacked_at_a_time(packs: list[KernelPack]) -> None:
     made = engine(packs, weight_format=HALF)
-    weights = [spec for spec in made.layers["layer 0"].specs if spec.role == "weight"]
+    weights = [spec for spec in made.plan.layer("layer 0").specs if spec.role == "weight"]
     rooms = {id(room) for room in made.parameters.shared}
     count = {"plain": len(weights), "panels": 4}["panels" if made.parameters.panels else "plain"]
     assert len(rooms) == len(made.parameters.shared) == count
-    kept = [t for key in made.layers for t in made.weights.fetch(key) if t.dim() == 1 and t.dtype == torch.uint8]
+    kept = [
+        t
+        for key in made.plan.numbers
+        for t in made.stores.weights.fetch(key)
+        if t.dim() == 1 and t.dtype == torch.uint8
+    ]
     assert len(kept) == 3 * len(weights)
-    layers = [[t.data_ptr() for t in made.parameters.inputs(piece)] for piece in made.layers.values()]
-    for spec, *addresses in zip(made.layers["layer 0"].specs, *layers, strict=True):
+    layers = [[t.data_ptr() for t in made.parameters.inputs(piece)] for piece in made.plan.layers]
+    for spec, *addresses in zip(made.plan.layer("layer 0").specs, *layers, strict=True):
         assert (len(set(addresses)) == 1) == (spec.role == "weight"), spec.name
 
 
@@ -136,30 +138,20 @@ def test_no_bit_depends_on_where_a_weight_in_a_format_rests(name: str) -> None:
         for more in ({}, {"offloader": replace(surogate_offloader(), kinds=frozenset({"weights", "residuals"}))})
     ]
     assert train(made[0]) == train(made[1])
-    for piece in made[1].layers.values():
+    for piece in made[1].plan.layers:
         stored = [s for s in piece.specs if not s.trainable]
-        kept = [t.nbytes for t in made[1].weights.fetch(piece.key)]
+        kept = [t.nbytes for t in made[1].stores.weights.fetch(piece.key)]
         assert kept == [made[1].parameters.kept_bytes(s) for s in stored]
-        made[1].weights.release(piece.key)
-    assert made[1].weights.nbytes()["device"] == 0
+        made[1].stores.weights.release(piece.key)
+    assert made[1].stores.weights.nbytes()["device"] == 0
 
 
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> None:
     made = engine(packs, weight_format=HALF)
-    prediction = predict(
-        made.model,
-        settings=made.settings,
-        recipe=made.programs.recipe,
-        objective=Objective(name="cross_entropy", token_loss=cross_entropy),
-        optimizer=OptimizerSpec(name="adamw", build=lambda *a: None),  # type: ignore[arg-type, return-value]
-        offloader=NO_OFFLOAD,
-        kernels=KernelTable.build(torch.device("cpu"), packs),
-        lora=tiny.lora(16, dropout=0.1),
-        weight_format=HALF,
-    )
+    prediction = predict(made.assembly)
     held = {h.kind: h.nbytes for h in prediction.held}
-    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.weights.fetch(piece.key)}
+    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.stores.weights.fetch(piece.key)}
     assert held["weights"] == sum(t.nbytes for t in tensors.values())
     assert held["unpacked weights"] == sum(t.nbytes for t in made.parameters.shared)
     assert held.get("panels", 0) == made.parameters.edge_bytes()

@@ -75,6 +75,6 @@ def test_where_the_prediction_fails_advice_is_general(monkeypatch: pytest.Monkey
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(fitting, "counts_of", fail)
+    monkeypatch.setattr(fitting, "assembly_of", fail)
     message = str(fitting.out_of_memory(load_run_config(KEYS, registry=load_plugins()), load_plugins(), MemoryError()))
     assert "Fix: a smaller per_device_train_batch_size" in message

@@ -144,7 +144,7 @@ def test_the_adapters_of_a_panel_are_loaded_after_each_step() -> None:
     made = engine(True)
     made.train_step(batches(0), step=0, lr=1e-2)
     masters = made.parameters.masters()
-    for piece in made.layers.values():
+    for piece in made.plan.layers:
         for panel, tensor in made.parameters.panel_tensors(piece):
             a, a_t, b = panel.shape.parts(tensor)
             assert torch.equal(a_t, a.t())

@@ -15,11 +15,8 @@ from torch import Tensor
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
-from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.errors import MachineError
 from surogate_core.formats.fp8 import E4M3, E5M2, quantise
-from surogate_core.kernels.attention import TORCH_PACK
-from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import tiny
 from surogate_core.testing.recipes import built
 
@@ -182,7 +179,7 @@ def test_layers_that_are_left_alone() -> None:
     half = engine("lora", plain_first=1)
     train(half, range(1))
     assert half.recipe_state is not None
-    slots = len(half.layers["layer 0"].slots)
+    slots = len(half.plan.layer("layer 0").slots)
     assert not half.recipe_state.rows[:slots].any()
     # A frozen weight's scale is in its codes.
     assert half.recipe_state.rows[slots:, [0, 2]].all()
@@ -190,7 +187,7 @@ def test_layers_that_are_left_alone() -> None:
 
 def test_frozen_weights_are_kept_as_codes_and_exported_as_they_were() -> None:
     made, plain = engine("lora", plain_first=1), engine("lora", fp8=False)
-    dtypes = {key: {t.dtype for t in made.weights.fetch(key)} for key in made.layers}
+    dtypes = {key: {t.dtype for t in made.stores.weights.fetch(key)} for key in made.plan.numbers}
     assert dtypes == {"layer 0": {torch.float32}, "layer 1": {torch.float32, torch.uint8}}
     expected = dict(plain.parameters.base_tensors())
     exported = dict(made.parameters.base_tensors())
@@ -202,19 +199,10 @@ def test_frozen_weights_are_kept_as_codes_and_exported_as_they_were() -> None:
 def test_the_plan_counts_packed_weights_and_scales() -> None:
     made = engine("lora")
     assert made.recipe_state is not None
-    prediction = predict(
-        tiny.TinyModel(tiny.CONFIG),
-        settings=made.settings,
-        recipe=RECIPE,
-        objective=tiny.CROSS_ENTROPY,
-        optimizer=tiny.ADAMW,
-        offloader=NO_OFFLOAD,
-        kernels=KernelTable.build(CPU, [TORCH_PACK]),
-        lora=MODES["lora"],
-    )
+    prediction = predict(made.assembly)
     held = {h.kind: h.nbytes for h in prediction.held}
     # A tied head shares the embedding's tensor.
-    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.weights.fetch(piece.key)}
+    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.stores.weights.fetch(piece.key)}
     assert held["weights"] == sum(t.nbytes for t in tensors.values())
     assert held["recipe state"] == sum(t.nbytes for t in made.recipe_state.state().values())
 

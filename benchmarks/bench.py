@@ -1,0 +1,78 @@
+"""What the benchmarks share: the installed plugins by name, and the one place where they make an engine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from surogate_core.bundles import KernelPack, RecipeContext, TensorKind
+from surogate_core.dsl.declare import LoRA, Model
+from surogate_core.dsl.slots import Adapter
+from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.stores import NO_OFFLOAD
+from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.registry import KernelTable
+from surogate_core.plugins.registry import Registry, load_plugins
+
+PACKS = ("triton", "cuda", "hopper")
+"""The kernel packs of a GPU."""
+
+
+@cache
+def registry() -> Registry:
+    """The installed plugins."""
+    return load_plugins()
+
+
+def packs(names: Sequence[str] = PACKS) -> list[KernelPack]:
+    """torch's kernels and the packs of these names."""
+    return [TORCH_PACK, *(registry().get("kernels", name) for name in names)]
+
+
+def adapters(rank: int, *, dropout: float = 0.0, scale: float = 2.0) -> LoRA:
+    """Adapters with fp32 weights on every projection."""
+    adapter = Adapter(rank=rank, scale=scale, dropout=dropout, dtype=torch.float32)
+    return LoRA(adapter=adapter, targets=frozenset(["all"]))
+
+
+def assemble(
+    model: Model,
+    settings: EngineSettings,
+    *,
+    recipe: str = "bf16",
+    recipe_options: Any = None,
+    optimizer: str = "adamw",
+    optimizer_options: Any = None,
+    offload: frozenset[TensorKind] = frozenset(),
+    kernels: KernelTable | None = None,
+    lora: LoRA | None = None,
+    weight_format: str | None = None,
+) -> Assembly:
+    """What a training run with these plugins would be made of; options are the plugins' defaults unless given.
+
+    `offload`: the kinds of tensor that offloader `host` moves. `kernels`: by default those of
+    all packs on a GPU, and torch's on a CPU.
+    """
+    found, device = registry(), settings.device
+    chosen, optimizer_spec = found.get("recipe", recipe), found.get("optimizer", optimizer)
+    context = RecipeContext(device=device, dtype="bf16" if settings.dtype == torch.bfloat16 else "fp32")
+    offloader = replace(found.get("offload", "host"), kinds=offload) if offload else NO_OFFLOAD
+    packed = None if weight_format is None else found.get("quant", weight_format)
+    return Assembly(
+        model=model,
+        settings=settings,
+        kernels=kernels or KernelTable.build(device, packs(PACKS if device.type == "cuda" else ())),
+        recipe=chosen.build(recipe_options or chosen.options(), context),
+        objective=found.get("objective", "cross_entropy"),
+        optimizer=optimizer_spec,
+        optimizer_options=optimizer_options or optimizer_spec.options(),
+        offloader=offloader,
+        stores=offloader.build(offloader.options(), tempfile.gettempdir(), device),
+        lora=lora,
+        weight_format=None if packed is None else packed.build(packed.options()),
+    )

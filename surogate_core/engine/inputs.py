@@ -1,0 +1,62 @@
+"""The device tensors that a micro-step reads.
+
+Shape suffixes: N tokens of a micro-batch, S document borders, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surogate_core.batch import MicroBatch
+from surogate_core.engine.assembly import EngineSettings
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The device tensors that a micro-step reads; their addresses never change on CUDA."""
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    seeds_L: Tensor
+    """Four apart: Inductor's programs copy an input that does not begin at a multiple of 16 bytes."""
+    loss_scale: Tensor
+    """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
+    weights: Tensor | None
+    """[N] fp32 loss weights, where the run has any."""
+
+    @classmethod
+    def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
+        """Zeroed tensors of a run's shapes."""
+        n, device = settings.tokens, settings.device
+        return cls(
+            input_ids=torch.zeros(n, dtype=torch.int64, device=device),
+            labels=torch.zeros(n, dtype=torch.int64, device=device),
+            positions=torch.zeros(n, dtype=torch.int32, device=device),
+            cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
+            seeds_L=torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, 0],
+            loss_scale=torch.zeros((), dtype=torch.float32, device=device),
+            weights=torch.zeros(n, dtype=torch.float32, device=device) if settings.weighted else None,
+        )
+
+    def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
+        """Copy a micro-batch in, without waiting for the device."""
+        pairs = [
+            (self.input_ids, batch.input_ids),
+            (self.labels, batch.labels),
+            (self.positions, batch.positions),
+            (self.cu_seqlens, batch.cu_seqlens),
+            (self.seeds_L, seeds),
+        ]
+        if self.weights is not None:
+            assert batch.weights is not None
+            pairs.append((self.weights, batch.weights))
+        for target, value in pairs:
+            if target.device.type == "cuda" and not value.is_pinned():
+                value = value.pin_memory()
+            target.copy_(value, non_blocking=True)
+        self.loss_scale.fill_(loss_scale)

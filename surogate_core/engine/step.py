@@ -1,0 +1,283 @@
+"""The micro-step: carries out the schedule for one micro-batch.
+
+Shape suffixes: N tokens of a micro-batch, D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
+from surogate_core.dsl.products import Product, add_products
+from surogate_core.engine.gradient_norm import FlatNorm
+from surogate_core.engine.inputs import Inputs
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.placement import Placement
+from surogate_core.engine.plan import EnginePlan
+from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
+
+PENDING_BYTES = 32 * 2**20
+"""Gradients of several layers wait until they are this many bytes, and are then added in one launch."""
+LOSSES_IN_FP32 = 32
+"""Number of losses of micro-steps and chunks that are added in fp32 before the sum moves to float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSet:
+    """Where weights, residuals and the sums of gradients live between their uses."""
+
+    weights: Store
+    residuals: Store
+    gradients: GradientStore
+    streams_gradients: bool
+    """Whether the sums of a piece are on the device only while its backward runs."""
+
+    @classmethod
+    def of(cls, placement: Placement) -> StoreSet:
+        """The stores of a placement."""
+        return cls(
+            weights=placement.store("weights"),
+            residuals=placement.store("residuals"),
+            gradients=placement.gradients(),
+            streams_gradients=placement.moves("gradients"),
+        )
+
+    def of_kind(self, kind: TensorKind | None) -> Store:
+        """The store that an action of the schedule is about."""
+        match kind:
+            case "residuals":
+                return self.residuals
+            case "gradients":
+                return self.gradients
+        return self.weights
+
+
+class LossSum:
+    """The sum of the losses of a step: fp32 on the device for a few addends, float64 for all."""
+
+    def __init__(self, device: torch.device):
+        self._recent = torch.zeros((), dtype=torch.float32, device=device)
+        self._earlier = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor) -> None:
+        """Add a 0-d fp32 loss."""
+        self._recent.add_(loss)
+
+    def fold(self) -> None:
+        """Move the sum to float64: a long sum in fp32 loses digits of each addend."""
+        self._earlier.add_(self._recent)
+        self._recent.zero_()
+
+    def take(self) -> Tensor:
+        """0-d float64: the sum, which is reset."""
+        self.fold()
+        total = self._earlier.clone()
+        self._earlier.zero_()
+        return total
+
+
+@dataclass(slots=True)
+class RecipeRows:
+    """The state of a recipe that has one, and what its slots observed since the last update."""
+
+    state: RecipeState
+    of_layer: Mapping[str, slice]
+    observed: Tensor = field(init=False)
+    """[P, K] fp32: the largest of each figure over the micro-steps."""
+
+    def __post_init__(self) -> None:
+        self.observed = torch.zeros_like(self.state.rows)
+
+    def rows(self, key: str) -> Tensor:
+        """[slots of the layer, K]: what the layer's programs read."""
+        return self.state.rows[self.of_layer[key]]
+
+    def observe(self, key: str, figures: Tensor) -> None:
+        """Keep the larger of each figure. NaN stays NaN: the recipe must see that there was one."""
+        observed = self.observed[self.of_layer[key]]
+        torch.maximum(observed, figures, out=observed)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Activations on their way through the schedule."""
+
+    tables: list[Tensor] = field(default_factory=list)
+    x: Tensor | None = None
+    dx: Tensor | None = None
+    residuals: Sequence[Tensor] = ()
+    gradients: Sequence[tuple[Tensor, Tensor | Product]] = ()
+    """(sum, what is to be added to it) of the piece's trainable tensors."""
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(sum, gradient) of tensors whose gradients are still to be added."""
+
+    def add_pending(self) -> None:
+        """Add what is pending in one launch: a layer's adapters alone do not fill a GPU."""
+        if self.pending:
+            sums, gradients = zip(*self.pending, strict=True)
+            torch._foreach_add_(list(sums), list(gradients))
+            self.pending.clear()
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroStep:
+    """Runs the schedule: forward and backward of a micro-batch, or forward alone."""
+
+    plan: EnginePlan
+    inputs: Inputs
+    parameters: Parameters
+    programs: ProgramBuilder
+    stores: StoreSet
+    norm: FlatNorm
+    losses: LossSum
+    rows: RecipeRows | None
+    training: tuple[Action, ...] = field(init=False)
+    evaluation: tuple[Action, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = len(self.plan.layers)
+        self.training = training_schedule(layers, train_embedding=self.plan.train_embedding)
+        self.evaluation = evaluation_schedule(layers)
+
+    def train(self, first: bool = True) -> None:
+        """Forward and backward of what `inputs` holds. `first`: of its optimizer step."""
+        self.stores.gradients.begin(first=first)
+        self._run(self.training, training=True)
+        self.stores.gradients.finish()
+
+    def evaluate(self) -> None:
+        """Forward of what `inputs` holds, without dropout."""
+        self._run(self.evaluation, training=False)
+
+    def hidden(self) -> Tensor:
+        """[N, D]: what the last layer gives for what `inputs` holds, without dropout."""
+        flow = _Flow(tables=self._tables())
+        for piece in self.plan.pieces[:-1]:
+            self._forward(piece.key, flow, training=False)
+        assert flow.x is not None
+        return flow.x
+
+    # ------------------------------------------------------------------------- schedule
+
+    def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
+        flow = _Flow()
+        for action in schedule:
+            match action.verb:
+                case "tables":
+                    flow.tables = self._tables()
+                case "prefetch":
+                    self.stores.of_kind(action.kind).prefetch(action.key)
+                case "fetch":
+                    if action.kind == "residuals":
+                        flow.residuals = self.stores.residuals.fetch(action.key)
+                case "release":
+                    if action.kind == "gradients" and self.stores.streams_gradients:
+                        flow.add_pending()
+                        self.norm.measure(action.key, self.stores.gradients.fetch(action.key))
+                    self.stores.of_kind(action.kind).release(action.key)
+                case "forward":
+                    self._forward(action.key, flow, training=training)
+                case "put":
+                    self.stores.residuals.put(action.key, flow.residuals)
+                    flow.residuals = ()
+                case "loss":
+                    self._loss(flow, training=training)
+                case "backward":
+                    self._backward(action.key, flow)
+                case "reduce":
+                    self._reduce(action.key, flow)
+        flow.add_pending()
+
+    def _tables(self) -> list[Tensor]:
+        assembly = self.plan.assembly
+        tables = assembly.model.tables(self.inputs.positions, assembly.settings.dtype)
+        return [*tables.values(), self.inputs.cu_seqlens]
+
+    def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
+        piece = self.plan.layer(key)
+        tensors = self.parameters.inputs(piece)
+        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
+        panels = (tensor for _, tensor in shared)
+        rows = [] if self.rows is None or not self.programs.reads_rows(piece) else [self.rows.rows(key)]
+        return [*tensors, *panels, *rows, x, *flow.tables, self.inputs.seeds_L[self.plan.numbers[key]]]
+
+    def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
+        if key == EMBED:
+            (weight,) = self.parameters.inputs(self.plan.embed)
+            flow.x = torch.nn.functional.embedding(self.inputs.input_ids, weight)
+            return
+        x = flow.x
+        assert x is not None
+        piece = self.plan.layer(key)
+        if training:
+            flow.x, *kept = self.programs.layer(piece).forward(self._layer_inputs(key, flow, x))
+            flow.residuals = (x, *kept)
+        else:
+            (flow.x,) = self.programs.evaluation_layer(piece)(self._layer_inputs(key, flow, x))
+
+    def _loss(self, flow: _Flow, *, training: bool) -> None:
+        x, flow.x = flow.x, None
+        assert x is not None
+        head = self.plan.head
+        tensors = self.parameters.inputs(head)
+        labels = self.inputs.labels
+        dx = torch.empty_like(x) if training else None
+        sums = self.stores.gradients.fetch(head.key) if training else ()
+        totals: list[tuple[Tensor, Tensor]] = []
+        for number, chunk in enumerate(self.programs.chunks()):
+            if number and number % LOSSES_IN_FP32 == 0:
+                self.losses.fold()
+            program = self.programs.head(head, chunk.stop - chunk.start, training=training)
+            arguments = [*tensors, x[chunk], labels[chunk]]
+            if self.inputs.weights is not None:
+                arguments.append(self.inputs.weights[chunk])
+            if dx is None:
+                self.losses.add(program(arguments)[0])
+                continue
+            loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
+            self.losses.add(loss)
+            # At once: the factors of a product are the chunk's logits.
+            plain = add_products(zip(sums, gradients, strict=True))
+            totals = [(a, t.add_(g)) for (a, t), (_, g) in zip(totals, plain, strict=True)] if totals else plain
+            # Otherwise they would live while the next chunk's are made.
+            del gradients, plain
+        flow.dx, flow.gradients = dx, totals
+
+    def _backward(self, key: str, flow: _Flow) -> None:
+        dx = flow.dx
+        assert dx is not None
+        if key == EMBED:
+            flow.gradients = ()
+            return
+        x, *kept = flow.residuals
+        flow.residuals = ()
+        piece = self.plan.layer(key)
+        *gradients, flow.dx = self.programs.layer(piece).backward([*self._layer_inputs(key, flow, x), *kept, dx])
+        if self.rows is not None and self.programs.reads_rows(piece):
+            self.rows.observe(key, gradients.pop())
+        flow.gradients = list(zip(self.stores.gradients.fetch(key), gradients, strict=True))
+
+    def _reduce(self, key: str, flow: _Flow) -> None:
+        if key == EMBED:
+            assert flow.dx is not None
+            flow.add_pending()  # a tied head's share comes first
+            (gradient,) = self.stores.gradients.fetch(EMBED)
+            _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
+        else:
+            flow.pending += add_products(flow.gradients)
+            if sum(gradient.nbytes for _, gradient in flow.pending) >= PENDING_BYTES:
+                flow.add_pending()
+        flow.gradients = ()
+
+
+def _add_embedding_gradient(gradient_VD: Tensor, ids_N: Tensor, dx_ND: Tensor) -> None:
+    if gradient_VD.device.type == "cpu":
+        gradient_VD.index_add_(0, ids_N, dx_ND.to(gradient_VD.dtype))
+        return
+    # It sorts the ids, so that the sum's order (and the run's bits) do not depend on thread timing.
+    gradient_VD.index_put_((ids_N,), dx_ND.float(), accumulate=True)

@@ -1,0 +1,131 @@
+"""The optimizer step: norm, clipping, the update of the masters, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Optimizer, RangedState
+from surogate_core.engine.assembly import Assembly
+from surogate_core.engine.gradient_norm import FlatNorm, StreamedNorm
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.placement import Placement
+from surogate_core.engine.step import LossSum, RecipeRows
+from surogate_core.kernels.cpu_updates import host_kernels
+from surogate_core.kernels.registry import using
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The figures of an optimizer step; reading them waits for the device if it is behind."""
+
+    label_tokens: int
+    loss_weight: float
+    tokens: int
+    _figures: Tensor
+    _ready: torch.cuda.Event | None
+
+    def read(self) -> tuple[float, float]:
+        """(mean loss per label token, each by its weight; gradient norm before clipping)."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        loss_sum, norm = self._figures[:2].tolist()
+        return loss_sum / (self.loss_weight or 1), norm
+
+    def used_range(self, columns: int) -> Tensor:
+        """[P, K] fp32 on the host, of a recipe whose state is a `RangedState` with K `columns`."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._figures[2:].view(-1, columns)
+
+
+def norm_of(parameters: Parameters, assembly: Assembly, *, streams_gradients: bool) -> FlatNorm:
+    """The norm of all gradients, read where they are quick to read."""
+    settings = assembly.settings
+    if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients:
+        trained = [spec.hf_name for spec in parameters.specs.values() if spec.trainable]
+        return StreamedNorm(parameters.pieces, trained, settings.device)
+    return FlatNorm(parameters.host_groups if settings.update_on_cpu else parameters.groups)
+
+
+class Update:
+    """The optimizer and all that an optimizer step does, on the device or on the CPU."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        parameters: Parameters,
+        *,
+        placement: Placement,
+        norm: FlatNorm,
+        losses: LossSum,
+        rows: RecipeRows | None,
+        rounding_seed: Tensor,
+        clears_gradients: bool,
+    ):
+        """`clears_gradients`: whether the sums of gradients are set to zeros here, rather than by their store."""
+        settings = assembly.settings
+        self._settings, self._parameters, self._norm = settings, parameters, norm
+        self._losses, self.rows, self._clears = losses, rows, clears_gradients
+        self._rounding_seed = rounding_seed
+        self._groups = parameters.host_groups if settings.update_on_cpu else parameters.groups
+        with placement.allocating("optimizer"):
+            self.optimizer: Optimizer = assembly.optimizer.build(self._groups, assembly.optimizer_options)
+        on_cpu = settings.update_on_cpu
+        self._kernels = host_kernels(compiled=settings.compiler == "inductor") if on_cpu else assembly.kernels
+        self._lr = torch.zeros((), dtype=torch.float32, device="cpu" if on_cpu else settings.device)
+        ranges = rows.state.rows.numel() if rows is not None and isinstance(rows.state, RangedState) else 0
+        self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)
+
+    def set(self, *, lr: float, step: int) -> None:
+        """Give the next update its learning rate and, from the step's number, the seed of its rounding."""
+        self._lr.fill_(lr)
+        self._rounding_seed.fill_(self.rounding_seed(step))
+
+    def rounding_seed(self, step: int) -> int:
+        """Seed of the stochastic rounding of a step's masters, an int32: all that a resumed run needs is the step."""
+        sequence = np.random.SeedSequence([self._settings.seed, step], spawn_key=(1,))
+        return int(sequence.generate_state(1, np.uint32).view(np.int32)[0])
+
+    def run(self) -> None:
+        """Clip, step, refresh the compute copies, clear the gradients: the host waits only for a step of its own."""
+        settings, on_host = self._settings, self._settings.update_on_cpu
+        if on_host and settings.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        norm = self._norm.read()
+        clip = torch.ones_like(norm)
+        if settings.max_grad_norm > 0:
+            clip = (settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        skip = (~torch.isfinite(norm)).float()
+        with using(self._kernels):
+            self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
+        self._figures[:2].copy_(torch.stack((self._losses.take().float(), norm.to(settings.device))))
+        if self.rows is not None:
+            if isinstance(self.rows.state, RangedState):
+                self._figures[2:].copy_(self.rows.state.used_range(self.rows.observed).view(-1))
+            self.rows.state.update(self.rows.observed, skip.to(settings.device))
+            self.rows.observed.zero_()
+        self._parameters.refresh(on_host=on_host)
+        if self._clears:
+            for group in self._groups:
+                group.grad.zero_()
+
+    def spoil(self) -> None:
+        """Make the gradients of the next update NaN, so that it changes nothing."""
+        for group in self._parameters.groups:
+            # One is enough, of a parameter: what lies between parameters need not be written again.
+            group.grad[:1].fill_(float("nan"))
+        self._norm.spoil()
+
+    def result(self, *, label_tokens: int, loss_weight: float, tokens: int) -> StepResult:
+        """The figures of the update that was run last, on their way to the host."""
+        if self._settings.device.type != "cuda":
+            return StepResult(label_tokens, loss_weight, tokens, self._figures.clone(), None)
+        figures = torch.empty(self._figures.shape, dtype=torch.float32, pin_memory=True)
+        figures.copy_(self._figures, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return StepResult(label_tokens, loss_weight, tokens, figures, ready)
