@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from gpu_packs import triton_packs
-from tiny_qwen3 import make_engine, tiny_config
+from surogate_recipe_fp8 import FP8Options, surogate_recipe
+from tiny_qwen3 import BF16, make_engine, tiny_config
 from torch import Tensor
 
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import references
 from surogate_core.testing import kernels, tiny
 from surogate_core.testing.honest import HonestOps
+from surogate_core.testing.recipes import built
 
 
 def lie(name: str, function: Callable[[Tensor], Tensor], mutates: tuple[str, ...] = ()) -> Any:
@@ -106,25 +108,40 @@ def test_ops_of_the_core_on_a_cpu() -> None:
     assert honest.seen == custom_ops("surogate::cpu_")
 
 
+LORA = ["adapted_linears_", "adapted_linears_backward_", "norm_rope", "norm_rope_backward"]
+ATTENTION = ["attention", "attention_backward"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_ops_of_a_step_with_lora_on_a_gpu(dropout: float) -> None:
-    """All of the Triton pack's ops that a layer's programs call, the in-place forms among them."""
-    config = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=512, head_dim=64)
+@pytest.mark.parametrize(
+    ("mode", "dropout", "called"),
+    [
+        ("bf16", 0.0, [*LORA, *ATTENTION]),
+        ("bf16", 0.1, [*LORA, *ATTENTION, "swiglu_backward"]),
+        ("fp8", 0.0, ATTENTION),
+        ("fp8", 0.1, ATTENTION),
+        ("full", 0.0, ATTENTION),
+    ],
+)
+def test_ops_of_a_step_on_a_gpu(mode: str, dropout: float, called: list[str]) -> None:
+    """All ops that a layer's compiled programs call: without dropout, those of the rewrites; with it, the others."""
+    config = tiny_config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=512, head_dim=128)
+    recipe = built(surogate_recipe(), torch.device("cuda"), FP8Options(emulate="never")) if mode == "fp8" else BF16
     engine = make_engine(
         config,
         device="cuda",
         tokens=256,
         borders=8,
-        lora=tiny.lora(16, dropout=dropout),
+        lora=None if mode == "full" else tiny.lora(16, dropout=dropout),
+        source=tiny.random_source(std=0.05),
         packs=triton_packs(),
+        recipe=recipe,
         compiler="inductor",
         dtype=torch.bfloat16,
     )
     batch = tiny.batch(tiny.documents((100, 1, 90, 40), vocabulary=509), tokens=256, borders=8)
     with HonestOps() as honest:
         engine.accumulate([batch], step=0)
-    called = {"adapted_linears_", "attention", "attention_backward", "norm_rope", "norm_rope_backward", "cross_entropy"}
     assert honest.seen >= {f"surogate_triton::{name}" for name in called}
 
 
