@@ -328,31 +328,26 @@ def test_an_offloader_that_miscounts_its_bytes_is_caught(places: Any, message: s
         offloaders.keeps_frozen_weights(moving_gradients(store))
 
 
-def test_an_offloader_gets_the_options_that_it_prepares() -> None:
-    prepared: list[Path] = []
+def test_an_offloader_is_built_with_its_options_and_a_directory() -> None:
+    built: list[Path] = []
+    plain = moving_gradients(HostSums)
 
-    def prepare(options: Any, directory: str) -> Path:
+    def build(options: Any, directory: str, device: torch.device) -> bundles.Stores:
+        assert options == bundles.NoOptions()
         place = Path(directory) / "scratch"
         place.mkdir(parents=True)
-        prepared.append(place)
-        return place
+        built.append(place)
+        return plain.build(options, directory, device)
 
-    def refuse(options: Any, directory: str) -> Any:
+    def refuse(options: Any, directory: str, device: torch.device) -> bundles.Stores:
         raise UserError("x: no such disk")
 
-    def allocate(kind: Any, elements: int, dtype: Any, device: Any, options: Any) -> Any:
-        (options / kind).touch()
-        return (torch.zeros(elements, dtype=dtype),) * 2
-
-    right = replace(moving_gradients(HostSums), allocate=allocate, prepare=prepare)
     for check in offloaders.CHECKS:
-        check(right)
-        assert prepared
-        assert not any(place.parent.parent.exists() for place in prepared)
+        check(replace(plain, build=build))
+        assert built
+        assert not any(place.parent.parent.exists() for place in built)
         with pytest.raises(UserError, match="x: no such disk"):
-            check(replace(right, prepare=refuse))
-        with pytest.raises(TypeError, match="NoOptions"):
-            check(replace(right, prepare=lambda options, directory: options))
+            check(replace(plain, build=refuse))
 
 
 def _uphill(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -542,7 +537,7 @@ def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> Non
     source = RECIPE.replace("NAME", "''.join('bad')").replace("SUROGATE_API", "OTHER").replace("x @ w.t()", "x @ w")
     install_plugin("bad", source)
     install_plugin("broken", "1 / 0")
-    install_plugin("loud", RECIPE.replace("NAME", "'loud'").replace("    return", "    print('hello')\n    return"))
+    install_plugin("loud", RECIPE.replace("NAME", "'loud'").replace("    return b", "    print('hello')\n    return b"))
     assert main(["plugins", "check", "bad", "dist-broken", "absent", "loud"]) == 1
     printed = capsys.readouterr().out
     assert "plugin bad: states its api: the module states no SUROGATE_API" in printed
@@ -560,9 +555,9 @@ def test_check_shows_the_traceback_and_the_place_on_request(install_plugin: Any,
     for flags, trace in (([], False), (["--verbose"], True)):
         assert main(["plugins", "check", "bad", *flags]) == 1
         printed = capsys.readouterr().out
-        assert re.search(rf"FAILED  recipe bad: multiplies: RuntimeError: .* \(at {file}:7\)", printed)
+        assert re.search(rf"FAILED  recipe bad: multiplies: RuntimeError: .* \(at {file}:9\)", printed)
         assert ("    Traceback (most recent call last):\n" in printed) == trace
-        assert bool(re.search(rf'^ +File "{file}", line 7, in <lambda>$', printed, re.MULTILINE)) == trace
+        assert bool(re.search(rf'^ +File "{file}", line 9, in linear$', printed, re.MULTILINE)) == trace
 
 
 def test_checks_of_what_is_blocked_are_refused(install_plugin: Any) -> None:
