@@ -1,6 +1,6 @@
-"""The skinny products of adapters on panels, in Triton: what the kernels of several packs launch around their own.
+"""The skinny products of adapters on panels, in Triton; the kernels of several packs launch them.
 
-u and its gradient stand past x and dy in the rows of those, A and B in those of the panel. Shape suffixes as in
+u and its gradient follow x and dy in their rows, A and B are in the panel. Shape suffixes as in
 `surogate_core.kernels.panels`.
 """
 
@@ -215,7 +215,7 @@ def summed(
 
 
 def down_gradient(x_NI: Tensor, du_NR: Tensor, counters: Tensor) -> Tensor:
-    """dA = duᵀ x, [R, I] fp32; the counters come from `summed` of the same call."""
+    """dA = duᵀ x, [R, I] fp32; `counters` are those that `summed` made in the same call."""
     n, inputs = x_NI.shape
     ranks = du_NR.shape[1]
     chunks, rows = triton.cdiv(inputs, COLUMNS), ROWS

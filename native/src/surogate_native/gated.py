@@ -19,15 +19,15 @@ from surogate_core.kernels.native import Module
 from surogate_native import graph_edits as edits
 
 RANK = 16
-"""Of an adapter; so are the following, as in the source."""
+"""LoRA rank. This and the constants below must match the source."""
 FEATURES = 256
-"""Of a block."""
+"""Features per thread block."""
 STEP = 16
 THREADS = 256
 SHARED = {"gated_backward": 111_872, "gated_backward_small": 85_504}
-"""Bytes of shared memory of kernels whose copies run two steps ahead, and one."""
+"""Bytes of shared memory of the kernels whose copies run two steps ahead, and one step ahead."""
 BLOCKS = 264
-"""That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
+"""Thread blocks that run at a time on a large Hopper; fixed, so that the order of sums depends only on shapes."""
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.slice.Tensor, aten._unsafe_view.default, aten.reshape.default)
@@ -86,16 +86,16 @@ def parts_bytes(n: int, features: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """What is looked for in a graph and what replaces it; arguments of the same names are the same."""
+    """The ops of the pattern in a graph and their replacements; arguments of the same name are the same."""
 
     backward: str
-    """The backward of adapted projections, (dx, dA, dB, …), by its name: it may be another pack's."""
+    """Name of the op for the backward of adapted projections, (dx, dA, dB, …); it may belong to another pack."""
     down: Any
-    """Of the projection behind SwiGLU: (gradient of its input, du, dB, …)."""
+    """Backward of the projection after SwiGLU: (gradient of its input, du, dB, …)."""
     gated: Any
-    """Of SwiGLU and the projections before it: (dx, dA, dB, dA of the projection behind, …)."""
+    """Backward of SwiGLU and the projections before it: (dx, dA, dB, dA of the projection after it, …)."""
     widened: bool
-    """Whether the projections' input has columns for u beside it."""
+    """Whether the projections' input has additional columns for u."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +107,20 @@ class Gated:
     h: fx.Node
     """silu(gate) · up."""
     down_backward: fx.Node
-    """Of the projection behind SwiGLU."""
+    """Backward of the projection after SwiGLU."""
     backward: fx.Node
-    """Of the projections to gate and up."""
+    """Backward of the projections to gate and up."""
 
 
 def viewed(node: Any) -> Any:
-    """What a node is a view of."""
+    """The node that a node is a view of, or itself."""
     while isinstance(node, fx.Node) and node.target in VIEWS:
         node = node.args[0]
     return node
 
 
 def users(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a node, through views."""
+    """The nodes that read a node, directly or through views."""
     for user in node.users:
         if user.target in VIEWS:
             yield from users(user)
@@ -178,7 +178,7 @@ def _apply(graph: fx.Graph, found: Gated, ops: Ops) -> None:
 
 
 def move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
-    """Whatever depends on a node and stands before another, moves behind that."""
+    """Move the nodes that depend on `of` and precede `after` to the place after it."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     depend: set[fx.Node] = set()
     todo = [of]
@@ -192,10 +192,12 @@ def move_users(graph: fx.Graph, of: fx.Node, after: fx.Node) -> None:
 
 
 def rewritten(joint: fx.Graph, ops: Ops) -> Iterator[Gated]:
-    """Take SwiGLU into the backward of the projections around it, wherever a joint graph has them; what was found."""
+    """Fuse SwiGLU into the backward of the projections around it, wherever a joint graph has them; yields the
+    matches.
+    """
     for node in list(joint.nodes):
         if str(node.target) == ops.backward and (found := matched(node, ops)) is not None:
             _apply(joint, found, ops)
-            # What was replaced is dead; the ops write nothing that others see.
+            # The replaced nodes are dead code: the ops have no side effects.
             joint.eliminate_dead_code()
             yield found

@@ -1,4 +1,4 @@
-"""What rewrites of a joint graph are made of."""
+"""Helpers for rewrites of a joint graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 
 
 def args(node: fx.Node) -> list[Any]:
-    """A node's arguments, whose types are too many to tell apart."""
+    """The arguments of a node, of many types."""
     return list(node.args)
 
 

@@ -14,22 +14,24 @@ from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.rounding import PERIOD, SALTS
 
 THREADS = 256
-"""As in the source, and so are the next three."""
+"""This and the next three constants must match the source."""
 WARP = 32
 LOWEST_PATTERN, HIGHEST_PATTERN = (104 << 7) - 1, 0x3F80
 TABLES_BYTES = 4096 + 8848
 GROUPS = 4
-"""Thread blocks of a multiprocessor: each reads the tables once and then goes from block to block of the state."""
+"""Thread blocks per multiprocessor: each reads the tables once and then processes one block of the state after
+another.
+"""
 NOWHERE = 0
-"""A pointer to what there is not."""
+"""A null pointer."""
 
-# Specific for its subnormal numbers alone.
+# Architecture-specific only because of subnormal numbers.
 _MODULE = Module(Sources.of(__file__), "adamw_8bit", specific=True)
 
 
 @cache
 def _tables(device: torch.device) -> Tensor:
-    """What the source calls `Tables`, as bytes."""
+    """The struct `Tables` of the source, as bytes."""
     first, second = (DynamicCode(signed=signed, device=device) for signed in (True, False))
     floats = torch.cat([first.values, first.borders, second.values, second.borders])
     patterns = slice(LOWEST_PATTERN, HIGHEST_PATTERN + 1)

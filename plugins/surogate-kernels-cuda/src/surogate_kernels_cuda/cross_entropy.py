@@ -22,7 +22,7 @@ _MODULE = Module(Sources.of(__file__), "cross_entropy")
 
 
 def _rows(logits_NV: Tensor) -> Tensor:
-    """With unit stride over V; rows may lie apart."""
+    """With unit stride over V; there may be gaps between rows."""
     return logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
 
 

@@ -1,11 +1,12 @@
 """SwiGLU between adapted projections: its backward as part of theirs, by a rewrite of the joint graph.
 
-The backward of down(silu(gate) · up) with LoRA reads a block's widest activations again and again:
-for SwiGLU's own gradients, for du and dB of gate and up, for dA of down. Here one kernel does all of
-it while it has the values, and makes silu(gate) · up again on its way, so that nobody keeps it. The kernel is CUDA C++:
-the same in Triton took three times as long, mostly to bring values into the layout of a product.
+The backward of down(silu(gate) · up) with LoRA reads a block's widest activations several times: for SwiGLU's own
+gradients, for du and dB of gate and up, and for dA of down. One kernel does all of this from a single reading. It also
+recomputes silu(gate) · up, so that it need not be kept. The kernel is CUDA C++: the same kernel in Triton took three
+times as long, mostly to convert values to the layout of a product.
 
-`surogate_native.gated` says where. Suffixes as in `surogate_core.kernels.panels`; F features, R rank of one adapter.
+`surogate_native.gated` finds the places. Suffixes as in `surogate_core.kernels.panels`; F features, R rank of one
+adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.registry import workspace
 
 LARGE = (9, 10)
-"""Major compute capabilities whose blocks can have so much, two of them at a time."""
+"""Major compute capabilities with enough shared memory for two blocks of the large kernel at a time."""
 
 ROWS = Module(Sources.of(__file__, "surogate_native"), "gated_backward", specific=True)
 

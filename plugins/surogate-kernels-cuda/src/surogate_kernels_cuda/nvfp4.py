@@ -1,4 +1,4 @@
-"""Rounding to NVFP4 in two launches: the tensor's largest value, then codes and scales or what they stand for.
+"""Rounding to NVFP4 in two launches: the tensor's largest value, then codes and scales or their values.
 
 Suffixes as in `surogate_core.formats.nvfp4`: R rows, K the inner dimension, P and Q the next multiples of 16.
 """

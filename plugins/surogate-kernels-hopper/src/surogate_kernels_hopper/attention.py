@@ -13,11 +13,11 @@ from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.packed_attention import packed_attention
 
 FEATURES = 128
-"""Of a head: what the kernels are made for."""
+"""Features of a head; the kernels support only this number."""
 ROOM = 128
-"""Columns behind the output, as `adapted_linears` of the Triton pack wants them."""
+"""Additional columns after the output, which `adapted_linears` of the Triton pack uses."""
 TILE = 128
-"""Tokens of a tile, as in the sources; so are the following."""
+"""Tokens of a tile. This and the constants below must match the sources."""
 THREADS = 384
 _TILE_BYTES = TILE * FEATURES * 2
 _BARRIERS = 1024

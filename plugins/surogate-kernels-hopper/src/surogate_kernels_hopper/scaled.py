@@ -1,8 +1,8 @@
-"""The op `scaled_linears` on Hopper: FP8 products with LoRA's share in the same sum, in CUDA C++.
+"""The op `scaled_linears` on Hopper: FP8 products with the contribution of LoRA in the same sum, in CUDA C++.
 
-A bf16 operand becomes codes and tells its largest value in one pass; one product multiplies it with
-all projections of a panel. The skinny products are those of `surogate_native.adapters`. Shape suffixes as in
-`surogate_core.kernels.panels`, C bytes of codes.
+One pass over a bf16 operand makes its codes and its largest value; one product multiplies it with all projections of a
+panel. The skinny products are those of `surogate_native.adapters`. Shape suffixes as in `surogate_core.kernels.panels`,
+C bytes of codes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SHARED = 230_528
 """Bytes of shared memory of a product's block."""
 THREADS = 384
 ENCODED = 3
-"""Projections whose u is made with the codes of their input, at most."""
+"""Largest number of projections whose u is computed together with the codes of their input."""
 RANK = 16
-"""Of the adapters whose skinny products are made with the codes."""
+"""Rank of the adapters whose skinny products are computed together with the codes."""
 BLOCKS = 264
-"""That run at a time on a large Hopper; fixed, so that the order of sums depends on shapes alone."""
+"""Thread blocks that run at a time on a large Hopper; fixed, so that the order of sums depends only on shapes."""
 
 
 @cache

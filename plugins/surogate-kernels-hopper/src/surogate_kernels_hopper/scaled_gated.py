@@ -1,7 +1,7 @@
 """SwiGLU between adapted FP8 projections as part of them, forward and backward, by a rewrite of the joint graph.
 
-As in the bf16 form of kernels-cuda. Here silu(gate) · up, and the gradients of gate and up, leave the kernels that make
-them as FP8 codes: nobody reads them in bf16. Suffixes as there.
+Like the bf16 form in kernels-cuda, except that silu(gate) · up and the gradients of gate and up leave their kernels as
+FP8 codes, because nothing reads them in bf16. Suffixes as there.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def kernels() -> Iterable[bundles.Kernel]:
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
-    """What the pack changes in a block's joint graph."""
+    """The pack's rewrites of a block's joint graph."""
     from surogate_kernels_triton import norm
 
     return (norm.rewrite,)

@@ -1,11 +1,10 @@
 """The op `adapted_linears` on panels: cuBLAS for the wide products, Triton for the skinny ones.
 
-What the adapters add to a product is a few more columns of its inner dimension: u stands past x in
-its own rows and scale·B past W, so that y takes no second pass; likewise du past dy, and A below W.
-Both ops have two forms. A graph is traced with the one that changes no argument. Inductor gets the
-other, whose name ends in `_` and which declares that it writes u or du into an argument. The columns
-for them come from a `cat` that ends in an empty tensor.
-Shape suffixes as in `surogate_core.kernels.panels`.
+The adapters add a few columns to the inner dimension of a product: u follows x in its rows and scale·B follows W, so
+that y needs no second pass; likewise du follows dy, and A is below W. Both ops have two forms. A graph is traced with
+the one that changes no argument. Inductor gets the other, whose name ends in `_` and which declares that it writes u or
+du into an argument. The columns for them come from a `cat` that ends in an empty tensor. Shape suffixes as in
+`surogate_core.kernels.panels`.
 """
 
 from __future__ import annotations
@@ -231,7 +230,8 @@ class _AdaptedLinears(Function):
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
         dy = dys[0]
         if len(dys) > 1:
-            # Joined as [N, heads, features]: only so does Inductor let the kernels that make the parts write in place.
+            # Joined as [N, heads, features], because only then does Inductor let the kernels of the parts write in
+            # place.
             granule = chunk_of(outputs, 128)
             room = dy.new_empty(n, -(-shape.ranks // granule), granule)
             dy = torch.cat((*(dy.reshape(n, -1, granule) for dy in dys), room), dim=1).view(n, -1)

@@ -26,7 +26,9 @@ def rms_norm_backward(
     ADD: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Every so many-th token is a program's: dx, plus `other` if ADD, and its part of the weight's gradient."""
+    """A program has every n-th token, n the number of programs: dx, plus `other` if ADD, and its part of the weight's
+    gradient.
+    """
     first = tl.program_id(0)
     columns = tl.arange(0, D)
     inside = columns < features

@@ -26,7 +26,7 @@ HEAD_SIZES = (32, 64, 128, 256)
 
 
 def _rows(x_NHE: Tensor) -> Tensor:
-    """The tensor itself where a token's heads are side by side, else a dense copy."""
+    """The tensor itself if the heads of a token are adjacent, otherwise a dense copy."""
     _, head, feature = x_NHE.stride()
     return x_NHE if feature == 1 and head == x_NHE.shape[2] else x_NHE.contiguous()
 

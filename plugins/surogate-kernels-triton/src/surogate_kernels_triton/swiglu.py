@@ -1,7 +1,7 @@
 """The op `swiglu`: torch's forward, and a backward that writes what a product of both gradients reads.
 
-dgate and dup stand side by side, with room behind them, as the backward of `adapted_linears` wants
-them; the engine then leaves out its copy. Suffixes: N tokens, F features.
+dgate and dup are adjacent, followed by unused columns, in the layout that the backward of `adapted_linears` reads; the
+engine then removes its copy. Suffixes: N tokens, F features.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """E4M3 codes with one fp32 scale for each square block of a weight.
 
-The convention is that of fine-grained FP8 checkpoints (arXiv 2412.19437): weight = code · scale, scale = amax / 448.
-A weight is one tensor of bytes: the codes [O, I], then from a multiple of 16 bytes on the scales [P, Q] of the blocks.
-Suffixes: O outputs, I inputs, P rows and Q columns of blocks, at the edges of which are parts of blocks.
+The convention is that of fine-grained FP8 checkpoints (arXiv 2412.19437): weight = code · scale, scale = amax / 448. A
+weight is one tensor of bytes: the codes [O, I], then, at a multiple of 16 bytes, the scales [P, Q] of the blocks.
+Suffixes: O outputs, I inputs, P rows and Q columns of blocks; blocks at the edges may be partial.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Values that are worked on at a time, or one row of blocks: a core's cache, or what fills a GPU."""
+"""Values that are processed at a time, or one row of blocks: they fit into a core's cache, or fill a GPU."""
 UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_fp8", title="FP8")
 
 
@@ -56,7 +56,7 @@ class FP8(WeightFormat):
         return codes_OI, scales.view(self._grid(outputs, inputs))
 
     def _strips(self, outputs: int, inputs: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-        """(rows, rows of blocks) that are worked on at a time."""
+        """(rows, rows of blocks) that are processed at a time."""
         block = self.block
         step = max(1, CHUNK.get(device.type, 1 << 20) // (inputs * block))
         for first in range(0, -(-outputs // block), step):
@@ -85,7 +85,9 @@ class FP8(WeightFormat):
         return block in (None, (self.block, self.block))
 
     def adopt(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """What `pack` makes, of the codes [O, I] and scales [P, Q] of a checkpoint with blocks of the same size."""
+        """The result of `pack`, from the codes [O, I] and scales [P, Q] of a checkpoint with blocks of the same
+        size.
+        """
         codes, scales = parts["codes"], parts["scales"]
         outputs, inputs = codes.shape
         packed = torch.zeros(self.nbytes(outputs, inputs), dtype=torch.uint8, device=codes.device)
@@ -95,7 +97,7 @@ class FP8(WeightFormat):
         return packed
 
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
+        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
         if UNPACKER.runs(room_OI):
             codes_OI, scales_PQ = self.parts(packed, *room_OI.shape)
             numbers = np.int32(self.block.bit_length() - 1), np.int32(scales_PQ.shape[1])
@@ -104,7 +106,7 @@ class FP8(WeightFormat):
             self.unpack_reference(packed, room_OI)
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
-        """In plain torch: code · scale in fp32, then rounded to the room's dtype."""
+        """In plain torch: code · scale in fp32, then rounded to the workspace's dtype."""
         outputs, inputs = room_OI.shape
         block = self.block
         codes_OI, scales_PQ = self.parts(packed, outputs, inputs)
@@ -113,5 +115,5 @@ class FP8(WeightFormat):
             room_OI[rows].copy_(codes_OI[rows].float() * wide[: rows.stop - rows.start])
 
     def note(self, device: torch.device) -> str | None:
-        """What slows the format down on the device, or None."""
+        """A note on why the format is slow on the device, or None."""
         return UNPACKER.note(device)

@@ -48,21 +48,21 @@ VALUES = (
     0.7229568362236023,
     1.0,
 )
-"""What the codes 0 … 15 stand for (arXiv 2305.14314, appendix E), as fp32 has them."""
+"""The values of the codes 0 … 15 (arXiv 2305.14314, appendix E), in fp32."""
 
 GROUP = 256
-"""Absmax that share one of their own."""
+"""Number of absmax values that share a group absmax."""
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Values that are worked on at a time: a core's cache, or what fills a GPU."""
+"""Values that are processed at a time: they fit into a core's cache, or fill a GPU."""
 SMALLEST = 1e-38
-"""Least absmax that is divided by."""
+"""Smallest divisor of a block."""
 UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nf4", title="NF4")
 _tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a weight's bytes are."""
+    """The layout of the parts in a weight's bytes."""
 
     count: int
     """Values of the weight."""
@@ -113,7 +113,7 @@ def _quantise(x_BK: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of both maps on the device; made once, so that graphs may be captured."""
+    """The values of both maps on the device, made once, so that CUDA graphs can be captured."""
     if device not in _tables:
         _tables[device] = torch.tensor(VALUES, device=device), dynamic_map(signed=True).to(device)
     return _tables[device]
@@ -163,7 +163,7 @@ class NF4(WeightFormat):
         return packed
 
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
+        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
         if UNPACKER.runs(room_OI):
             layout = self.layout(room_OI.numel())
             codes, *parts = layout.parts(packed)
@@ -175,7 +175,7 @@ class NF4(WeightFormat):
             self.unpack_reference(packed, room_OI)
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
-        """In plain torch: value · absmax in fp32, then rounded to the room's dtype."""
+        """In plain torch: value · absmax in fp32, then rounded to the workspace's dtype."""
         layout = self.layout(room_OI.numel())
         codes, *parts = layout.parts(packed)
         values, map_values = _constants(packed.device)
@@ -200,5 +200,5 @@ class NF4(WeightFormat):
             room_OI[row : row + rows].copy_(x_BK.view(-1)[:count].view(rows, inputs))
 
     def note(self, device: torch.device) -> str | None:
-        """What slows the format down on the device, or None."""
+        """A note on why the format is slow on the device, or None."""
         return UNPACKER.note(device)

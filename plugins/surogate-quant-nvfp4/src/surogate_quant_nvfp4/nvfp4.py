@@ -1,10 +1,10 @@
-"""NVFP4 weights: E2M1 codes, an E4M3 scale for each 16 of a row, one fp32 scale a weight (arXiv 2509.25149).
+"""NVFP4 weights: E2M1 codes, an E4M3 scale per 16 values of a row, one fp32 scale per matrix (arXiv 2509.25149).
 
-With amax the weight's largest absolute value and amax_b that of 16: s_enc = 448 · 6 / amax, s_b = E4M3(amax_b · s_enc
-/ 6), and a weight is code · s_b / s_enc. With four-over-six (arXiv 2512.02010) s_enc is 1536 / amax, and 16 are scaled
-to 4 instead of 6 where their squared error is strictly smaller. A weight is one tensor of bytes, each part from a
-multiple of 16 on: codes [O, Q/2], the first of two in the lower half; scales [O, Q/16]; 1 / s_enc, fp32. Those are the
-tensors of ModelOpt's checkpoints.
+With amax the weight's largest absolute value and amax_b that of 16: s_enc = 448 · 6 / amax, s_b = E4M3(amax_b · s_enc /
+6), and a weight is code · s_b / s_enc. With four-over-six (arXiv 2512.02010) s_enc is 1536 / amax, and 16 values are
+scaled to 4 instead of 6 if their squared error is then strictly smaller. A weight is one tensor of bytes, in which each
+part begins at a multiple of 16: codes [O, Q/2], the first of two in the lower half; scales [O, Q/16]; 1 / s_enc, fp32.
+These are the tensors of ModelOpt's checkpoints.
 
 Suffixes: O outputs, I inputs, Q inputs up to the next multiple of 16, B blocks of a row.
 """
@@ -32,7 +32,7 @@ E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Values that are worked on at a time, or one row: a core's cache, or what fills a GPU."""
+"""Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
 UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4")
 
 
@@ -58,8 +58,10 @@ def _strips(outputs: int, inputs: int, device: torch.device) -> Iterator[slice]:
 
 
 def _encode_scale(amax: Tensor, top: float) -> Tensor:
-    """s_enc = top / amax: 1 where amax is 0, fp32's largest where it overflows; what is not finite stays so."""
-    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    """s_enc = top / amax: 1 if amax is 0, the largest fp32 if it overflows; an amax that is not finite gives a scale
+    that is not finite.
+    """
+    # torch computes a number divided by a tensor as its reciprocal times the number, which rounds twice.
     scale = (torch.full_like(amax, top) / amax).clamp(max=FP32_MAX)
     return torch.where(amax == 0, 1.0, scale)
 
@@ -117,12 +119,12 @@ class NVFP4(WeightFormat):
             found, found_scales = _quantise(x.view(len(x), -1, BLOCK), s_enc, self.four_over_six)
             codes[rows] = fp4.pairs(found.flatten(1))
             scales[rows] = found_scales
-        # E2M1 knows neither infinity nor NaN; a weight that has one must not look sound.
+        # E2M1 has neither infinity nor NaN, and a weight with one of them must not look valid.
         decode.copy_(torch.where(amax.isfinite(), decode, torch.nan))
         return packed
 
     def adopt(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """What `pack` makes, of the codes [O, I/2], scales [O, I/16] and decode (0-d) of a checkpoint."""
+        """The result of `pack`, from the codes [O, I/2], scales [O, I/16] and decode (0-d) of a checkpoint."""
         codes = parts["codes"]
         outputs, inputs = codes.shape[0], 2 * codes.shape[1]
         packed = torch.zeros(self.nbytes(outputs, inputs), dtype=torch.uint8, device=codes.device)
@@ -132,7 +134,7 @@ class NVFP4(WeightFormat):
         return packed
 
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Write what `pack` made into [O, I] of any float dtype, whose rows may lie apart."""
+        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
         if UNPACKER.runs(room_OI):
             codes, scales, decode = parts_of(packed, *room_OI.shape)
             UNPACKER.launch("unpack_nvfp4", (codes, scales, decode, np.int32(scales.shape[1] * BLOCK)), room_OI)
@@ -140,7 +142,9 @@ class NVFP4(WeightFormat):
             self.unpack_reference(packed, room_OI)
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
-        """In plain torch: code · scale, which is exact, times 1 / s_enc in fp32, then rounded to the room's dtype."""
+        """In plain torch: code · scale, which is exact, times 1 / s_enc in fp32, then rounded to the workspace's
+        dtype.
+        """
         outputs, inputs = room_OI.shape
         codes, scales, decode = parts_of(packed, outputs, inputs)
         for rows in _strips(outputs, inputs, packed.device):
@@ -148,5 +152,5 @@ class NVFP4(WeightFormat):
             room_OI[rows].copy_((x * decode)[:, :inputs])
 
     def note(self, device: torch.device) -> str | None:
-        """What slows the format down on the device, or None."""
+        """A note on why the format is slow on the device, or None."""
         return UNPACKER.note(device)

@@ -16,9 +16,9 @@ class BF16Options:
     """Options of `recipe=bf16`."""
 
     matmul_dtype: Annotated[Literal["fp32", "bf16", "e4m3"] | None, Flat("matmul_dtype")] = None
-    """Dtype that both operands of a projection are rounded to; null is the model's."""
+    """Dtype to which both operands of a projection are rounded; null is the model's."""
     gradient_dtype: Annotated[Literal["fp32", "bf16", "e5m2"] | None, Flat("gradient_dtype")] = None
-    """Dtype of the backward products, e4m3 beside e5m2; null is `matmul_dtype`, bf16 where that is e4m3."""
+    """Dtype of the gradient in the backward products; null is `matmul_dtype`, or bf16 if that is e4m3."""
 
 
 @hookimpl
@@ -34,7 +34,7 @@ def surogate_recipe() -> bundles.RecipeSpec:
 
 
 def build(options: BF16Options, context: bundles.RecipeContext) -> bundles.Recipe:
-    """The plain product, or one of operands that are rounded to other dtypes than the model's."""
+    """The plain product, or a product of operands that are rounded to other dtypes than the model's."""
     # torch is imported when the recipe is used, not when it is listed.
     from surogate_recipe_bf16.gemm import BF16, RoundedOperands
 

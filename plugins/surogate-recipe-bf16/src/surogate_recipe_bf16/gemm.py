@@ -32,7 +32,7 @@ COMBINATIONS = frozenset(
         ("e4m3", "e5m2", "bf16"),
     }
 )
-"""(A, B, C) of every product that there is; the configuration refuses the others."""
+"""(A, B, C) of every supported product; the configuration refuses others."""
 
 
 class BF16(Recipe):
@@ -55,7 +55,7 @@ class RoundedOperands(Recipe):
         """`matmul`: dtype of both operands of x Wᵀ. `gradient`: dtype of dy. `model`: dtype of the results."""
         self.matmul, self.gradient, self.model = matmul, gradient, model
         self.beside = "e4m3" if gradient == "e5m2" else gradient
-        """What x and W are rounded to beside dy."""
+        """Dtype of x and W in the products with dy."""
         assert {(matmul, matmul, model), (self.beside, gradient, model)} <= COMBINATIONS, (matmul, gradient, model)
         self.note = (
             f"recipe bf16 multiplies in {matmul} × {matmul} → {model}, "
@@ -67,7 +67,7 @@ class RoundedOperands(Recipe):
 
     @classmethod
     def of(cls, options: BF16Options, model: str) -> RoundedOperands | None:
-        """None where every product is in the dtype of what is given."""
+        """None if every product has the dtype of its operands."""
         if options.matmul_dtype is None and options.gradient_dtype is None:
             return None
         matmul = options.matmul_dtype or model
@@ -81,7 +81,7 @@ class RoundedOperands(Recipe):
 
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
-    """`x` to nearest, ties to even. Beyond an 8-bit format values saturate, infinity too; NaN stays."""
+    """`x` rounded to nearest, ties to even. Values beyond an 8-bit format saturate, infinity too; NaN stays."""
     kind = DTYPES[dtype]
     if kind in FP8:
         x = x.float().clamp(-FP8[kind], FP8[kind])

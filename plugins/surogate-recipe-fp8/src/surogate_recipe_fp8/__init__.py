@@ -23,11 +23,11 @@ class FP8Options:
     """Options of `recipe=fp8-hybrid`."""
 
     emulate: Literal["auto", "never", "always"] = "auto"
-    """auto emulates where the hardware lacks FP8; never refuses to; always emulates everywhere."""
+    """auto emulates if the hardware lacks FP8; never refuses to emulate; always emulates everywhere."""
     amax_history: Annotated[int, Interval(ge=1, le=2**16), Flat("fp8_amax_history", essential=True)] = 1024
-    """Optimizer steps whose largest absolute values decide a scale."""
+    """Number of optimizer steps whose largest absolute values determine a scale."""
     margin: int = 0
-    """Scales are divided by 2^margin, which leaves room for values to grow between steps."""
+    """Scales are divided by 2^margin, so that values may grow between steps."""
 
 
 def unavailable(device: torch.device) -> str | None:

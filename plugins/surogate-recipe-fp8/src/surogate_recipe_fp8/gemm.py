@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from surogate_recipe_fp8 import FP8Options
 
 HEADER = 16
-"""Bytes before the codes of a packed weight: the inverse of its scale, and the alignment of what follows."""
+"""Bytes before the codes of a packed weight: the inverse of its scale, and padding."""
 MULTIPLE = 16
-"""Sides of a product that cuBLASLt takes."""
+"""The sides of a product must be multiples of this for cuBLASLt."""
 
 
 class FP8Hybrid(Recipe):
@@ -48,13 +48,13 @@ class FP8Hybrid(Recipe):
     name = "fp8-hybrid"
 
     def __init__(self, *, native: bool, margin: int, history: int, note: str):
-        """`native`: whether products run on FP8 tensor cores. `history`: steps that a scale follows from."""
+        """`native`: whether products run on FP8 tensor cores. `history`: number of steps that determine a scale."""
         self.native, self.margin, self.history, self.note = native, margin, history, note
         self.panel_op = ScaledPanels(margin) if native else None
 
     @classmethod
     def of(cls, options: FP8Options, reason: str | None) -> FP8Hybrid:
-        """`reason`: why the device has no FP8 products, or None. `MachineError` where emulation is off."""
+        """`reason`: why the device has no FP8 products, or None. `MachineError` if emulation is off."""
         if reason is not None and options.emulate == "never":
             raise MachineError(
                 f"recipe=fp8-hybrid with recipe.emulate=never: {reason.partition(';')[0]}. "
@@ -68,7 +68,7 @@ class FP8Hybrid(Recipe):
         return cls(native=native, margin=options.margin, history=options.amax_history, note=note)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
-        """y = x Wᵀ in x's dtype. The weight is [O, I], or what `pack` made of it."""
+        """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form."""
         assert slot.row is not None
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.row, slot, self)
         return y_NO
@@ -87,7 +87,7 @@ class FP8Hybrid(Recipe):
         return torch.cat([header.view(torch.uint8), *(c.contiguous().view(torch.uint8).view(-1) for c in layouts)])
 
     def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """(values that x rounds to in fp32, where it is cut off), at the scale of its own largest value."""
+        """(the rounded values of x in fp32, a mask of clipped values), at the scale of its own largest value."""
         return rounded(x, role, self.margin)
 
 
@@ -102,7 +102,7 @@ def multiply(
 
 
 def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [O, I], codes [I, O], 1 / scale 0-d) of what `FP8Hybrid.pack` made; views of it."""
+    """(codes [O, I], codes [I, O], 1 / scale 0-d): views of a weight that `FP8Hybrid.pack` made."""
     size = outputs * inputs
     codes_OI = packed[HEADER : HEADER + size].view(E4M3).view(outputs, inputs)
     codes_IO = packed[HEADER + size :].view(E4M3).view(inputs, outputs)
@@ -124,7 +124,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: TracedSlot, recipe: FP8Hybrid) -> Tensor:
         margin = recipe.margin
-        # A transpose is for the backward: of the activation for dW, of the weight for dx.
+        # The backward needs transposes: of the activation for dW, of the weight for dx.
         x_codes, codes_IN, amax_x, inverse_x = _codes(x_NI, row, ACTIVATION, margin, both=ctx.needs_input_grad[1])
         kept_w: Tensor | None = weight
         if slot.packed:

@@ -1,4 +1,4 @@
-"""Scales of FP8 tensors, delayed: what one step saw decides the scale of the next.
+"""Delayed scales of FP8 tensors: the values of earlier steps determine the scale of the next step.
 
 The rule is Transformer Engine's (`DelayedScaling`, amax_compute_algo "max"); formats are those of
 arXiv 2209.05433. A scale multiplies a value before it is rounded to FP8.
@@ -20,10 +20,10 @@ NORMALS = (2.0**-6, 2.0**-6, 2.0**-14)
 
 
 class DelayedScaling:
-    """A ring of the largest absolute values of each slot and role, and the scales that follow from it.
+    """A ring buffer (history) of the largest absolute values of each slot and role, and the scales computed from it.
 
-    `rows`: [P, 3] fp32 scales, in the order of `ROLES`; 0 is none yet, and then a tensor's own largest
-    value decides. The ring is [history, P, 3] fp32.
+    `rows`: [P, 3] fp32 scales, in the order of `ROLES`; 0 means none yet, and then a tensor's own largest value
+    determines its scale. The ring is [history, P, 3] fp32.
     """
 
     def __init__(self, slots: int, *, history: int, margin: int, device: torch.device):
@@ -35,14 +35,14 @@ class DelayedScaling:
         self.formats = {role: least / most for role, least, most in zip(ROLES, NORMALS, LIMITS, strict=True)}
 
     def used_range(self, observed: Tensor) -> Tensor:
-        """[P, 3]: the largest values, scaled, over those of the formats; 0 without a scale. See `RangedState`."""
+        """[P, 3]: the scaled largest values divided by those of the formats; 0 without a scale. See `RangedState`."""
         return observed * self.rows / self.limits
 
     def update(self, observed: Tensor, skip: Tensor) -> None:
-        """Enter a step's values and compute the scales of the next; see `RecipeState.update`.
+        """Enter a step's values and compute the scales of the next step; see `RecipeState.update`.
 
-        A value that is not finite keeps its scale and enters the ring as 0: it would else hold the scale
-        for a whole history.
+        A value that is not finite does not change its scale and enters the ring as 0. Otherwise it would determine the
+        scale for a whole history.
         """
         finite = torch.isfinite(observed)
         kept = self.ring.index_select(0, self.position)[0]
@@ -53,5 +53,5 @@ class DelayedScaling:
         self.position.copy_((self.position + (skip == 0).long()) % self.ring.shape[0])
 
     def state(self) -> dict[str, Tensor]:
-        """Scales, ring and the ring's next entry, live."""
+        """The live tensors: scales, ring, and the index of the ring's next entry."""
         return {"scales": self.rows, "amax_history": self.ring, "amax_position": self.position}

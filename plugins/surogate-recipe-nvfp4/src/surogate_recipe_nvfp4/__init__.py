@@ -21,13 +21,13 @@ class NVFP4Options:
     """Options of `recipe=nvfp4`."""
 
     emulate: Literal["auto", "never", "always"] = "auto"
-    """auto emulates where the hardware lacks NVFP4; never refuses to; always emulates everywhere."""
+    """auto emulates if the hardware lacks NVFP4; never refuses to emulate; always emulates everywhere."""
     backend: Annotated[Literal["cutlass", "cudnn"], Flat("fp4_backend")] = "cutlass"
     """Library of the native products: cutlass is torch's choice, cuBLASLt; cudnn is refused."""
     nearest_gradients: Annotated[bool, Flat("no_fp4_stochastic_rounding")] = False
     """Round gradients to the nearest value instead of stochastically."""
     four_over_six: bool = True
-    """Scale a block's largest value to 4 instead of 6 where that makes the squared error smaller."""
+    """Scale a block's largest value to 4 instead of 6 if that makes its squared error smaller."""
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -1,9 +1,8 @@
 """The NVFP4 product of a linear slot, forward and backward, native or emulated.
 
-Suffixes: N tokens, I inputs, O outputs. y = x Wᵀ and dx = dy W with W in blocks of 16×16, so that both
-see the same values; dW = dyᵀ x with both operands rotated along the tokens by a Hadamard transform.
-Gradients are rounded stochastically. Emulated, codes times block scales are multiplied as they are: bf16
-holds them exactly, and sums are fp32.
+Suffixes: N tokens, I inputs, O outputs. y = x Wᵀ and dx = dy W with W in blocks of 16×16, so that both see the same
+values; dW = dyᵀ x with both operands rotated along the tokens by a Hadamard transform. Gradients are rounded
+stochastically. Emulation multiplies codes times block scales, which bf16 represents exactly, with fp32 sums.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from surogate_recipe_nvfp4 import NVFP4Options
 
 HEADER = 16
-"""Bytes before the codes of a packed weight: its tensor scale, and the alignment of what follows."""
+"""Bytes before the codes of a packed weight: its tensor scale, and padding."""
 FIRST_SALT = 64
-"""Random bits of slots are numbered from here, apart from their dropout masks."""
+"""First index of the slots' random bits, distinct from those of their dropout masks."""
 
 
 class NVFP4(Recipe):
@@ -55,7 +54,7 @@ class NVFP4(Recipe):
     def of(cls, options: NVFP4Options, device: torch.device, reason: str | None) -> NVFP4:
         """`reason`: why the device has no NVFP4 products, or None.
 
-        `MachineError` where emulation is off and there are none; `UserError` for a `backend` that torch lacks.
+        `MachineError` if emulation is off and there are none; `UserError` for a `backend` that torch lacks.
         """
         if reason is not None and options.emulate == "never":
             has_fp8 = device.type == "cuda" and capability(device) >= (8, 9)
@@ -80,7 +79,9 @@ class NVFP4(Recipe):
         return cls(native=is_native, four_over_six=options.four_over_six, stochastic=stochastic, note=note)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
-        """y = x Wᵀ in x's dtype. The weight is [O, I], or what `pack` made. No seed: gradients round to nearest."""
+        """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form. Without a seed gradients round to
+        nearest.
+        """
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.seed, slot, self)
         return y_NO
 
@@ -98,7 +99,7 @@ class NVFP4(Recipe):
         return torch.cat(parts)
 
     def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """(values that x rounds to in fp32, where it is beyond the largest of its block)."""
+        """(the rounded values of x in fp32, a mask of values beyond the largest of their block)."""
         return rounded(x, role, four_over_six=self.four_over_six)
 
 
@@ -146,13 +147,13 @@ class Coded:
         return native.product(*a, *b).to(out)
 
     def rounded(self, rows: int, inner: int) -> Rounded:
-        """The same for an emulated product, without what pads it."""
+        """The same for an emulated product, without padding."""
         found = Quantised(fp4.unpaired(self.codes), self.scales, self.decode)
         return Rounded(found.blocks(rows, inner).bfloat16(), self.decode)
 
 
 def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> Any:
-    """The matrix, or what `how` makes of it, as an operand; both of a product are of one kind."""
+    """The matrix, transformed as `how` says, as an operand; both operands of a product are of the same kind."""
     return Coded(*nvfp4_quantised(x, seed, how)) if is_native else Rounded(*nvfp4_rounded(x, seed, how))
 
 

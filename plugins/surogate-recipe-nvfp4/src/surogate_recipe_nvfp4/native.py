@@ -1,9 +1,9 @@
 """NVFP4 products on tensor cores, through torch's block-scaled matrix product (cuBLASLt, SM100 and newer).
 
-Suffixes: R and C rows and columns of a product, K its inner dimension, B = K/16 blocks. Two codes are a
-byte, the first in its low half. The scales of an operand lie in tiles of 128 rows by 4 blocks, one after
-the other along a row of tiles; in a tile of 512 bytes the scale of row r and block b is at
-(r mod 32)·16 + (r div 32)·4 + b (cuBLAS documentation, "1D Block Scaling Factors Layout").
+Suffixes: R and C rows and columns of a product, K its inner dimension, B = K/16 blocks. Two codes are a byte, the first
+in its low half. The scales of an operand are in tiles of 128 rows by 4 blocks, in order along a row of tiles; in a tile
+of 512 bytes the scale of row r and block b is at (r mod 32)·16 + (r div 32)·4 + b (cuBLAS documentation, "1D Block
+Scaling Factors Layout").
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from surogate_core.formats.nvfp4 import BLOCK, E4M3
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 MULTIPLE = 32
-"""Sides of a product: 16 bytes of codes along K, and 16 columns of bf16, for all three products of a slot."""
+"""Divisor of the sides of a product: 16 bytes of codes along K, and 16 columns of bf16, for all three products of a
+slot.
+"""
 
 
 def fits(*sides: int) -> bool:
-    """Whether products of these sides, each of which is the inner one once, run natively."""
+    """Whether products of these sides run natively; each of them is the inner dimension of one product."""
     return all(side % MULTIPLE == 0 for side in sides)
 
 
@@ -30,7 +32,7 @@ def by_row(scales: Tensor, rows: int) -> Tensor:
 
 
 def swizzled(scales_RB: Tensor) -> Tensor:
-    """1-D E4M3, the scales in the order of the tensor cores; what fills up the last tiles is 0."""
+    """1-D E4M3, the scales in the order of the tensor cores; the last tiles are padded with 0."""
     rows, blocks = scales_RB.shape
     padding = (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS)
     padded = pad(scales_RB.view(torch.uint8), padding)
@@ -39,7 +41,7 @@ def swizzled(scales_RB: Tensor) -> Tensor:
 
 
 def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """[R, B] of what `swizzled` made."""
+    """[R, B] from the result of `swizzled`."""
     tile_rows, tile_columns = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     tiles = scales.view(torch.uint8).view(tile_rows, tile_columns, 32, 4, TILE_BLOCKS)
     padded = tiles.permute(0, 3, 2, 1, 4).reshape(tile_rows * TILE_ROWS, tile_columns * TILE_BLOCKS)
@@ -68,7 +70,7 @@ def scaled_product(
 
 
 product = torch.library.custom_op("surogate::nvfp4_product", scaled_product, mutates_args=())
-"""`scaled_product` as an op of its own, so that no compiler needs to know the packed dtype."""
+"""`scaled_product` as a separate op, so that no compiler needs to support the packed dtype."""
 
 
 @product.register_fake

@@ -1,4 +1,4 @@
-"""What NVFP4 makes of a tensor's values, for reports."""
+"""Rounding of a tensor's values to NVFP4, for reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from surogate_core.formats.nvfp4 import BLOCK, quantise
 
 
 def rounded(x: Tensor, role: str, *, four_over_six: bool) -> tuple[Tensor, Tensor]:
-    """(values that x rounds to in fp32, where it is beyond the largest of its block). Gradients round to nearest."""
+    """(the rounded values of x in fp32, a mask of values beyond the largest of their block). Gradients round to
+    nearest.
+    """
     found = quantise(x, square=role == "weight", four_over_six=four_over_six)
     height = found.codes.shape[0] // found.scales.shape[0]
     tops = found.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1) * fp4.LARGEST * found.decode
