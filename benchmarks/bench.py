@@ -19,7 +19,7 @@ from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.plugins.registry import Registry, load_plugins
 
-PACKS = ("triton", "cuda", "hopper")
+PACKS = ("cuda", "hopper", "triton")
 """The kernel packs of a GPU."""
 
 

@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--head-chunks", type=int, default=8)
     parser.add_argument("--accumulation", type=int, nargs="+", default=[4])
-    parser.add_argument("--packs", nargs="*", default=["triton", "cuda", "hopper"])
+    parser.add_argument("--packs", nargs="*", default=["cuda", "hopper", "triton"])
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--limit-gib", type=float, default=0.0, help="let torch take no more of the GPU")
     parser.add_argument("--floor-milliseconds", type=float, default=0.0, help="of a micro-step, all on the device")
