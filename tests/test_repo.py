@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from surogate_core.plugins.static import view_files
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "surogate_core"
 PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))
@@ -213,6 +215,42 @@ def test_core_imports_no_plugin():
         for name in imports(parsed(file))
         if name.startswith(plugins)
     )
+
+
+OTHER_MEANINGS = {
+    "auto": "a value of several keys",
+    "bf16": "a dtype",
+    "cuda": "a type of device",
+    "disk": "a place of tensors",
+    "fp8": "a quant_method of Hugging Face",
+    "host": "a place of tensors",
+    "qwen3": "a chat template",
+    "text": "a type of values",
+    "triton": "a package",
+    "wandb": "a package",
+}
+"""Words of the core that are names of plugins' bundles too."""
+
+
+def test_core_knows_no_plugin_by_name():
+    """No text of the core is the name of a bundle or an option, and none has the name of a distribution in it.
+
+    Defaults of choice are in conf/config.yaml; what the core asks of a bundle is a field of the bundle.
+    """
+    distributions = {name for plugin in PLUGINS for name in (plugin.name, package_of(plugin).name)}
+    views = [view_files(package_of(plugin) / "__init__.py", package_of(plugin)) for plugin in PLUGINS]
+    names = {name for view in views for _, name in (*view.bundles, *view.options)}
+    assert names > set(OTHER_MEANINGS), "a name that no plugin has any more"
+    offenders = []
+    for file in (f for f in SOURCES if CORE in f.parents):
+        tree = parsed(file)
+        texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        for node in texts:
+            by_name = node.value in names - OTHER_MEANINGS.keys() or any(d in node.value for d in distributions)
+            if by_name and id(node) not in documentation:
+                offenders.append(f"{relative(file)}:{node.lineno}: {node.value[:60]!r}")
+    assert not offenders
 
 
 FLOORS = (

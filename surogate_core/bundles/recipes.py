@@ -5,7 +5,7 @@ Suffixes: N tokens, I inputs, O outputs, R and K rows and columns of any matrix,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -140,6 +140,11 @@ class RecipeSpec:
     """(options, what it is built for) → the recipe; raises `MachineError` if the device cannot run it."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
+    mistakes: Callable[[Any, Callable[[], Literal["fp32", "bf16"]]], Iterable[tuple[str, str, str]]] = (
+        lambda options, dtype: ()
+    )
+    """(options, the model's dtype when called) → (option, what is wrong with it, the fix) of each mistake; for the
+    configuration's check, before anything is built."""
     packs: bool = False
     """Whether what is built has `pack`; asked before anything is built."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None

@@ -53,8 +53,7 @@ class WeightFormat:
     def adopt(self, parts: Mapping[str, Tensor]) -> Tensor:
         """What `pack` would make of a weight of a quantised checkpoint, with the checkpoint's own codes.
 
-        `parts`: the weight's tensors by part. ``fp8`` has codes and scales, ``nvfp4`` codes, scales and decode, as
-        `hf.prequantised` names them.
+        `parts`: the weight's tensors by part: codes and scales, for NVFP4 also decode, as `hf.prequantised` names them.
         """
         raise NotImplementedError
 
@@ -72,4 +71,5 @@ class WeightFormatSpec:
     flag: str | None = None
     """A flat key that chooses the format if it is true, such as ``qlora_bnb``; None if there is only `qlora_format`."""
     adopts: tuple[str, ...] = ()
-    """Formats of quantised checkpoints, ``fp8`` or ``nvfp4``, whose tensors `WeightFormat.adopt` takes."""
+    """Schemes of quantised checkpoints whose tensors `WeightFormat.adopt` takes, by their names in `hf.prequantised`:
+    ``fine-grained FP8``, ``ModelOpt NVFP4``."""

@@ -13,7 +13,7 @@ from surogate_core.bundles.options import flat_values, options_from_flat
 from surogate_core.cli.plan_room import Room
 from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.config import offload
-from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.checks import CHECKS
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.schema import RunConfig, Selection
 from surogate_core.errors import ConfigError, UserError
@@ -114,8 +114,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         if alike and trains and spec.state_bytes_per_parameter < mine.state_bytes_per_parameter:
             optimizers.append(Selection(name=spec.name, options=options_from_flat(spec.options, flat)))
     switches = ["offload_residual", "offload_optimizer", "offload_master", "offload_grads", "cpu_training"]
-    asked = {f.name: getattr(config, f.name) for f in fields(RunConfig)}
-    if config.lora and (weight_formats(asked) or registry.get("recipe", config.recipe.name).packs):
+    if config.lora and (config.weight_format is not None or registry.get("recipe", config.recipe.name).packs):
         switches.append("offload_quants")
     offloaders = registry.all("offload")
     if config.offload.name == "none":

@@ -51,32 +51,11 @@ def _in_host_memory_already(key: str) -> Check:
     )
 
 
-QLORA = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
-"""Flat key → the weight format that it chooses; `qlora_format` names any other."""
-
-
-def weight_formats(v: Values) -> dict[str, str]:
-    """The weight formats that are asked for: key → name."""
-    chosen = {key: name for key, name in QLORA.items() if v[key]}
-    return chosen | ({"qlora_format": v["qlora_format"]} if v["qlora_format"] is not None else {})
-
-
-def _qlora_alone(key: str) -> Check:
-    """If several weight formats are set, the mistake is reported at the last one and names all."""
-    return Check(
-        name=f"{key}_beside_another",
-        key=key,
-        wrong=lambda v: key in list(weight_formats(v))[1:],
-        message="asks for a second weight format; the base is kept in one.",
-        fix=f"keep one of {', '.join([*QLORA, 'qlora_format'])}",
-    )
-
-
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 """Value of `torch_dtype` → that of `model_dtype`."""
 
 
-def _model_dtype(v: Values) -> str:
+def model_dtype(v: Values) -> str:
     """fp32 or bf16. torch is asked for a GPU only where that decides."""
     named = v["model_dtype"] or TORCH_DTYPES.get(v["torch_dtype"])
     if named is not None:
@@ -87,17 +66,6 @@ def _model_dtype(v: Values) -> str:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return "bf16" if device == "cuda" else "fp32"
-
-
-def _no_product(name: str, key: str, dtype: str, model: str, message: str, fix: str) -> Check:
-    """A dtype of recipe bf16's products that none of the six combinations gives the model's dtype from."""
-    return Check(
-        name=name,
-        key=key,
-        wrong=lambda v: v[key] == dtype and v["recipe"].name == "bf16" and _model_dtype(v) == model,
-        message=message,
-        fix=fix,
-    )
 
 
 MAX_MICRO_BATCH = 2**24
@@ -207,11 +175,10 @@ CHECKS: tuple[Check, ...] = (
         message="is set while `lora` is false: all weights are trained and exported anyway.",
         fix="merge_adapter: false, or lora: true",
     ),
-    *(_qlora_alone(key) for key in ("qlora_fp8", "qlora_fp4", "qlora_format")),
     Check(
         name="qlora_without_lora",
         key="lora",
-        wrong=lambda v: bool(weight_formats(v)) and not v["lora"],
+        wrong=lambda v: v["weight_format"] is not None and not v["lora"],
         message="is false together with a qlora key: weights that are trained are not kept quantised.",
         fix="lora: true, or no qlora key",
     ),
@@ -223,30 +190,6 @@ CHECKS: tuple[Check, ...] = (
         ),
         message="and `torch_dtype` name two dtypes for the same tensors.",
         fix="torch_dtype: auto, or model_dtype: null",
-    ),
-    _no_product(
-        "fp32_products_of_a_bf16_model",
-        "matmul_dtype",
-        "fp32",
-        "bf16",
-        "is fp32 in a bf16 model: there is no product fp32 × fp32 → bf16.",
-        "model_dtype: fp32, or matmul_dtype: bf16 or e4m3",
-    ),
-    _no_product(
-        "fp32_gradients_of_a_bf16_model",
-        "gradient_dtype",
-        "fp32",
-        "bf16",
-        "is fp32 in a bf16 model: there is no product fp32 × fp32 → bf16.",
-        "model_dtype: fp32, or gradient_dtype: bf16 or e5m2",
-    ),
-    _no_product(
-        "e5m2_gradients_of_an_fp32_model",
-        "gradient_dtype",
-        "e5m2",
-        "fp32",
-        "is e5m2 in an fp32 model: there is no product e4m3 × e5m2 → fp32.",
-        "model_dtype: bf16, or gradient_dtype: fp32 or bf16",
     ),
     *(_in_host_memory_already(f"offload_{what}") for what in ("optimizer", "master", "grads", "quants")),
     Check(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from surogate_core.plugins.flat_keys import FlatKey
 
 _NODES: dict[str, type] = {"model": ModelSelection, "plugins": PluginPolicy}
-_CHOSEN_BY = {"quant": "qlora_format"}
-"""Kind → the key that chooses a bundle of it, where that has another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +49,8 @@ def key_docs(flat: Mapping[str, FlatKey] | None = None) -> Iterator[KeyDoc]:
             if name in _NODES:
                 for sub, hint in _types(_NODES[name]).items():
                     yield _doc(_NODES[name], sub, f"{name}.{sub}", section, hint)
-        for key, found in (flat or {}).items():
-            kind = found.settings[0].kind
-            if key not in KEYS and _CHOSEN_BY.get(kind, kind) in listed:
+        for found in (flat or {}).values():
+            if found.settings[0].group in listed:
                 yield _flat_doc(found, section)
 
 
@@ -64,7 +61,7 @@ def _flat_doc(flat: FlatKey, section: str) -> KeyDoc:
     first = flat.settings[0]
     *names, last = [s.name for s in flat.settings]
     named = f"{', '.join(names)} or {last}" if names else last
-    of = f"{_CHOSEN_BY.get(first.kind, first.kind)}={named}"
+    of = f"{first.group}={named}"
     if first.option is None:
         text = f"Short for {of}."
     else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles.options import flat_marks
-from surogate_core.config.names import LIST_GROUPS, flat_keys, schema_defaults
+from surogate_core.config.names import LIST_GROUPS, flat_keys
 from surogate_core.config.overrides import COMMAND_LINE
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import Problem
@@ -29,10 +29,7 @@ class FlatValues:
         """Flat key → value, of those that are set and sound."""
         self.taken: set[str] = set()
         """Flat keys that set an option of a chosen bundle."""
-        core = schema_defaults()
-        for key in values.keys() & self.keys.keys():
-            if key in core and values[key] == core[key]:
-                continue
+        for key in (key for key in values if key in self.keys):
             before = len(builder.problems)
             value = builder.value(self.keys[key].hint, values[key], key)
             if len(builder.problems) == before:
@@ -82,6 +79,11 @@ class FlatValues:
                 problems.append(Problem(key=key, message=message, where=self.where(key), fix=fix))
         return problems
 
+    def chosen(self, kind: str) -> dict[str, str]:
+        """Key → the bundle of a kind that it chooses, of the keys that are true."""
+        found = {key: self.keys[key].chooses for key, value in self.values.items() if value is True}
+        return {key: bundle[1] for key, bundle in found.items() if bundle is not None and bundle[0] == kind}
+
     def left(self) -> dict[str, Any]:
         """The keys that no chosen bundle took, and whose value is not the default."""
         free = {key: value for key, value in self.values.items() if key not in self.taken}
@@ -103,7 +105,7 @@ def no_effect_notes(config: RunConfig, registry: Registry, used: Callable[[str],
         flat = flat_keys(registry).get(key)
         if flat is None or flat.chooses is not None or used(key):
             continue
-        owners = [f"{s.kind}={s.name}" for s in flat.settings]
+        owners = [f"{s.group}={s.name}" for s in flat.settings]
         notes.append(f"{key}={_shown(value)} has no effect: it is an option of {' and '.join(owners)}. Leave it out.")
     return notes
 

@@ -16,13 +16,6 @@ from surogate_core.plugins.registry import Registry
 
 KEYS = frozenset(schema.KEYS)
 """The flat keys of the core."""
-MOVING = frozenset(
-    """
-    qlora_bnb qlora_fp8 qlora_fp4 qlora_bnb_block_size qlora_bnb_double_quant qlora_block_size qlora_four_over_six
-    matmul_dtype gradient_dtype fp8_amax_history fp4_backend no_fp4_stochastic_rounding
-    """.split()  # noqa: SIM905
-)
-"""Keys of the core that options of plugins take over: a plugin may declare them already."""
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
 PEERS_NAMES = {
@@ -63,7 +56,7 @@ PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
 def flat_keys(registry: Registry) -> Mapping[str, FlatKey]:
     """The flat keys of the installed plugins; raises `PluginError` for one that is a key of the core."""
     found = registry.flat_keys()
-    for key in sorted(found.keys() & (KEYS - MOVING | default_groups().keys())):
+    for key in sorted(found.keys() & (KEYS | default_groups().keys())):
         setting = found[key].settings[0]
         raise PluginError(
             f"flat key {key!r} of {setting.kind} {setting.name} ({setting.plugin.label}) is a key of every run. "

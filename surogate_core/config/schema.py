@@ -77,7 +77,7 @@ class PluginPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The whole configuration of a run: each field is a key, except `flat`."""
+    """The whole configuration of a run: each field is a key, except `flat` and `weight_format`."""
 
     # ------------------------------------------------------------------ what is trained
     task: Name = "sft"
@@ -192,40 +192,16 @@ class RunConfig:
     """At the end, also export the whole model with the adapter folded in, to `output_dir/model`."""
 
     # ---------------------------------------------------------------------------- QLoRA
-    qlora_bnb: bool = False
-    """Keep the frozen projections in NF4, with the codes of bitsandbytes."""
-    qlora_fp8: bool = False
-    """Keep the frozen projections in FP8 (E4M3) with a scale for each square block."""
-    qlora_fp4: bool = False
-    """Keep the frozen projections in NVFP4."""
     qlora_format: Name | None = None
     """Keep the frozen projections in a weight format of a plugin, by its name."""
-    qlora_bnb_block_size: Literal[64, 128, 256, 512] = 64
-    """Values that share an absmax in NF4."""
-    qlora_bnb_double_quant: bool = True
-    """Keep the absmax of NF4 in 8 bits, in groups of 256."""
-    qlora_block_size: Literal[32, 64, 128, 256] = 128
-    """Side of a block that shares a scale in FP8."""
-    qlora_four_over_six: bool = True
-    """Scale a block of NVFP4 to 4 instead of 6 where that makes the squared error smaller."""
 
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: _default("recipe"))
     """The precision recipe and its own options."""
     model_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of weights and activations; overrides `torch_dtype`, null uses it."""
-    matmul_dtype: Literal["fp32", "bf16", "e4m3"] | None = None
-    """Dtype that recipe bf16 rounds both operands of a projection to; null is the model's."""
-    gradient_dtype: Literal["fp32", "bf16", "e5m2"] | None = None
-    """Dtype of recipe bf16's backward products, e4m3 beside e5m2; null is `matmul_dtype`, bf16 where that is e4m3."""
     master_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the masters, the weights that the optimizer updates; bf16 is rounded stochastically, null is fp32."""
-    fp8_amax_history: Annotated[int, Interval(ge=1, le=2**16)] = 1024
-    """Optimizer steps whose largest absolute values decide a scale of recipe fp8-hybrid."""
-    fp4_backend: Literal["cutlass", "cudnn"] = "cutlass"
-    """Library of recipe nvfp4's native products: cutlass is torch's choice, cuBLASLt; cudnn is refused."""
-    no_fp4_stochastic_rounding: bool = False
-    """Round the gradients of recipe nvfp4 to the nearest value instead of stochastically."""
     skip_quant_first_layers: Layers = 0
     """Number of first layers whose projections a recipe leaves in the model's dtype."""
     skip_quant_last_layers: Layers = 0
@@ -302,7 +278,10 @@ class RunConfig:
     """Which plugins may be imported."""
 
     flat: Mapping[str, Any] = field(default_factory=dict, metadata={"key": False})
-    """Flat keys of plugins that are set, apart from those that are in the options of a `Selection`."""
+    """Flat keys of plugins that are set, apart from those that are in the options of a `Selection`; and all those of
+    the weight format that is chosen."""
+    weight_format: str | None = field(default=None, metadata={"key": False})
+    """The weight format that `qlora_format` or its own flat key chooses."""
 
 
 KEYS = tuple(f.name for f in fields(RunConfig) if f.metadata.get("key", True))

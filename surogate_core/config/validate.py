@@ -7,9 +7,9 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any
 
-from surogate_core.bundles.options import field_types
+from surogate_core.bundles.options import field_types, flat_marks, flat_values
 from surogate_core.config import offload
-from surogate_core.config.checks import CHECKS, weight_formats
+from surogate_core.config.checks import CHECKS, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
@@ -36,7 +36,7 @@ def validate(
     built: dict[str, Any] = {}
     hints = {key: hint for key, hint in field_types(RunConfig).items() if key in KEYS}
     for key, value in values.items():
-        if key in check.flat.keys and key not in KEYS:
+        if key in check.flat.keys:
             continue
         if key not in hints and key in registry.options:
             message = f"{key} is not a key of a run: an option of {key} sets the run's keys directly."
@@ -60,11 +60,12 @@ def validate(
         check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
     check.problems.extend(check.builder.problems)
     check.task(built)
+    check.flat_keys(built)
+    check.weight_format(built)
     check.offload(built)
     check.contradictions(built)
-    check.flat_keys(built)
+    check.recipe(built)
     check.optimizer(built)
-    check.weight_format(built)
     config = RunConfig(**built)
     wrong_keys = {p.key.partition(".")[0] for p in check.problems}
     if not wrong_keys & PLACES_READ:
@@ -254,7 +255,7 @@ class _Validator:
     def offload(self, built: dict[str, Any]) -> None:
         """Hold the keys that move tensors against what the offloader and the recipe can do."""
         # A weight format always keeps weights quantised, under every recipe.
-        if built["persistent_quants"] is True and built["recipe"] is not None and not weight_formats(built):
+        if built["persistent_quants"] is True and built["recipe"] is not None and built["weight_format"] is None:
             recipes = {name: provided.bundle for name, provided in sorted(self.registry.bundles("recipe").items())}
             if not recipes[built["recipe"].name].packs:
                 able = " or ".join(name for name, other in recipes.items() if other.packs)
@@ -293,12 +294,42 @@ class _Validator:
             message = f"{chosen.name} trains whole matrices, and with `lora` there are adapters alone."
             self._problem("optimizer", message, f"optimizer: {able}, or lora: false" if able else "lora: false")
 
-    def weight_format(self, built: Mapping[str, Any]) -> None:
-        """Hold the weight formats that are asked for against what is installed."""
-        for key, name in weight_formats(built).items():
-            if isinstance(name, str) and name not in self.registry.bundles("quant"):
-                names = self.registry.names("quant")
-                self.problems.append(unknown_name("quant", name, self.where(key), self.registry, names, key))
+    def recipe(self, built: Mapping[str, Any]) -> None:
+        """Ask the recipe whether its options fit the model's dtype."""
+        chosen = built["recipe"]
+        wrong_keys = {p.key.partition(".")[0] for p in self.problems}
+        if chosen is None or chosen.options is None or wrong_keys & {"model_dtype", "torch_dtype", "device"}:
+            return
+        spec = self.registry.bundles("recipe")[chosen.name].bundle
+        for option, message, fix in spec.mistakes(chosen.options, lambda: model_dtype(built)):
+            mark = flat_marks(spec.options).get(option)
+            self._problem(mark.key if mark is not None else f"recipe.{option}", message, fix)
+
+    def weight_format(self, built: dict[str, Any]) -> None:
+        """Take the weight format that a key asks for, with all its options; two are a mistake, as one not installed."""
+        asked = self.flat.chosen("quant")
+        if built["qlora_format"] is not None:
+            asked["qlora_format"] = built["qlora_format"]
+        switches = [key for key, flat in self.flat.keys.items() if flat.chooses is not None]
+        for key in list(asked)[1:]:
+            message = "asks for a second weight format; the base is kept in one."
+            self._problem(key, message, f"keep one of {', '.join([*switches, 'qlora_format'])}")
+        built["weight_format"] = next(iter(asked.values()), None)
+        for key, name in asked.items():
+            cls = self._weight_format_options(key, name)
+            if cls is not None and name == built["weight_format"]:
+                options, _ = self.flat.merged(cls, {}, key)
+                before = len(self.builder.problems)
+                built["flat"] = {**built["flat"], **flat_values(self.builder.dataclass(cls, options, f"{key}."))}
+                self.problems += self.builder.problems[before:]
+
+    def _weight_format_options(self, key: str, name: str) -> type | None:
+        offered = self.registry.bundles("quant").get(name)
+        if offered is None:
+            names = self.registry.names("quant")
+            self.problems.append(unknown_name("quant", name, self.where(key), self.registry, names, key))
+            return None
+        return self._options_type("quant", name, offered.bundle.options, key)
 
     def flat_keys(self, built: dict[str, Any]) -> None:
         """Keep the plugins' flat keys that no chosen bundle took; some must not be set without theirs."""

@@ -37,7 +37,7 @@ class Scheme:
     """The format in which a checkpoint stores the weights of its projections."""
 
     name: str
-    """Name for messages."""
+    """Name of the format, for messages and for `WeightFormatSpec.adopts`."""
     parts: Mapping[str, Part]
     dequantise: Callable[[Mapping[str, Tensor], int, int], Tensor]
     """(parts, first row, one past the last) → [rows, I] fp32."""
@@ -47,8 +47,6 @@ class Scheme:
     """Modules that are not quantised: names, ends or beginnings of names, or patterns with ``*``."""
     rows: int = 1
     """Ranges of rows must begin at multiples of this number."""
-    weight_format: str | None = None
-    """The weight format that adopts such tensors unchanged."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, if checkpoints differ in them."""
 
@@ -135,7 +133,6 @@ def _fp8(block_size: Any, skip: tuple[str, ...]) -> Scheme | None:
         whole=lambda codes: codes,
         skip=skip,
         rows=height,
-        weight_format="fp8",
         block=(height, width),
     )
 
@@ -157,7 +154,6 @@ def _nvfp4(skip: tuple[str, ...]) -> Scheme:
         dequantise=dequantise,
         whole=lambda codes: (codes[0], 2 * codes[1]),
         skip=skip,
-        weight_format="nvfp4",
     )
 
 

@@ -16,6 +16,10 @@ KINDS_WITH_FLAT_KEYS = ("optimizer", "recipe", "quant", "offload", "launcher", "
 """Kinds whose bundle is chosen for the run as a whole; entries of `datasets` have fields instead."""
 
 
+CHOSEN_BY = {"quant": "qlora_format"}
+"""Kind → the key that chooses a bundle of it, where that is not the kind."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a flat key sets: an option of one bundle, or the choice of that bundle."""
@@ -30,6 +34,11 @@ class Setting:
     plugin: InstalledPlugin
     options: type | None
     """Dataclass that has the option."""
+
+    @property
+    def group(self) -> str:
+        """The key that chooses the bundle."""
+        return CHOSEN_BY.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

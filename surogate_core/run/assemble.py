@@ -22,7 +22,6 @@ from surogate_core.bundles import (
 )
 from surogate_core.bundles.options import flat_marks, options_from_flat
 from surogate_core.config import offload
-from surogate_core.config.checks import QLORA, weight_formats
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
@@ -320,11 +319,12 @@ def weight_format_spec(config: RunConfig, registry: Registry, model: Model) -> W
 
     Without a key that says it, projections of a quantised checkpoint stay in its format, where there is one for it.
     """
-    chosen = weight_formats({key: getattr(config, key) for key in (*QLORA, "qlora_format")})
+    if config.weight_format is not None:
+        spec: WeightFormatSpec = registry.get("quant", config.weight_format)
+        return spec
     scheme = _scheme(config, model)
-    if not chosen and scheme is not None and scheme.weight_format is not None:
-        chosen = {"the checkpoint": scheme.weight_format}
-    return registry.get("quant", *chosen.values()) if chosen else None
+    specs: Mapping[str, WeightFormatSpec] = registry.all("quant") if scheme is not None else {}
+    return next((spec for spec in specs.values() if scheme is not None and scheme.name in spec.adopts), None)
 
 
 def weight_format_keys(config: RunConfig, registry: Registry, model: Model) -> frozenset[str]:
@@ -474,7 +474,7 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
     """Whether the format keeps the tensors of the run's quantised checkpoint as they are."""
     spec = weight_format_spec(config, registry, resolved.model)
     scheme = resolved.weights.scheme if resolved.weights is not None else None
-    if spec is None or scheme is None or scheme.weight_format not in spec.adopts:
+    if spec is None or scheme is None or scheme.name not in spec.adopts:
         return False
     return weight_format.adopts(scheme.block)
 

@@ -239,11 +239,23 @@ def test_a_qlora_key_names_the_distribution_that_it_needs(problems: Problems, ke
     assert f"surogate-{plugin}" in f"{problem.message} {problem.fix}"
 
 
+@pytest.mark.parametrize(
+    ("keys", "later"),
+    [
+        (["qlora_bnb=true", "qlora_fp8=true"], "qlora_fp8"),
+        (["qlora_fp8=true", "qlora_fp4=true"], "qlora_fp4"),
+        (["qlora_bnb=true", "qlora_format=nf4"], "qlora_format"),
+    ],
+)
+def test_a_second_weight_format_is_refused(problems: Problems, keys: list[str], later: str) -> None:
+    (problem,) = problems("lora=true", *keys)
+    assert problem.key == later
+    assert problem.message == "asks for a second weight format; the base is kept in one."
+    assert problem.fix == "keep one of qlora_fp8, qlora_bnb, qlora_fp4, qlora_format"
+
+
 QUANTS = ["lora=true", "recipe=fp8-hybrid", "persistent_quants=true"]
 CONTRADICTIONS = {
-    "qlora_fp8_beside_another": ["lora=true", "qlora_bnb=true", "qlora_fp8=true"],
-    "qlora_fp4_beside_another": ["lora=true", "qlora_fp8=true", "qlora_fp4=true"],
-    "qlora_format_beside_another": ["lora=true", "qlora_bnb=true", "qlora_format=nf4"],
     "qlora_without_lora": ["lora=false", "qlora_bnb=true"],
     "micro_batch_past_any_memory": ["per_device_train_batch_size=65536", "sequence_len=4096"],
     "step_past_any_memory": ["per_device_train_batch_size=64", "sequence_len=4096", "gradient_accumulation_steps=1024"],
@@ -254,9 +266,6 @@ CONTRADICTIONS = {
     "row_past_the_positions": ["sequence_len=64", "max_model_len=32"],
     "sample_past_the_row": ["sequence_len=64", "max_length=65"],
     "two_model_dtypes": ["model_dtype=bf16", "torch_dtype=float32"],
-    "fp32_products_of_a_bf16_model": ["matmul_dtype=fp32", "model_dtype=bf16"],
-    "fp32_gradients_of_a_bf16_model": ["gradient_dtype=fp32", "device=cuda"],
-    "e5m2_gradients_of_an_fp32_model": ["gradient_dtype=e5m2", "torch_dtype=float32"],
     "template_without_use": ["template=chatml", "use_chat_template=false"],
     "no_steps": ["max_steps=0"],
     "no_data": ["datasets=[]"],
@@ -265,8 +274,6 @@ CONTRADICTIONS = {
     "adapter_on_random_weights": ["adapter_path=x", "lora=true", "from_scratch=true"],
     "trainable_without_adapter": ["adapter_init_mode=trainable"],
     "merge_without_lora": ["merge_adapter=true", "lora=false"],
-    "auto_lr_reduction_without_monitor": ["auto_lr_reduction=true", "monitor=[jsonl]"],
-    "early_stop_without_monitor": ["early_stop=true", "monitor=[jsonl]"],
     **{
         f"offload_{what}_with_cpu_training": [f"offload_{what}=true", "cpu_training=true"]
         for what in ("optimizer", "master", "grads")

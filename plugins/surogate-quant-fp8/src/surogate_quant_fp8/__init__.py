@@ -25,7 +25,9 @@ class FP8Options:
 @hookimpl
 def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
-    return bundles.WeightFormatSpec(name="fp8", flag="qlora_fp8", build=build, options=FP8Options, adopts=("fp8",))
+    return bundles.WeightFormatSpec(
+        name="fp8", flag="qlora_fp8", build=build, options=FP8Options, adopts=("fine-grained FP8",)
+    )
 
 
 def build(options: FP8Options) -> FP8:

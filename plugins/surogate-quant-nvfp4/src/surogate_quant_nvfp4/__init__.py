@@ -26,7 +26,7 @@ class NVFP4Options:
 def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
     return bundles.WeightFormatSpec(
-        name="nvfp4", flag="qlora_fp4", build=build, options=NVFP4Options, adopts=("nvfp4",)
+        name="nvfp4", flag="qlora_fp4", build=build, options=NVFP4Options, adopts=("ModelOpt NVFP4",)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -30,7 +31,19 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_recipe() -> bundles.RecipeSpec:
     """The recipe."""
-    return bundles.RecipeSpec(name="bf16", build=build, options=BF16Options)
+    return bundles.RecipeSpec(name="bf16", build=build, options=BF16Options, mistakes=mistakes)
+
+
+def mistakes(options: BF16Options, dtype: Callable[[], str]) -> Iterator[tuple[str, str, str]]:
+    """The dtypes that no product has with results in the model's dtype."""
+    fp32 = "is fp32 in a bf16 model: there is no product fp32 × fp32 → bf16."
+    if options.matmul_dtype == "fp32" and dtype() == "bf16":
+        yield "matmul_dtype", fp32, "model_dtype: fp32, or matmul_dtype: bf16 or e4m3"
+    if options.gradient_dtype == "fp32" and dtype() == "bf16":
+        yield "gradient_dtype", fp32, "model_dtype: fp32, or gradient_dtype: bf16 or e5m2"
+    if options.gradient_dtype == "e5m2" and dtype() == "fp32":
+        e5m2 = "is e5m2 in an fp32 model: there is no product e4m3 × e5m2 → fp32."
+        yield "gradient_dtype", e5m2, "model_dtype: bf16, or gradient_dtype: fp32 or bf16"
 
 
 def build(options: BF16Options, context: bundles.RecipeContext) -> bundles.Recipe:
