@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
+from surogate_core.config import schema
 from surogate_core.config.resolve import load_run_config, peek_policy, to_dict, to_yaml
-from surogate_core.config.schema import RunConfig
 from surogate_core.plugins import load_plugins
 from surogate_core.plugins.registry import Registry
 
-KEYS = [f.name for f in fields(RunConfig)]
+KEYS = [*schema.KEYS, *load_plugins().flat_keys()]
 GROUPS = ["model", "recipe", "optimizer", "dataset", "task", "monitor", "offload", "plugins", "objective"]
 
 WORDS = st.sampled_from(
