@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec, Store, TensorKind
 from surogate_core.engine.engine import Engine
@@ -27,15 +30,48 @@ def _offload_dir() -> Iterator[str]:
         yield str(Path(parent) / "offload")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """What two trainings that must be equal have in common."""
+
+    micro_steps: Sequence[tuple[float, Mapping[str, Tensor]]]
+    """The loss of each micro-step and the sums of gradients after it, by HF name, before the first update."""
+    losses: list[float]
+    """The loss of each step after that."""
+    state: Mapping[str, Tensor]
+    """Everything that a checkpoint keeps, after the last step."""
+
+
+def _trained(engine: Engine) -> _Training:
+    # The micro-steps come first, as a step's loss would not say that it is the sums; the first step adds to these.
+    micro_steps = []
+    for batch in tiny.batches(0, MICRO_BATCHES):
+        loss = engine.accumulate([batch])
+        sums = {name: tensor.clone() for name, tensor in engine.parameters.gradients_by_name().items()}
+        micro_steps.append((loss, sums))
+    losses = tiny.train(engine, 3, micro_batches=MICRO_BATCHES)
+    return _Training(micro_steps=micro_steps, losses=losses, state=tiny.snapshot(engine))
+
+
+@cache
+def _plain(*, lora: bool, recompute: bool) -> _Training:
+    """The training without offloading, which all offloaders are compared with."""
+    return _trained(tiny.engine(lora=tiny.lora() if lora else None, recompute=recompute))
+
+
 def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
-    settings: dict[str, Any] = {"lora": tiny.lora() if lora else None, "recompute": recompute}
     with _offload_dir() as directory:
-        made, plain = tiny.engine(offloader=offloader, offload_dir=directory, **settings), tiny.engine(**settings)
-        # First, as a step's loss would not say that it is the sums; the first step adds to these.
-        _same_micro_steps(made, plain)
-        losses, expected = (tiny.train(e, 3, micro_batches=MICRO_BATCHES) for e in (made, plain))
-        ensure(losses == expected, f"losses are {losses}, without offloading {expected}")
-        tiny.ensure_same_bits(tiny.snapshot(made), tiny.snapshot(plain), "with offloading")
+        settings: dict[str, Any] = {"lora": tiny.lora() if lora else None, "recompute": recompute}
+        made = tiny.engine(offloader=offloader, offload_dir=directory, **settings)
+        found, expected = _trained(made), _plain(lora=lora, recompute=recompute)
+        for number, ((loss, sums), (right, right_sums)) in enumerate(
+            zip(found.micro_steps, expected.micro_steps, strict=True), start=1
+        ):
+            ensure(loss == right, f"the loss of micro-step {number} is {loss}, without offloading {right}")
+            tiny.ensure_same_bits(sums, right_sums, f"sums of gradients after micro-step {number}")
+        right_losses = expected.losses
+        ensure(found.losses == right_losses, f"losses are {found.losses}, without offloading {right_losses}")
+        tiny.ensure_same_bits(found.state, expected.state, "with offloading")
         stores: Mapping[TensorKind, Store] = {
             "weights": made.stores.weights,
             "residuals": made.stores.residuals,
@@ -43,14 +79,6 @@ def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
         }
         for kind, store in stores.items():
             _states_its_bytes(kind, store, moved=offloader.moves(kind))
-
-
-def _same_micro_steps(made: Engine, plain: Engine) -> None:
-    for number, batch in enumerate(tiny.batches(0, MICRO_BATCHES), start=1):
-        loss, expected = (engine.accumulate([batch]) for engine in (made, plain))
-        ensure(loss == expected, f"the loss of micro-step {number} is {loss}, without offloading {expected}")
-        sums, right = (engine.parameters.gradients_by_name() for engine in (made, plain))
-        tiny.ensure_same_bits(sums, right, f"sums of gradients after micro-step {number}")
 
 
 def _states_its_bytes(kind: TensorKind, store: Store, *, moved: bool) -> None:
