@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 class Job(Protocol):
-    """A run as a launcher gets it: data that can be pickled and sent to other processes."""
+    """A run as a launcher receives it: data that can be pickled and sent to other processes."""
 
     @property
     def task(self) -> str:
         """Name of the run's task."""
 
     def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None) -> int:
-        """Run the part of process `rank` of `world` in this process; the exit code. Errors are raised.
+        """Run the part of process `rank` of `world` in this process; returns the exit code. Errors are raised.
 
-        `registry`: what `launch` got, in the process of the launcher; any other process leaves it out.
+        `registry`: the argument of `launch`, in the process of the launcher; other processes omit it.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """How the run's processes start."""
+    """A launcher: starts the processes of a run."""
 
     name: str
     """The value of `launcher`."""

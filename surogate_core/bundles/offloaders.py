@@ -28,13 +28,13 @@ class Store(Protocol):
         """Take the tensors over."""
 
     def prefetch(self, key: str) -> None:
-        """Start bringing the key's tensors to the compute device."""
+        """Start the copies of the key's tensors to the compute device."""
 
     def fetch(self, key: str) -> Sequence[Tensor]:
         """The key's tensors on the compute device."""
 
     def release(self, key: str) -> None:
-        """The compute-device copies may be reused; residuals are forgotten."""
+        """Free the copies on the compute device for reuse, and residuals completely."""
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
         """Bytes held now, by place."""
@@ -42,30 +42,32 @@ class Store(Protocol):
 
 @runtime_checkable
 class GradientStore(Store, Protocol):
-    """The fp32 sums of trained tensors' gradients, a piece's at a time on the compute device.
+    """The fp32 gradient sums of trained tensors, on the compute device for one piece at a time.
 
-    What a piece adds to the fetched tensors between `fetch` and `release` is kept. A tied tensor is under two keys.
+    Additions to the fetched tensors between `fetch` and `release` are kept. A tied tensor is under two keys.
     """
 
     def begin(self, *, first: bool) -> None:
-        """A micro-step begins; in the first of an optimizer step all sums count as zeros, whatever was left in them."""
+        """A micro-step begins; in the first one of an optimizer step all sums count as zeros, whatever their
+        contents.
+        """
 
     def finish(self) -> None:
-        """A micro-step ends: what the current stream runs from here on finds the sums where they live."""
+        """A micro-step ends: later work of the current stream finds the sums in their own memory."""
 
 
 class Stores:
     """Where an offloader puts tensors in one run, which `OffloaderSpec.build` returns."""
 
     def store(self, kind: TensorKind) -> Store:
-        """The store of weights, residuals or gradients (a `GradientStore`), which come and go as blocks run."""
+        """The store of weights, residuals or gradients (a `GradientStore`), which are copied as blocks run."""
         raise NotImplementedError
 
     def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The same zeroed [elements] twice, as a tensor of the compute device and as one of the CPU.
 
-        For master, gradients and optimizer, which kernels of the optimizer step read and write where they live, and for
-        trained weights.
+        For masters, gradients and optimizer state, which the kernels of the optimizer step read and write in place, and
+        for trained weights.
         """
         raise NotImplementedError
 
@@ -83,10 +85,11 @@ class OffloaderSpec:
     build: Callable[[Any, str, torch.device], Stores]
     """(options, directory for scratch files, compute device) → the stores of a run. Allocates nothing yet."""
     allocates: bool = False
-    """Whether what is built has `allocate`, which master, gradients and optimizer need."""
+    """Whether the stores have `allocate`, which masters, gradients and optimizer state need."""
     addressable: bool = True
-    """Whether kernels of a GPU can work on what `allocate` gives, and a CUDA graph holds all that a store does. If not,
-    both tensors of `allocate` are the CPU's, and the CPU carries out the optimizer step."""
+    """Whether kernels of a GPU can access the tensors of `allocate`, and a CUDA graph can capture all work of a store.
+    If not, both tensors of `allocate` are the CPU's, and the CPU runs the optimizer step.
+    """
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
 
@@ -97,5 +100,5 @@ class OffloaderSpec:
             raise ValueError(f"offloader {self.name!r} places {', '.join(sorted(flat))} without `allocates`")
 
     def moves(self, kind: TensorKind) -> bool:
-        """Whether tensors of the kind live elsewhere than on the device."""
+        """Whether tensors of the kind are kept elsewhere than on the device."""
         return self.place != "device" and kind in self.kinds

@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 FLAT_ALIGNMENT = 256
-"""Elements that a parameter's offset in a flat group is a multiple of (1 KiB of fp32): a block of 8-bit state
-never holds two parameters."""
+"""Alignment in elements of a parameter's offset in a flat group (1 KiB of fp32), so that a block of 8-bit state never
+has two parameters.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
     """Trainable parameters that share hyper-parameters, as flat tensors.
 
-    `master` (fp32, or bf16 with `master_dtype=bf16`) and `grad` (fp32) are 1-D of equal length; `shapes`
-    maps each parameter's name to its (offset in elements, shape) in them, in order. Offsets and the length
-    are multiples of `FLAT_ALIGNMENT`; between parameters are zeros, which an update must leave zeros.
+    `master` (fp32, or bf16 with `master_dtype=bf16`) and `grad` (fp32) are 1-D of equal length; `shapes` maps each
+    parameter's name to its (offset in elements, shape) in them, in order. Offsets and the length are multiples of
+    `FLAT_ALIGNMENT`. The padding between parameters is zero, and an update must not change that.
     """
 
     name: str
@@ -39,13 +40,17 @@ class ParamGroup:
     hidden: frozenset[str] = frozenset()
     """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter."""
     seed: Tensor | None = None
-    """Of bf16 masters: 0-d int32, another in every optimizer step; `kernels.rounding.write_master` rounds with it."""
+    """Rounding seed of bf16 masters: 0-d int32, different in every optimizer step; `kernels.rounding.write_master` uses
+    it.
+    """
     number: int = 0
-    """Its place among the run's groups; separates their random numbers."""
+    """Index among the run's groups; separates their random numbers."""
 
 
 class Optimizer(Protocol):
-    """What an `OptimizerSpec` builds: state as named tensors, one capturable step."""
+    """The optimizer that an `OptimizerSpec` builds: state as named tensors, and a step that a CUDA graph can
+    capture.
+    """
 
     def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
         """Update every group's master in place, with no host synchronisation.
@@ -69,13 +74,14 @@ class OptimizerSpec:
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
     state_bytes_per_parameter: float = 8.0
-    """For `surogate plan`'s prediction."""
+    """Bytes of state per parameter, for the prediction of `surogate plan`."""
     master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
-    """The `master_dtype`s that it can train; bf16 it writes by `surogate_core.kernels.rounding.write_master`."""
+    """The `master_dtype`s that it supports; it writes bf16 through `surogate_core.kernels.rounding.write_master`."""
     rule: str | None = None
-    """Name of its update rule: optimizers with one rule train alike, and `surogate plan --fit` proposes the one with
-    less state. None: it trains like no other."""
+    """Name of its update rule. Optimizers with the same rule train alike, and `surogate plan --fit` proposes the one
+    with less state. None: no other has this rule.
+    """
     cpu_cost: float = 1.0
     """Time of its step on a CPU as a multiple of the time of fused AdamW; for `surogate plan --fit`."""
     adapters: bool = True
-    """Whether it makes sense on adapters; one that does not is refused with `lora`."""
+    """Whether it supports adapters; otherwise it is refused with `lora`."""

@@ -13,14 +13,16 @@ class Flat:
     """Mark in the annotation of an option: a flat key of the configuration sets it.
 
     ``momentum: Annotated[float, Flat("normuon_momentum")] = 0.95`` may be set as ``normuon_momentum=0.9`` and as
-    ``optimizer.momentum=0.9``. Several bundles may declare one key with the same type: the chosen one's option is set.
+    ``optimizer.momentum=0.9``. Several bundles may declare a key with the same type; it sets the option of the chosen
+    one.
     """
 
     key: str
     """Name of the flat key, unlike every key of the core; by custom it begins with the plugin's name."""
     needed: bool = False
-    """Whether it is a mistake to set the key where no bundle that declares it is chosen; else the run says that the key
-    has no effect."""
+    """Whether setting the key is an error if no bundle that declares it is chosen; otherwise the run reports that the
+    key has no effect.
+    """
     essential: bool = False
     """Whether a checkpoint can be resumed only with an equal value: saved state depends on it."""
 
@@ -68,12 +70,12 @@ def flat_values(options: Any) -> dict[str, Any]:
 
 
 def essential_values(options: Any) -> dict[str, Any]:
-    """The same, of those that a checkpoint must agree with to be resumed."""
+    """The same, only of those that must be equal to resume a checkpoint."""
     return {mark.key: getattr(options, name) for name, mark in _marks_of(options).items() if mark.essential}
 
 
 def options_from_flat(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of an options dataclass from flat keys and their values; other keys are left aside."""
+    """An instance of an options dataclass from flat keys and their values; other keys are ignored."""
     return cls(**{name: values[mark.key] for name, mark in flat_marks(cls).items() if mark.key in values})
 
 

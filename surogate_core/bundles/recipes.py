@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from surogate_core.kernels.panels import PanelShape
 
 Role = Literal["activation", "weight", "gradient"]
-"""What an operand of a slot's products is."""
+"""The role of an operand in a slot's products."""
 
 
 class RecipeState(Protocol):
-    """What a recipe carries from one optimizer step to the next, for all slots of the model at once."""
+    """The state of a recipe from one optimizer step to the next, for all slots of the model at once."""
 
     @property
     def rows(self) -> Tensor:
-        """[P, K] fp32, one row a slot: what `linear` reads as `slot.row`. Updated in place."""
+        """[P, K] fp32, one row per slot, which `linear` reads as `slot.row`. Updated in place."""
 
     def update(self, observed: Tensor, skip: Tensor) -> None:
-        """Take in what the slots saw since the last update, with no host synchronisation.
+        """Take in the observations of the slots since the last update, without host synchronisation.
 
-        `observed`: [P, K] fp32, the largest of each figure over the micro-steps, NaN where one was.
-        `skip`: 0-d fp32, 1 when the gradients are not finite: nothing may change then.
+        `observed`: [P, K] fp32, the maximum of each figure over the micro-steps, NaN if one of them was. `skip`: 0-d
+        fp32, 1 when the gradients are not finite: nothing may change then.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -42,35 +42,35 @@ class RecipeState(Protocol):
 
 @runtime_checkable
 class RangedState(RecipeState, Protocol):
-    """A recipe state whose rows are scales: it can say how much of the formats' range the slots used."""
+    """A recipe state whose rows are scales: it can report the used share of the formats' range."""
 
     @property
     def formats(self) -> Mapping[str, float]:
         """Role of each column of `rows`, in order → the smallest normal number of its format over the largest."""
 
     def used_range(self, observed: Tensor) -> Tensor:
-        """[P, K] fp32: the largest value seen, scaled as it was, over the largest of the format.
+        """[P, K] fp32: the largest scaled value, divided by the largest of the format.
 
-        Called before `update` with what that gets. Above 1 values were cut off; 0 where nothing was seen or the
-        scale was the tensor's own. No host synchronisation.
+        Called before `update` with the same argument. Above 1 values were clipped; 0 if nothing was observed or the
+        scale came from the tensor itself. No host synchronisation.
         """
 
 
 class PanelOp(Protocol):
-    """A product of several adapted slots together: they read one input and their weights are frozen.
+    """One product for several adapted slots that read the same input and have frozen weights.
 
     Layers share their programs only if their panel ops are equal and have equal hashes.
     """
 
     @property
     def op(self) -> str:
-        """The registered op that multiplies; the panel op is used only where a kernel pack offers a kernel for it."""
+        """The registered op of the product; the panel op is used only if a kernel pack offers a kernel for it."""
 
     def fits(self, shape: PanelShape, tokens: int) -> bool:
-        """Whether the op takes a panel of this shape with that many tokens."""
+        """Whether the op supports a panel of this shape with this number of tokens."""
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        """The one tensor that the op reads in place of a frozen weight; called as `Recipe.pack` is."""
+        """The tensor that the op reads instead of a frozen weight; called like `Recipe.pack`."""
 
     def multiply(
         self,
@@ -84,49 +84,51 @@ class PanelOp(Protocol):
     ) -> Sequence[Tensor]:
         """[N, O] of each slot without bias, its adapter included; traced with its backward.
 
-        `panel`: A's and B's as `PanelShape` lays them out, with `shape.frozen` false. `weights`: one tensor a slot, as
-        `pack` makes it. `rows`: one row a slot of the recipe's state. `adapters`: A and B of each slot in turn, which
-        the gradients are of.
+        `panel`: A's and B's as `PanelShape` lays them out, with `shape.frozen` false. `weights`: one tensor per slot,
+        made by `pack`. `rows`: one row of the recipe's state per slot. `adapters`: A and B of each slot in turn, which
+        receive the gradients.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeContext:
-    """What a recipe is built for."""
+    """The context for which a recipe is built."""
 
     device: torch.device
     """The compute device."""
     dtype: Literal["fp32", "bf16"]
-    """The model's dtype, which activations and weights have when `linear` gets them."""
+    """The model's dtype, the dtype of the activations and weights that `linear` receives."""
 
 
 class Recipe:
-    """A precision recipe, ready for one device: what `RecipeSpec.build` returns.
+    """A precision recipe, ready for one device; `RecipeSpec.build` returns it.
 
-    A recipe overrides `linear`, and what else it has.
+    A recipe overrides `linear`, and the other members as needed.
     """
 
     name: str
     """The spec's name."""
     plain: bool = False
-    """Whether `linear` is x Wᵀ in the dtype of both; then an adapter may be folded into the product."""
+    """Whether `linear` is x Wᵀ in the dtype of both operands; then an adapter may be fused into the product."""
     note: str | None = None
-    """What the run says of the recipe once."""
+    """A note about the recipe that the run shows once, or None."""
     panel_op: PanelOp | None = None
-    """What multiplies adapted slots with frozen weights instead of `linear`, where a kernel pack offers its op."""
+    """The product for adapted slots with frozen weights, used instead of `linear` if a kernel pack offers its op."""
     pack: Callable[[Tensor, LinearSlot], Tensor] | None = None
-    """(frozen weight_OI, slot) → the one tensor, of any shape and dtype, that `linear` gets in its place; called once a
-    weight. Traced for its shape, so plain torch ops only. A method, or None: frozen weights stay as they are."""
+    """(frozen weight_OI, slot) → one tensor, of any shape and dtype, that `linear` receives instead; called once per
+    weight. Traced for its shape, so plain torch ops only. A method, or None if frozen weights do not change.
+    """
     rounded: Callable[[Tensor, Role], tuple[Tensor, Tensor]] | None = None
-    """(matrix [R, K], K the inner dimension of its product; role) → (the values that it rounds to, fp32 [R, K]; where
-    they are cut off, bool [R, K]). For reports. A method, or None."""
+    """(matrix [R, K], K the inner dimension of its product; role) → (the rounded values, fp32 [R, K]; a mask of clipped
+    values, bool [R, K]). For reports. A method, or None.
+    """
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
         """y_NO in x's dtype, traced with its backward; no bias, no adapter."""
         raise NotImplementedError
 
     def state(self, slots: int, device: torch.device) -> RecipeState | None:
-        """The state of that many slots on a device, which may be ``meta``; None if the recipe has none."""
+        """The state for this number of slots on a device, which may be ``meta``; None if the recipe has none."""
         return None
 
 
@@ -137,7 +139,7 @@ class RecipeSpec:
     name: str
     """The value of `recipe`."""
     build: Callable[[Any, RecipeContext], Recipe]
-    """(options, what it is built for) → the recipe; raises `MachineError` if the device cannot run it."""
+    """(options, context) → the recipe; raises `MachineError` if the device cannot run it."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
     mistakes: Callable[[Any, Callable[[], Literal["fp32", "bf16"]]], Iterable[tuple[str, str, str]]] = (
@@ -146,6 +148,6 @@ class RecipeSpec:
     """(options, the model's dtype when called) → (option, what is wrong with it, the fix) of each mistake; for the
     configuration's check, before anything is built."""
     packs: bool = False
-    """Whether what is built has `pack`; asked before anything is built."""
+    """Whether the recipe has `pack`; read before anything is built."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
-    """Why the device cannot run the recipe natively, or None."""
+    """The reason why the device cannot run the recipe natively, or None."""

@@ -1,4 +1,4 @@
-"""Tasks: which micro-batches a run trains on, step by step."""
+"""Tasks: the micro-batches that a run trains on, step by step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Steps(Protocol):
-    """An endless stream of optimizer steps, whose place a checkpoint keeps."""
+    """An endless stream of optimizer steps, whose position a checkpoint records."""
 
     @property
     def epoch(self) -> float:
-        """Passes over the training data that have been handed out."""
+        """Passes over the training data so far, with a fraction."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -30,10 +30,10 @@ class Steps(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """The place in the stream, as JSON values."""
+        """The position in the stream, as JSON values."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step at which `state` was taken. Raises `UserError` where the data differ."""
+        """Continue after the step at which `state` was taken. Raises `UserError` if the data differ."""
 
 
 class Evaluation(Protocol):
@@ -47,21 +47,21 @@ class Evaluation(Protocol):
 
 
 class Task(Protocol):
-    """What a `TaskSpec` builds."""
+    """The task that a `TaskSpec` builds."""
 
     def sample(self) -> MicroBatch:
-        """A micro-batch with the shapes of all; the engine allocates for it before the first step."""
+        """A micro-batch with the shapes of all others; the engine allocates for it before the first step."""
 
     def steps(self) -> Steps:
         """The steps from the beginning; equal data and keys give equal micro-batches."""
 
     def evaluation(self) -> Evaluation | None:
-        """The held-out micro-batches, or None where nothing is held out."""
+        """The held-out micro-batches, or None if nothing is held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """A task: what is trained on, and how it is cut into steps."""
+    """A task: the training data and their division into steps."""
 
     name: str
     """The value of `task`, and the command ``surogate NAME``."""

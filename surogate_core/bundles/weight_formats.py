@@ -1,4 +1,4 @@
-"""Weight formats: what frozen weights are stored in under QLoRA.
+"""Weight formats: how frozen weights are stored under QLoRA.
 
 Suffixes: O outputs, I inputs.
 """
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class WeightFormat:
-    """A form that frozen weights are stored in, which `WeightFormatSpec.build` returns. Each weight is unpacked before
-    it is multiplied, whatever the recipe."""
+    """A storage format of frozen weights; `WeightFormatSpec.build` returns it. Each weight is unpacked before it is
+    multiplied, under every recipe.
+    """
 
     name: str
     """The spec's name."""
@@ -28,30 +29,32 @@ class WeightFormat:
         raise NotImplementedError
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        """[nbytes] uint8 of a weight in the model's dtype. Called once a weight, on its device; temporaries are smaller
-        than the weight."""
+        """[nbytes] uint8 of a weight in the model's dtype. Called once per weight, on its device; temporaries are
+        smaller than the weight.
+        """
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Write what `pack` made into the room, which has the model's dtype and whose rows may lie apart.
+        """Write the weight into the workspace `room_OI`, which has the model's dtype and may have gaps between rows.
 
-        Called before each use, in CUDA graphs too: nothing may wait for the device. Equal inputs give equal bits.
+        Called before each use, in CUDA graphs too, so it must not wait for the device. Equal inputs give equal bits.
         """
         raise NotImplementedError
 
     def note(self, device: torch.device) -> str | None:
-        """What the run says of it once, such as that a device has no kernel for it, or None."""
+        """A note that the run shows once, such as that a device has no kernel for it, or None."""
         return None
 
     def adopts(self, block: tuple[int, int] | None) -> bool:
-        """Whether `adopt` takes checkpoints whose scales are of blocks of this size (None: of no square block).
+        """Whether `adopt` supports checkpoints whose scales belong to blocks of this size (None: blocks are not
+        square).
 
         Asked for checkpoints of the formats that the spec's `adopts` names.
         """
         return True
 
     def adopt(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """What `pack` would make of a weight of a quantised checkpoint, with the checkpoint's own codes.
+        """A weight of a quantised checkpoint in the form of `pack`, with the checkpoint's own codes.
 
         `parts`: the weight's tensors by part: codes and scales, for NVFP4 also decode, as `hf.prequantised` names them.
         """
@@ -69,7 +72,7 @@ class WeightFormatSpec:
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
     flag: str | None = None
-    """A flat key that chooses the format if it is true, such as ``qlora_bnb``; None if there is only `qlora_format`."""
+    """A flat key that selects the format if it is true, such as ``qlora_bnb``; None if only `qlora_format` does."""
     adopts: tuple[str, ...] = ()
     """Schemes of quantised checkpoints whose tensors `WeightFormat.adopt` takes, by their names in `hf.prequantised`:
     ``fine-grained FP8``, ``ModelOpt NVFP4``."""
