@@ -1,4 +1,4 @@
-"""The conformance kit: what every plugin of a kind must hold fast, for the plugin's own tests and for `plugins check`.
+"""The conformance kit: checks that every plugin of a kind must pass, for its own tests and for `plugins check`.
 
 In a test, by the pytest plugin `surogate_core.testing.pytest_plugin` (``pytest -p``, or `pytest_plugins` in a
 ``conftest.py``), which gives a test with the argument `surogate_check` every check of one plugin::
@@ -10,7 +10,7 @@ In a test, by the pytest plugin `surogate_core.testing.pytest_plugin` (``pytest 
 
 Without pytest: ``for check in checks("optimizer-lion"): check.run()``.
 
-Beside the checks there is what plugins' own tests share:
+The kit also has helpers for the tests of plugins:
 
 - `tiny`: models and micro-batches of a few dozen numbers, in an engine
 - `parity`: a model family against transformers' class of it

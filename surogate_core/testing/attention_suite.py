@@ -1,6 +1,6 @@
-"""Tests of a kernel pack's attention on a GPU: against the reference in float64, and against itself.
+"""Tests of a kernel pack's attention on a GPU, against the reference in float64 and for repeatable bits.
 
-A pack's tests subclass `PackedAttention` and say what the pack takes. Shapes are [N, H, E].
+A pack's tests subclass `PackedAttention` and state what the pack supports. Shapes are [N, H, E].
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def run(attention: Attention, tensors: list[torch.Tensor], borders: torch.Tensor
 
 
 class PackedAttention:
-    """What every pack's attention must do; a pack's tests subclass it."""
+    """Tests that every pack's attention must pass; a pack's tests subclass it."""
 
     pack: ClassVar[ModuleType]
     """The plugin's module."""
     features: ClassVar[tuple[int, ...]] = (128,)
-    """Of a head: the sizes that its kernels are made for."""
+    """Head sizes that the kernels support."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     pytestmark = pytest.mark.gpu
 
     @pytest.fixture
     def attention(self) -> Attention:
-        """The pack's kernel; skips where the GPU cannot run it."""
+        """The pack's kernel; skips the test if the GPU cannot run it."""
         device = torch.device("cuda")
         reason = self.pack.unavailable(device)
         if reason is not None:
@@ -111,12 +111,12 @@ class PackedAttention:
     def test_sizes_of_values(self, attention: Attention, scale: float) -> None:
         """At 30 the scores reach thousands: softmax picks one key, and exp must not overflow."""
         compared = against_reference(attention, make(300, (4, 2), 128, torch.bfloat16, scale), [0, 141, 300], 128**-0.5)
-        # Where softmax has picked a key, dq and dk are what is left of terms of this size.
+        # If softmax has picked one key, dq and dk are differences of terms of this size.
         size = 128**-0.5 * max(scale, 1e-8) ** 2 if scale == 30.0 else 0.0
         assert compared.error(at_least=[0.0, size, size]) <= BOUNDS[torch.bfloat16]
 
     def test_other_layouts(self, attention: Attention) -> None:
-        """Slices of one buffer, which are read where they are, and layouts that must be copied first."""
+        """Slices of one buffer, which are read in place, and layouts that must be copied first."""
         fused = random(300, 8, 128, dtype=torch.bfloat16).cuda()
         sliced = (fused[:, :4], fused[:, 4:6], fused[:, 6:])
         assert against_reference(attention, sliced, [0, 141, 300], 0.1).error() <= BOUNDS[torch.bfloat16]
@@ -129,7 +129,7 @@ class PackedAttention:
 
     @pytest.mark.parametrize("seed", range(12))
     def test_many_documents_at_random(self, attention: Attention, seed: int) -> None:
-        """Each warpgroup skips what its documents do not reach; a slip there waits for ever or loses a block."""
+        """Each warpgroup skips the tiles that its documents do not reach; a mistake there hangs or loses a block."""
         generator = torch.Generator().manual_seed(seed)
         tokens = int(torch.randint(1, 1200, (), generator=generator))
         count = int(torch.randint(0, [3, 12, 80][seed % 3], (), generator=generator))
@@ -138,11 +138,11 @@ class PackedAttention:
         compared = against_reference(
             attention, make(tokens, heads, 128, torch.bfloat16), [0, *inside, tokens, tokens], 128**-0.5
         )
-        # A document of one token has no gradient of q and k: what is left there is rounding.
+        # A document of one token has no gradient of q and k, only rounding errors.
         assert compared.error(at_least=[0.0, 0.05, 0.05, 0.0]) <= BOUNDS[torch.bfloat16]
 
     def test_a_document_does_not_see_another(self, attention: Attention) -> None:
-        """Bit for bit: what stands in other documents and later in one's own does not matter."""
+        """Other documents and later tokens of the same document change no bit."""
         q, k, v = make(300, (4, 2), 128, torch.bfloat16)
         borders = borders_of([0, 141, 300])
         y = attention(q, k, v, borders, 300, 0.1)
@@ -181,7 +181,7 @@ class PackedAttention:
         torch.cuda.synchronize()
 
     def test_a_captured_graph_takes_new_borders(self, attention: Attention) -> None:
-        """The launch does not depend on where documents end: one graph serves all packings."""
+        """The launch does not depend on the borders of documents: one graph works for all packings."""
         q, k, v = (t.requires_grad_() for t in make(600, (4, 2), 128, torch.bfloat16))
         dy, borders = torch.randn_like(q), borders_of([0, 600, 600, 600])
         stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""A tokenizer with chat templates in the shapes that users bring; for the tests of data set formats."""
+"""A tokenizer with chat templates like those of users, for the tests of data set formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""ChatML in one line, which leaves tools out."""
+"""ChatML in one line, which drops tools."""
 
 CHATML_MARKED_INSIDE = CHATML.replace(
     "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}",
@@ -23,7 +23,7 @@ CHATML_MARKED_INSIDE = CHATML.replace(
     "{% generation %}{{- m.content }}{% endgeneration %}{%- else %}{{- m.content }}{%- endif %}"
     "{{- '<|im_end|>\\n' }}",
 )
-"""Generation markers that leave the end-of-turn token out."""
+"""Generation markers that exclude the end-of-turn token."""
 
 MISTRAL_PAIRS = (
     "{{- bos_token }}{%- for m in messages %}"
@@ -49,7 +49,7 @@ TEMPLATES = {
     "chatml-marked-inside": CHATML_MARKED_INSIDE,
     "mistral-pairs": MISTRAL_PAIRS,
     "unprompted": UNPROMPTED,
-    # As Phi-3 has it: the end of the text is written behind the last turn.
+    # Like Phi-3: the end-of-text token follows the last turn.
     "phi-closed": unmarked(template_text("phi")).rstrip().removesuffix("{%- endif %}").rstrip()
     + "{%- else %}{{- eos_token }}{%- endif %}",
     **{name: unmarked(template_text(name)) for name in SHIPPED},

@@ -19,23 +19,25 @@ def ensure(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that must hold of a plugin, or of one bundle that it offers."""
+    """A requirement on a plugin, or on one bundle that it offers."""
 
     subject: str
     """``plugin`` or the kind and name of the bundle, e.g. ``optimizer adamw``."""
     title: str
-    """What must hold."""
+    """The requirement, in words."""
     call: Callable[[], None]
     """The check itself: raises `AssertionError`, whatever the bundle raises, or `NotApplicable`."""
     package: Path | None = None
-    """The plugin's module file or package directory, whose lines failures name."""
+    """The plugin's module file or package directory; failures name its lines."""
     seconds: float = SECONDS
-    """The time that it may take."""
+    """Time limit in seconds."""
     apart: bool = False
-    """Whether it runs in a child process, where that is possible."""
+    """Whether it runs in a child process, if possible."""
 
     def run(self) -> None:
-        """Raises `CheckFailedError`, an `AssertionError`, where it does not hold; `NotApplicable` with a reason."""
+        """Run it. Raises `CheckFailedError`, an `AssertionError`, if the requirement is not met; `NotApplicable` with a
+        reason.
+        """
         guarded(self.call, seconds=self.seconds, package=self.package, apart=self.apart)
 
     def __str__(self) -> str:

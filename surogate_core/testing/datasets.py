@@ -1,4 +1,4 @@
-"""Checks of data set formats: what is trained is what was read, and a bad row has a reason."""
+"""Checks of data set formats: the trained tokens are those of the row, and a bad row has a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def labels_are_inputs(spec: DatasetFormat) -> None:
 
 
 def refuses_bad_rows(spec: DatasetFormat) -> None:
-    """A row without its fields is a `RowError` with a reason; one with odd values is that, or a document."""
+    """A row without its fields is a `RowError` with a reason; a row with odd values is a `RowError` or a document."""
     for row, options in _examples(spec):
         variants: list[dict[str, Any]] = [{}] if spec.encode is not None else []
         odd: tuple[Any, ...] = (None, 3, [], {"a": 1})

@@ -1,4 +1,4 @@
-"""A machine with a GPU, as far as questions about it go."""
+"""A fake GPU for code that asks whether there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def a_gpu_is_there(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], packages: bool = True) -> None:
-    """torch says so; `packages`: whether any package that is looked for is installed."""
+    """Make torch report a GPU; `packages`: whether every package counts as installed."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

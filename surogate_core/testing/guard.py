@@ -1,4 +1,6 @@
-"""How a check is run: within a time limit, apart where its plugin may end the process, with the place of an error."""
+"""Runs a check: within a time limit, in a child process if its plugin may end the process, with the place of an
+error.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,27 @@ from typing import Any, NoReturn
 from surogate_core.train.signals import TimeUp, time_limit
 
 SECONDS = 600.0
-"""The time that a check may take: many times what the slowest of ours does."""
+"""Time limit of a check in seconds: many times that of the slowest built-in plugin."""
 SECONDS_APART = 60.0
-"""The same of a check that runs in a child process, which computes little."""
+"""The same for a check in a child process, which computes little."""
 GRACE = 5.0
-"""Seconds that a child process has after its time, to say where it was."""
+"""Seconds for a child process after its time limit, to report where it was."""
 
 _CORE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class NotApplicable(Exception):  # noqa: N818 - an outcome, not an error
-    """The check says nothing about this bundle on this machine; the message is the reason."""
+    """The check does not apply to this bundle on this machine; the message is the reason."""
 
 
 class CheckFailedError(AssertionError):
-    """The check does not hold."""
+    """The requirement is not met."""
 
     def __init__(self, message: str, trace: str = ""):
         super().__init__(message)
         self.trace = trace
-        """The traceback behind it, as text; empty where the kit itself found the fault."""
+        """The traceback as text; empty if the kit itself found the fault."""
 
 
 class _Exits(BaseException):
@@ -92,9 +94,9 @@ def _message(error: BaseException, seconds: float, package: Path | None) -> str:
 
 
 def place_of(trace: TracebackType | None, package: Path | None) -> str:
-    """``file:line`` of the plugin's last line in a traceback, or nothing.
+    """``file:line`` of the plugin's last line in a traceback, or an empty text.
 
-    Without a package: of the last line that is neither the core's nor a library's.
+    Without a package, that of the last line outside of the core and of libraries.
     """
     found = ""
     while trace is not None:
@@ -115,7 +117,7 @@ def _is_plugins(file: Path, package: Path | None) -> bool:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as text; nothing for what the kit itself found wrong, since its lines say no more."""
+    """The traceback as text; empty for a fault that the kit itself found, because its lines are not informative."""
     own = isinstance(error, AssertionError) and not place_of(error.__traceback__, None)
     return "" if own else "".join(traceback.format_exception(error))
 
@@ -128,7 +130,7 @@ def _apart(call: Callable[[], None], seconds: float, package: Path | None) -> No
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # The child runs nothing that another thread of this process could hold a lock of.
+        # The child uses no lock that another thread of this process could hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -176,7 +178,7 @@ def _in_child(call: Callable[[], None], seconds: float, package: Path | None, wr
 
 
 def _answer(read: int, seconds: float) -> bytes | None:
-    """The line that the child writes; empty where it ended without one, None where it is not done in time."""
+    """The line that the child writes; empty if it ended without one, None if it exceeded its time limit."""
     until = time.monotonic() + seconds
     found = b""
     while not found.endswith(b"\n"):
@@ -192,7 +194,7 @@ def _answer(read: int, seconds: float) -> bytes | None:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """What a plugin raises within begins with what it was asked for; the error behind it keeps its place."""
+    """Errors of a plugin inside begin with the requested operation; the original error keeps its place."""
     try:
         yield
     except (NotApplicable, AssertionError):

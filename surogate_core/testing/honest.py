@@ -17,7 +17,7 @@ _TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "profiler",
 
 
 class HonestOps(TorchDispatchMode):
-    """Within it, a custom op that writes to memory which its schema does not call mutated is an `AssertionError`.
+    """Inside it, a custom op that writes to memory that its schema does not declare mutated raises an `AssertionError`.
 
     The whole storage of every argument is compared, so that writes beside a view are seen. A result in the memory of an
     argument is refused too. `seen` has the names of the ops that were called.
@@ -30,7 +30,7 @@ class HonestOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the op, and compare its arguments with what they were."""
+        """Call the op, and compare its arguments with copies."""
         kwargs = kwargs or {}
         if func.namespace in _TORCH:
             return func(*args, **kwargs)

@@ -29,13 +29,13 @@ SLOTS, FLOATS = 18, 8
 
 
 THREADS = 32
-"""Of a block, in the place of the source's own number."""
+"""Threads of a block, which replaces the number in the source."""
 
 
 @cache
 def _library(sources: Sources, name: str) -> ctypes.CDLL:
     assert COMPILER is not None
-    # The toolkit's headers are left out: the host has its own.
+    # The toolkit's headers are excluded, because the host has its own.
     text, changed = re.subn(
         r"constexpr int threads = \d+;", f"constexpr int threads = {THREADS};", source_of(sources, name)
     )
@@ -50,14 +50,14 @@ def _library(sources: Sources, name: str) -> ctypes.CDLL:
 
 
 class HostModule:
-    """In the place of a `surogate_core.kernels.native.Module`: kernels run on the CPU, on its tensors."""
+    """Replaces a `surogate_core.kernels.native.Module`: kernels run on the CPU, on CPU tensors."""
 
     def __init__(self, sources: Sources, name: str):
         self.sources = sources
         self.name = name
 
     def launch(self, function: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
-        """As `Module.launch`. `block` must be `THREADS`."""
+        """Like `Module.launch`. `block` must be `THREADS`."""
         assert block == THREADS
         library = _library(self.sources, self.name)
         floats = [a for a in arguments if isinstance(a, float)]
@@ -76,9 +76,9 @@ def device_for(
     unavailable: Callable[[torch.device], str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> torch.device:
-    """The GPU if `place` is "cuda"; else the CPU, for which `kernels`, a pack's module, gets its source compiled.
+    """The GPU if `place` is "cuda"; otherwise the CPU, for which the source of `kernels`, a pack's module, is compiled.
 
-    Skips the test where a GPU or a compiler is missing.
+    Skips the test if a GPU or a compiler is missing.
     """
     if place == "cuda":
         reason = unavailable(torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Refuses what a CUDA graph cannot hold: code that waits for a tensor's value on the host."""
+"""Refuses code that a CUDA graph cannot capture: code that waits for a tensor's value on the host."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _TORCH = Path(torch.__file__).resolve().parent
 
 
 class _HostRead(BaseException):
-    """Raised where a value is read: not an `Exception`, so that the code under test does not go on after it."""
+    """Raised when a value is read; not an `Exception`, so that the code under test does not catch it."""
 
 
 def _of_the_core() -> bool:
-    """Whether an op of the core reads: those look at values on a CPU only, where nothing waits."""
+    """Whether an op of the core reads the value: these ops read values only on a CPU, where nothing waits."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
@@ -79,9 +79,9 @@ class _Ops(TorchDispatchMode):
 
 @contextmanager
 def no_host_reads(what: str) -> Iterator[None]:
-    """Raise `AssertionError` where a tensor's value is read on the host; the message begins with `what`, e.g. a method.
+    """Raise `AssertionError` if a tensor's value is read on the host; the message begins with `what`, e.g. a method.
 
-    What C code reads by itself is not seen, and ops of the core are trusted.
+    Reads inside C code are not detected, and ops of the core are trusted.
     """
     try:
         with _Methods(), _Ops():

@@ -35,11 +35,11 @@ class Inputs:
     leaves: Mapping[str, Tensor]
     """Name → tensor, fp64, on the CPU."""
     call: Callable[[Callable[..., Any], list[Tensor]], Any]
-    """(function, leaves in some dtype, on some device) → what the function returns."""
+    """(function, leaves in some dtype, on some device) → the function's result."""
     what: str = ""
-    """What is special about them."""
+    """The special property of these inputs, in words."""
     apart: bool = False
-    """Whether rows of the leaves and of the results' gradients lie apart in memory."""
+    """Whether there are gaps between rows of the leaves and of the results' gradients."""
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -148,7 +148,7 @@ def _adapted_linears() -> Iterator[Inputs]:
             x, *ab = t
             panel = shape.allocate(x.device, x.dtype)
             for number, weight in enumerate(weights):
-                # bf16 holds it in every dtype, so that all compute with the same weight.
+                # Representable in bf16, so that all dtypes compute with the same weight.
                 shape.weight(panel, number).copy_(weight.bfloat16())
             with torch.no_grad():
                 shape.load(panel, list(zip(ab[::2], ab[1::2], strict=True)))
@@ -170,7 +170,7 @@ CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "dropout": _dropout,
     "adapted_linears": _adapted_linears,
 }
-"""Op → inputs for it; the first are plain."""
+"""Op → its inputs; the first ones are ordinary."""
 
 WIDE_STATISTICS = frozenset({"rms_norm", "norm_rope"})
 """Ops whose statistics of a row are in fp32, so that no row is scaled by a rounded factor."""
@@ -187,11 +187,11 @@ WITHOUT_CASES = frozenset(
         "scaled_linears",
     }
 )
-"""Ops that work in place or give codes: no bound on an error says whether they are right, so packs test their bits."""
+"""Ops that work in place or return codes: an error bound cannot check them, so packs test their bits."""
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """A copy whose rows lie apart in memory."""
+    """A copy with gaps between rows."""
     room = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 16)
     return room[..., : tensor.shape[-1]].copy_(tensor)
 
@@ -210,8 +210,8 @@ def _values(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) 
 
 
 def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> dict[str, Tensor]:
-    """Values and gradients by name; refuses a function that writes to what it is given."""
-    # Views, so that the layout stays; what a function writes to them is seen in `leaves`.
+    """Values and gradients by name; refuses a function that writes to its arguments."""
+    # Views, so that the layout stays; writes of a function to them are visible in `leaves`.
     before = [t.clone() for t in leaves]
     given = [t.detach().requires_grad_() for t in leaves]
     with HonestOps():
@@ -257,7 +257,7 @@ def _devices(pack: KernelPack) -> list[torch.device]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A kernel and inputs that it takes."""
+    """A kernel and inputs that it supports."""
 
     kernel: Kernel
     device: torch.device
@@ -270,7 +270,7 @@ class _Case:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Begin what is wrong with the kernel's name and what it was given."""
+        """Prefix an error with the kernel's name and its inputs."""
         special = f", {self.inputs.what}" if self.inputs.what else ""
         where = f"{self.kernel.op} {self.kernel.name} on {self.device.type} in {self.dtype}{special}"
         try:
@@ -283,7 +283,7 @@ class _Case:
 
 
 def _cases(pack: KernelPack) -> Iterator[_Case]:
-    """Every kernel with all inputs of its op that it takes, in each dtype and on each device that it supports."""
+    """Every kernel with all supported inputs of its op, in each supported dtype and on each supported device."""
     for device in _devices(pack):
         for kernel in pack.kernels():
             for dtype in BOUNDS:
@@ -298,7 +298,7 @@ def _cases(pack: KernelPack) -> Iterator[_Case]:
 
 
 def names_ops(pack: KernelPack) -> None:
-    """Every kernel is of an op that exists, with a name of its own, and above the reference."""
+    """Every kernel belongs to an existing op, has a unique name, and a higher priority than the reference."""
     _devices(pack)
     kernels = list(pack.kernels())
     for kernel in kernels:
@@ -343,7 +343,7 @@ def _ensure_equal(case: _Case) -> None:
 
 
 def _row_scale(found: Tensor, exact: Tensor) -> float:
-    """How far the rows are scaled wrongly: root mean square over the rows; rounding of elements averages out."""
+    """Error in the scaling of the rows: root mean square over the rows; rounding of elements averages out."""
     a, b = found.double().flatten(0, -2), exact.double().flatten(0, -2)
     scale = (a * b).sum(-1) / (b * b).sum(-1)
     return float((scale - 1).square().mean().sqrt())
@@ -373,7 +373,7 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _layouts_traced(case: _Case) -> dict[str, str]:
-    """What `_run` gives, on fake tensors."""
+    """The result of `_run`, on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         given = [mode.from_tensor(t).detach().requires_grad_() for t in case.leaves]
         try:

@@ -1,4 +1,4 @@
-"""Checks of launchers: every rank of the job runs once, and the exit code comes back."""
+"""Checks of launchers: every rank of the job runs once, and the launcher returns the exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surogate_core.testing.check import NotApplicable, ensure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A job that trains nothing: it leaves a file for its rank, and ends as it is asked to."""
+    """A job that trains nothing: it writes a file for its rank, and ends in the requested way."""
 
     directory: str
     code: int = 0
@@ -22,7 +22,7 @@ class Probe:
     task: str = "sft"
 
     def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None) -> int:
-        """Leave the file ``RANK of WORLD``; the code, or `RuntimeError`."""
+        """Write the file ``RANK of WORLD``; returns the code or raises `RuntimeError`."""
         (Path(self.directory) / f"{rank} of {world}").touch(exist_ok=False)
         if self.fails:
             raise RuntimeError("raised by the conformance kit")
@@ -30,7 +30,7 @@ class Probe:
 
 
 def returns_the_exit_code(launcher: Launcher) -> None:
-    """With the options' defaults every rank of the job runs, here or in other processes, and 0 and 3 come back."""
+    """With the options' defaults every rank of the job runs, here or in other processes, and 0 and 3 are returned."""
     plugins = load_plugins(import_policy())
     for code in (0, 3):
         with tempfile.TemporaryDirectory() as directory:
@@ -46,7 +46,7 @@ def returns_the_exit_code(launcher: Launcher) -> None:
 
 
 def lets_errors_through(launcher: Launcher) -> None:
-    """What a job raises ends the launch: an error, or an exit code that is not 0; never 0."""
+    """An exception of a job ends the launch with an error or an exit code that is not 0; never with 0."""
     plugins = load_plugins(import_policy())
     with tempfile.TemporaryDirectory() as directory:
         try:

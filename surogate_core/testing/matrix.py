@@ -1,8 +1,8 @@
-"""Whether what is installed can be combined: every pair of choices trains a step together, or is refused by name.
+"""Checks which installed plugins can be combined: every pair of choices trains a step together, or is refused by name.
 
 The choices are model family × recipe × optimizer × offloader × mode. All combinations would be too many; a design
-covers every pair of choices (the pairwise design of software testing). A combination that is refused covers nothing:
-the pair that is to blame is found, and its other pairs are tried in other combinations.
+covers every pair of choices (the pairwise design of software testing). A refused combination covers nothing: the pair
+that causes the refusal is found, and the other pairs are tried in other combinations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from surogate_core.run.assemble import build_engine, resolve_device, resolve_lor
 from surogate_core.testing import tiny
 
 Combination = Mapping[str, str]
-"""Factor → the value that is chosen."""
+"""Factor → the chosen value."""
 
 Pair = frozenset[tuple[str, str]]
 """Two (factor, value)."""
@@ -43,7 +43,7 @@ _COMMON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a combination."""
+    """The outcome of a combination."""
 
     combination: Combination
     result: Literal["trained", "refused", "crashed"]
@@ -56,18 +56,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """What a design has shown."""
+    """The results of a design."""
 
     outcomes: Sequence[Outcome]
     trained: frozenset[Pair]
     """Pairs that were trained together."""
     refused: frozenset[Pair]
-    """Pairs that are refused in themselves."""
+    """Pairs that are refused themselves."""
     missed: frozenset[Pair]
-    """Pairs that were neither: they crashed, or were refused for no pair's sake."""
+    """Pairs that were neither: they crashed, or the refusal has no pair as its cause."""
 
     def count(self, result: str) -> int:
-        """Combinations that ended so."""
+        """Number of combinations with this outcome."""
         return sum(o.result == result for o in self.outcomes)
 
     def __str__(self) -> str:
@@ -105,9 +105,9 @@ def cover(
 ) -> Matrix:
     """Combinations until every pair of values was in one that trained, or is known to be refused.
 
-    `refuses` tells without training. Greedy and deterministic: each combination begins with the first open pair and
-    takes of every other factor the value that adds the most open pairs. A pair is to blame for a refusal if it is
-    refused in the first combination that trained, too.
+    `refuses` answers without training. The design is greedy and deterministic: each combination begins with the first
+    open pair and takes from every other factor the value that adds the most open pairs. A pair is the cause of a
+    refusal if it is also refused in the first combination that trained.
     """
     choices = [(factor, value) for factor, values in factors.items() for value in values]
     open_pairs = {frozenset(p): None for p in combinations(choices, 2) if p[0][0] != p[1][0]}
@@ -121,7 +121,7 @@ def cover(
         first = next(iter(open_pairs))
         combination = _extended(first, factors, open_pairs, refused)
         if combination is None:
-            # Each way to complete it holds a pair that is refused, perhaps as one of its values always is.
+            # Every completion contains a refused pair, perhaps because one of its values is always refused.
             del open_pairs[first]
             (refused if refuses({**baseline, **dict(first)}) else missed).add(first)
             continue
@@ -180,7 +180,7 @@ def _pairs(items: Iterable[tuple[str, str]]) -> list[Pair]:
 
 
 def refusal(combination: Combination, registry: Registry) -> SurogateError | None:
-    """Why the combination is refused before anything is loaded, or None."""
+    """The reason why the combination is refused before anything is loaded, or None."""
     try:
         _prepared(combination, registry)
     except SurogateError as error:
@@ -213,7 +213,7 @@ def try_combination(combination: Combination, registry: Registry) -> Outcome:
 
 
 def _prepared(combination: Combination, registry: Registry) -> tuple[Any, Any]:
-    """What a run does before it loads: the configuration, the model's shape, the adapters, the recipe."""
+    """The steps of a run before it loads: the configuration, the model's shape, the adapters, the recipe."""
     groups = [f"{kind}={combination[kind]}" for kind in ("recipe", "optimizer", "offload")]
     overrides = [*_COMMON, f"model.name={combination['model']}", *groups, *MODES[combination["mode"]]]
     config = load_run_config(overrides, registry=registry)

@@ -36,7 +36,7 @@ def _tiny(family: ModelFamily) -> dict[str, Any]:
 
 
 def _reference(family: ModelFamily) -> Any:
-    """The class of transformers on random weights, of which every tensor matters."""
+    """The class of transformers with random weights, in which every tensor affects the result."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,4 +1,4 @@
-"""Checks of monitors: they take every event, keep JSON, and the run outlives them."""
+"""Checks of monitors: they accept every event, their state is JSON, and the run survives their failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STEP: dict[str, Any] = {
 
 
 def events() -> list[Event]:
-    """One run, in the order in which it would emit them; a loss and a norm that are not finite are among them."""
+    """The events of one run in order, including a loss and a norm that are not finite."""
     steps = [StepEnd(step=n, loss=3.0 / n, **_STEP) for n in (1, 2)]
     bad = StepEnd(step=3, loss=float("nan"), **(_STEP | {"grad_norm": float("inf")}))
     return [
@@ -76,7 +76,7 @@ def events() -> list[Event]:
 
 
 class _Recorder:
-    """Sees what comes past the monitor under test."""
+    """Receives the events that the monitor under test lets pass."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -116,9 +116,9 @@ class _Failing(_Recorder):
 
 
 SLOW_SECONDS = 1.0
-"""An event that takes longer is slow; a first one may be, since a monitor imports what it needs."""
+"""Seconds above which an event is slow; the first one may be slow, because a monitor then imports its packages."""
 SLOW_EVENTS = 3
-"""Slow events with which a monitor holds up the steps."""
+"""Number of slow events with which a monitor delays the steps."""
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _built(spec: MonitorSpec) -> Iterator[Monitor]:
 
 
 def _shown(monitor: Monitor) -> None:
-    """Show it a run, and look at its answers and at the time that it takes."""
+    """Send it the events of a run, and check its answers and its time."""
     slow = 0
     for event in events():
         begin = time.monotonic()
@@ -159,7 +159,9 @@ def _closed(monitor: Monitor) -> None:
 
 
 def sees_a_run(spec: MonitorSpec) -> None:
-    """It takes every event of a run, non-finite figures too, in time, answers with controls or nothing, and closes."""
+    """It accepts every event of a run, non-finite figures too, in time, answers with controls or nothing, and
+    closes.
+    """
     with redirect_stdout(io.StringIO()) as printed, _built(spec) as monitor:
         _shown(monitor)
         _closed(monitor)
@@ -169,7 +171,7 @@ def sees_a_run(spec: MonitorSpec) -> None:
 
 
 def keeps_json(spec: MonitorSpec) -> None:
-    """Its state is strict JSON, and is the same in a monitor that has loaded it."""
+    """Its state is strict JSON, and a monitor that loads it returns the same state."""
     with _built(spec) as monitor, _built(spec) as other:
         _shown(monitor)
         with explained("state() fails"):
@@ -188,7 +190,7 @@ def keeps_json(spec: MonitorSpec) -> None:
 
 
 def is_isolated(spec: MonitorSpec) -> None:
-    """Where it raises, the run goes on: it is closed and left out with a notice, the others see every event."""
+    """If it raises, the run continues: it is closed and disabled with a notice, and the others receive every event."""
     with redirect_stdout(io.StringIO()), _built(spec) as monitor:
         recorder = _Recorder()
         failing = _Failing(monitor)

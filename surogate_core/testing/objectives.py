@@ -1,4 +1,4 @@
-"""Checks of objectives: one loss a token, its gradient, chunks, training.
+"""Checks of objectives: one loss per token, its gradient, chunks, training.
 
 Shape suffixes: N tokens, V vocabulary.
 """

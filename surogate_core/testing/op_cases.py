@@ -1,7 +1,7 @@
-"""Inputs for ops, and the ops by their definitions, in float64 by autograd.
+"""Inputs for ops, and the definitions of the ops in float64, differentiated by autograd.
 
-Nothing here is shared with `surogate_core.kernels`: these are the textbook formulas. Shapes: N tokens, H heads,
-E features of a head, D features, V words.
+These are the textbook formulas; nothing is shared with `surogate_core.kernels`. Shapes: N tokens, H heads, E features
+of a head, D features, V words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
+# One thread: tensors this small are finished before a second thread wakes up, and waiting for it is slow on busy cores.
 torch.set_num_threads(1)
 
 Op = Callable[..., Tensor]

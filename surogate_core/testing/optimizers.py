@@ -15,9 +15,9 @@ from surogate_core.testing.hostreads import no_host_reads
 SHAPES = {"decayed": ((256, 64), (64, 128)), "undecayed": ((64,), (33,))}
 DECAY = {"decayed": 0.1, "undecayed": 0.0}
 DRAWS = 32
-"""Seeds that the mean of rounded masters is taken over."""
+"""Number of seeds in the mean of rounded masters."""
 CLIP_TOLERANCE = 1e-3
-"""Relative error of masters and state; 8-bit state may round another way here and there."""
+"""Relative error of masters and state; some values of 8-bit state may round differently."""
 
 
 def _groups(seed: int = 0, dtype: torch.dtype = torch.float32, *, decays: bool = True) -> list[ParamGroup]:
@@ -45,13 +45,13 @@ def _groups(seed: int = 0, dtype: torch.dtype = torch.float32, *, decays: bool =
 
 
 def _fill(group: ParamGroup, flat: Tensor, generator: torch.Generator) -> None:
-    """Random parameters; what lies between them is left."""
+    """Random parameters; the padding between them does not change."""
     for offset, shape in group.shapes.values():
         flat[offset : offset + math.prod(shape)] = torch.randn(math.prod(shape), generator=generator)
 
 
 def _parameters(group: ParamGroup, flat: Tensor) -> Tensor:
-    """Without what lies between."""
+    """Without the padding."""
     return torch.cat([flat[offset : offset + math.prod(shape)] for offset, shape in group.shapes.values()])
 
 
@@ -77,7 +77,7 @@ def _step(made: Optimizer, groups: list[ParamGroup], number: int, lr: float = 1e
 
 
 def _ensure_padding(groups: list[ParamGroup]) -> None:
-    """What lies between parameters is zeros still."""
+    """The padding between parameters is still zero."""
     for group in groups:
         between = torch.ones(len(group.master), dtype=torch.bool)
         for offset, shape in group.shapes.values():
@@ -111,7 +111,7 @@ def steps(spec: OptimizerSpec) -> None:
 
 
 def multiplies_gradients_by_clip(spec: OptimizerSpec) -> None:
-    """Steps with `clip` are those with gradients that are multiplied by it; a power of two, so that both are exact."""
+    """A step with `clip` equals a step with gradients multiplied by it; a power of two, so that both are exact."""
     (made, groups), (twin, twins) = _made(spec), _made(spec)
     for number, clip in enumerate((0.5, 1.0, 0.125)):
         _gradients(groups, number)
@@ -132,7 +132,7 @@ def multiplies_gradients_by_clip(spec: OptimizerSpec) -> None:
 
 
 def decays_weights(spec: OptimizerSpec) -> None:
-    """`weight_decay` of a group draws its weights towards 0, and those of a group without it are left alone."""
+    """`weight_decay` of a group pulls its weights towards 0; the weights of a group without it do not decay."""
     found = []
     for decays in (True, False):
         groups = _groups(decays=decays)
@@ -173,7 +173,7 @@ def skips(spec: OptimizerSpec) -> None:
 
 
 def keeps_state(spec: OptimizerSpec) -> None:
-    """State that is copied into another optimizer goes on bit for bit."""
+    """An optimizer with copied state continues bit for bit."""
     made, groups = _made(spec)
     for number in range(3):
         _step(made, groups, number)
@@ -189,7 +189,7 @@ def keeps_state(spec: OptimizerSpec) -> None:
 
 
 def rounds_masters(spec: OptimizerSpec) -> None:
-    """Where it takes bf16 masters: their mean over many seeds is what fp32 masters become; a seed replays its bits."""
+    """If it supports bf16 masters: their mean over many seeds equals fp32 masters, and a seed reproduces its bits."""
     if "bf16" not in spec.master_dtypes:
         return
     wide, twins = _made(spec)
@@ -210,7 +210,8 @@ def rounds_masters(spec: OptimizerSpec) -> None:
         twin.master.copy_(start.master)
     _step(wide, twins, 0)
     for twin, sum_ in zip(twins, total, strict=True):
-        # In 2^-7 of each value, between half a step of bf16 and one: about 0.05 is right, 0.2 rounded to nearest.
+        # In units of 2^-7 of each value, which is between half a step of bf16 and one: about 0.05 is right, 0.2 means
+        # rounding to nearest.
         unit = 2.0**-7 * _parameters(twin, twin.master).abs()
         error = _parameters(twin, sum_ / DRAWS - twin.master) / unit.clamp(min=1e-30)
         off = float(error.square().mean().sqrt())

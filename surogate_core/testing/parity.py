@@ -1,4 +1,4 @@
-"""A family against transformers' class of it, on tiny random weights: what the tests of model families share.
+"""Compares a family with transformers' class of it, on tiny random weights, for the tests of model families.
 
 The tests of adapters need PEFT.
 """
@@ -21,7 +21,7 @@ from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 
 TOLERANCE = 1e-5
-"""Relative, in fp32; what is measured is near 1e-6."""
+"""Relative tolerance in fp32; measured errors are near 1e-6."""
 LENGTHS = (13, 9, 7)
 TINY: Mapping[str, Any] = {
     "vocab_size": 61,
@@ -42,7 +42,7 @@ Record = Callable[[str, object], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One random model, of transformers and as an engine builds it."""
+    """One random model, in transformers and in an engine."""
 
     reference: Any
     build: Callable[[Mapping[str, Any]], Model]
@@ -57,7 +57,7 @@ class Pair:
         *,
         lengths: Sequence[int] = LENGTHS,
     ) -> Pair:
-        """A random model whose every tensor matters: norms are not one, biases are not zero."""
+        """A random model in which every tensor affects the result: norms are not one, biases are not zero."""
         torch.manual_seed(0)
         model = architecture(config)
         with torch.no_grad():

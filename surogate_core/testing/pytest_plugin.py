@@ -11,7 +11,7 @@ import pytest
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.suites import checks
 
-# So that a failure of a shared test shows its values, as one of the plugin's own does.
+# With this, a failure of a shared test shows its values, like that of the plugin's own tests.
 pytest.register_assert_rewrite("surogate_core.testing.attention_suite")
 
 
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip GPU tests on a machine without a GPU."""
     if item.get_closest_marker("gpu") is None:
         return
     import torch

@@ -17,11 +17,13 @@ from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.hostreads import no_host_reads
 
 BOUND = 0.25
-"""Relative error of a product that four bits can still keep."""
+"""Largest relative error of a product, which four bits can satisfy."""
 MOST_OFF = 0.03
-"""A product's size may be that share off; four bits make it 0.01, and it is no more than half its error."""
+"""Largest relative error of a product's magnitude, which must also be at most half its error; four bits give 0.01."""
 MOST_BIAS = 0.85
-"""The mean of a product's errors over their root mean square: up to 0.7 with four bits, 1 where all are cut off."""
+"""The mean of a product's errors divided by their root mean square: up to 0.7 with four bits, 1 if all values are
+truncated.
+"""
 
 SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=64, outputs=32, bias=False, group="qkv", adapter=None, index=0
@@ -37,7 +39,7 @@ def built(spec: RecipeSpec, device: torch.device, options: Any = None) -> Recipe
 
 
 def _on_devices(spec: RecipeSpec) -> list[tuple[torch.device, Recipe]]:
-    """The devices of this machine that run the recipe, natively or emulated, with what is built for each."""
+    """The devices of this machine that run the recipe, natively or emulated, each with its built recipe."""
     found, reason = [], ""
     for device in (tiny.CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])):
         try:
@@ -57,7 +59,7 @@ def _on_cpu(spec: RecipeSpec) -> Recipe:
 
 
 def says_what_it_is(spec: RecipeSpec) -> None:
-    """What is built has the spec's name, and packs weights if the spec says so."""
+    """The built recipe has the spec's name, and packs weights if the spec says so."""
     for _, recipe in _on_devices(spec):
         name = getattr(recipe, "name", None)
         ensure(name == spec.name, f"what is built has the name {name!r}, the spec {spec.name!r}")
@@ -66,7 +68,7 @@ def says_what_it_is(spec: RecipeSpec) -> None:
 
 
 def _slot(recipe: Recipe, device: torch.device, *, packed: bool = False) -> TracedSlot:
-    """The slot in a micro-step, with a row of its own where the recipe has state."""
+    """The slot in a micro-step, with its row if the recipe has state."""
     state = recipe.state(1, device)
     row = state.rows[0].clone().requires_grad_() if state is not None else None
     return replace(SLOT, seed=torch.tensor(5, dtype=torch.int32, device=device), row=row, packed=packed)
@@ -105,7 +107,7 @@ def _exact(x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[st
 
 
 def multiplies(spec: RecipeSpec) -> None:
-    """x Wᵀ and its gradients have the shapes and dtypes of theirs, few errors, and the same bits each time."""
+    """x Wᵀ and its gradients have the right shapes and dtypes, small errors, and the same bits each time."""
     for device, recipe in _on_devices(spec):
         x_NI, weight_OI = _operands()
         for dtype in (torch.float32, torch.bfloat16):
@@ -131,13 +133,13 @@ def multiplies(spec: RecipeSpec) -> None:
 
 
 def _size(found: Tensor, exact: Tensor) -> float:
-    """The factor of `exact` that is nearest to what was found; rounding that is right leaves it at about 1."""
+    """The factor of `exact` that is nearest to the result; it is about 1 with correct rounding."""
     a, b = found.double(), exact.double()
     return float((a * b).sum() / (b * b).sum())
 
 
 def rounds_without_bias(spec: RecipeSpec) -> None:
-    """Errors of products of positive operands are of both signs: rounding always down makes all of them negative."""
+    """Errors of products of positive operands have both signs; if values are always rounded down, all are negative."""
     generator = torch.Generator().manual_seed(1)
     sizes = ((96, 64), (32, 64), (96, 32))
     x_NI, weight_OI, dy_NO = (torch.rand(size, generator=generator) + 0.5 for size in sizes)
@@ -158,7 +160,7 @@ def rounds_without_bias(spec: RecipeSpec) -> None:
 
 
 def takes_zeros(spec: RecipeSpec) -> None:
-    """Rows of zeros, and a tensor of zeros, give zeros, and nothing that is not finite."""
+    """Rows of zeros and tensors of zeros give zeros; all results are finite."""
     for device, recipe in _on_devices(spec):
         for what in ("a row of x", "all of x", "a row of the weight", "all of dy"):
             x, weight = (t.to(device) for t in _operands())
@@ -181,7 +183,7 @@ def reads_nothing_back(spec: RecipeSpec) -> None:
 
 
 def multiplies_packed_weights(spec: RecipeSpec) -> None:
-    """With a frozen weight as `pack` has made it: the same product and dx as with the weight, in fp32 to 1e-5."""
+    """A packed frozen weight gives the same product and dx as the weight, in fp32 to 1e-5."""
     if not spec.packs:
         raise NotApplicable("the recipe packs no weights")
     for device, recipe in _on_devices(spec):
@@ -199,7 +201,9 @@ def multiplies_packed_weights(spec: RecipeSpec) -> None:
 
 
 def keeps_its_state(spec: RecipeSpec) -> None:
-    """Its rows take in what slots observe, in place; a step that is skipped changes no bit; state goes into another."""
+    """Its rows take in the observations of slots, in place; a skipped step changes no bit; another state can load
+    it.
+    """
     for device, recipe in _on_devices(spec):
         state, other = (recipe.state(2, device) for _ in range(2))
         if state is None or other is None:

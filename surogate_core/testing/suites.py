@@ -1,4 +1,4 @@
-"""Which checks there are for a plugin."""
+"""The checks for a plugin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surogate_core.testing import guard
 from surogate_core.testing.check import Check
 
 APART = frozenset({"monitor", "launcher"})
-"""Kinds whose checks run in a child process: they compute nothing, and what they do may end or block a process."""
+"""Kinds whose checks run in a child process: they compute nothing, and may end or block a process."""
 
 _MODULES = {
     "objective": "objectives",
@@ -36,7 +36,7 @@ _MODULES = {
 def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
     """Every check of an installed plugin, by the name of its entry point or of its distribution.
 
-    `registry`: loaded plugins; by default those that the environment's policy lets in. Raises `PluginError` when the
+    `registry`: loaded plugins; by default those that the environment's policy allows. Raises `PluginError` when the
     plugin is not there, may not be imported, or cannot be.
     """
     registry = load_plugins(import_policy()) if registry is None else registry
@@ -70,7 +70,8 @@ def bundle_checks(
 ) -> list[Check]:
     """Every check of one bundle.
 
-    `recipes`: what a model family is trained under. `package`: the plugin's file or directory, whose lines are named.
+    `recipes`: the recipes for training a model family. `package`: the plugin's file or directory, whose lines are
+    named.
     """
     suite = _suite(kind, recipes or {})
     apart = kind in APART

@@ -1,4 +1,4 @@
-"""Checks of tasks: equal data give equal steps, a saved place is found again, every micro-batch has one shape."""
+"""Checks of tasks: equal data give equal steps, a saved position is restored, every micro-batch has the same shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from surogate_core.testing.chat_templates import byte_tokenizer
 from surogate_core.testing.check import ensure
 
 STEPS = 7
-"""Steps that are compared; more than an epoch of the data here has."""
+"""Number of steps that are compared; more than an epoch of the data here has."""
 
 
 def _encode(row: Mapping[str, Any], options: Any, context: EncodeContext) -> Encoded:
@@ -86,7 +86,7 @@ def gives_equal_steps(spec: TaskSpec) -> None:
 
 
 def resumes_where_it_was(spec: TaskSpec) -> None:
-    """The state is strict JSON, and a stream that loads it goes on with the same micro-batches, after any step."""
+    """The state is strict JSON, and a stream that loads it continues with the same micro-batches, after any step."""
     with small(spec) as task:
         for taken in range(STEPS):
             steps = task.steps()
@@ -101,7 +101,7 @@ def resumes_where_it_was(spec: TaskSpec) -> None:
 
 
 def refuses_the_state_of_other_data(spec: TaskSpec) -> None:
-    """A place in other data cannot be continued: `load_state` raises `UserError`."""
+    """A position in other data cannot be restored: `load_state` raises `UserError`."""
     with small(spec) as task:
         steps = task.steps()
         steps.next_step()
@@ -115,7 +115,7 @@ def refuses_the_state_of_other_data(spec: TaskSpec) -> None:
 
 
 def has_one_shape(spec: TaskSpec) -> None:
-    """Every micro-batch, trained or held out, has the shapes and dtypes of the sample and lies on the host."""
+    """Every micro-batch, trained or held out, has the shapes and dtypes of the sample and is on the host."""
     with small(spec) as task:
         steps, evaluation = task.steps(), task.evaluation()
         expected = _shapes(task.sample())
@@ -126,7 +126,7 @@ def has_one_shape(spec: TaskSpec) -> None:
 
 
 def evaluates_the_same(spec: TaskSpec) -> None:
-    """Every pass over the held-out rows has the same micro-batches, as many as it says."""
+    """Every pass over the held-out rows has the same micro-batches, in the stated number."""
     with small(spec) as task:
         evaluation = task.evaluation()
         ensure(evaluation is not None, "nothing is evaluated, and rows are held out")

@@ -1,4 +1,4 @@
-"""Tiny models of the kit's own in an engine, and micro-batches for them: what the tests of plugins train.
+"""Tiny models of the kit in an engine, and micro-batches for them, for the tests of plugins.
 
 Shape suffixes: N tokens, D features.
 """
@@ -38,13 +38,13 @@ from surogate_core.testing.check import ensure
 
 CPU = torch.device("cpu")
 TOKENS = 32
-"""Of a micro-batch."""
+"""Tokens of a micro-batch."""
 BORDERS = 8
-"""Documents that a micro-batch has room for, and one."""
+"""Largest number of documents of a micro-batch, plus one."""
 LENGTHS = (13, 9, 7)
-"""Of the documents of a micro-batch; what remains is padding."""
+"""Lengths of the documents of a micro-batch; the rest is padding."""
 VOCABULARY = 61
-"""Tokens that documents are drawn from: all that the smallest of the models has."""
+"""Number of different tokens in documents: the vocabulary of the smallest model."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear slots of a decoder's block, as PEFT names them."""
 CONFIG: Mapping[str, Any] = {
@@ -55,7 +55,7 @@ CONFIG: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
 }
-"""Of a `TinyModel`; its sizes are multiples of 32, as quantisers want them."""
+"""Configuration of a `TinyModel`; its sizes are multiples of 32, as quantisers need them."""
 SMALL_CONFIG: Mapping[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -63,7 +63,7 @@ SMALL_CONFIG: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "tie_word_embeddings": True,
 }
-"""Of a `SmallModel`."""
+"""Configuration of a `SmallModel`."""
 
 D, H, F = Dim("hidden_size"), Dim("num_attention_heads"), Dim("intermediate_size")
 EPS = Setting("rms_norm_eps", default=1e-6)
@@ -102,7 +102,7 @@ class TinyModel(Model):
 
 
 class SmallBlock(Block):
-    """Two projections, which are traced in no time: for tests of what happens in linear slots."""
+    """Two projections, which are traced quickly, for tests of linear slots."""
 
     eps = EPS
     norm = Param("norm.weight", D)
@@ -137,7 +137,7 @@ class PlainDescent:
 
 
 class TextbookAdamW:
-    """AdamW (arXiv 1711.05101) as torch.optim.AdamW does it, for tests that compare with that or want a state."""
+    """AdamW (arXiv 1711.05101) like torch.optim.AdamW, for tests that compare with it or need state."""
 
     def __init__(self, groups: Sequence[ParamGroup], options: Any):
         self.groups = groups
@@ -212,7 +212,7 @@ def lora(rank: int = 4, *, scale: float = 2.0, dropout: float = 0.0, targets: Se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine of `engine` is made of, beside its `EngineSettings`."""
+    """The parts of an engine of `engine`, in addition to its `EngineSettings`."""
 
     build: Callable[[Mapping[str, Any]], Model] = TinyModel
     recipe: Recipe = PLAIN
@@ -277,7 +277,7 @@ def batch(
     labelled: Sequence[Sequence[bool]] | None = None,
     padding_id: int = 0,
 ) -> MicroBatch:
-    """The documents end to end, then padding as a document of its own.
+    """The concatenated documents, then padding as a separate document.
 
     `labelled[d][t]`: whether token t of document d is to be predicted; by default all but the first are.
     """
@@ -315,7 +315,7 @@ def batches(step: int, count: int = 1) -> list[MicroBatch]:
 def train(
     made: Engine, steps: int, *, start: int = 0, lr: float = 1e-2, same: bool = False, micro_batches: int = 1
 ) -> list[float]:
-    """The losses of that many steps, on data that depends on the step's number, or is always the same."""
+    """The losses of this number of steps, on data that depends on the step's number, or is always the same."""
     return [
         made.train_step(batches(0 if same else step, micro_batches), step=step, lr=lr).read()[0]
         for step in range(start, start + steps)
@@ -331,7 +331,7 @@ def gradients(made: Engine, found: Sequence[MicroBatch], *, step: int = 0) -> di
 
 
 def snapshot(made: Engine) -> dict[str, Tensor]:
-    """Copies of everything that a checkpoint keeps."""
+    """Copies of all tensors of a checkpoint."""
     return {f"{file} {name}": t.clone() for file, tensors in made.state().items() for name, t in tensors.items()}
 
 

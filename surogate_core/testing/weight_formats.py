@@ -1,4 +1,5 @@
-"""Checks of weight formats: what is packed comes back, and training is that on the rounded weights.
+"""Checks of weight formats: packing and unpacking give the weight back, and training equals that on the rounded
+weights.
 
 Shape suffixes: O outputs, I inputs.
 """
@@ -15,7 +16,7 @@ from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 
 BOUND = 0.25
-"""Relative error that four bits can still keep."""
+"""Largest relative error, which four bits can satisfy."""
 SHAPES = ((96, 256), (256, 96), (40, 72), (3, 8), (1, 1))
 """Whole blocks of most formats, parts of blocks, and less than one."""
 
@@ -38,7 +39,7 @@ def _weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
 
 def _unpacked(weight_format: WeightFormat, kept: Tensor, weight_OI: Tensor) -> Tensor:
-    """What comes back, in a room whose rows lie apart; what lies between must stay as it is."""
+    """The unpacked weight, in a workspace with gaps between rows, which must not change."""
     outputs, inputs = weight_OI.shape
     panel = weight_OI.new_full((outputs + 2, inputs + 8), 7.0)
     weight_format.unpack(kept, panel[:outputs, :inputs])
@@ -49,7 +50,9 @@ def _unpacked(weight_format: WeightFormat, kept: Tensor, weight_OI: Tensor) -> T
 
 
 def gives_back(spec: WeightFormatSpec) -> None:
-    """A weight comes back with few errors, in its dtype, from as many bytes as stated, and has the same bits twice."""
+    """A weight is unpacked with small errors, in its dtype, from the stated number of bytes, with the same bits
+    twice.
+    """
     weight_format = built(spec)
     for device in _devices():
         for shape in SHAPES:
@@ -80,7 +83,7 @@ def is_smaller(spec: WeightFormatSpec) -> None:
 
 
 def keeps_extremes(spec: WeightFormatSpec) -> None:
-    """Zeros stay zeros, tiny and huge weights finite, and what is not finite does not look sound."""
+    """Zeros stay zeros, tiny and huge weights stay finite, and values that are not finite do not become valid."""
     weight_format = built(spec)
     for device in _devices():
         weight = _weight((32, 64), torch.float32, device)
@@ -97,7 +100,7 @@ def keeps_extremes(spec: WeightFormatSpec) -> None:
 
 
 def rounded(weight_format: WeightFormat, source: Source) -> Source:
-    """The source with the projections' weights as they come back."""
+    """The source with the projections' weights packed and unpacked."""
 
     def wrapped(spec: TensorSpec) -> Tensor:
         value = source(spec)
@@ -124,7 +127,7 @@ def trains_as_on_rounded_weights(spec: WeightFormatSpec) -> None:
 
 
 def resumes(spec: WeightFormatSpec) -> None:
-    """A resumed run goes on bit for bit."""
+    """A resumed run continues bit for bit."""
     weight_format = built(spec)
     tiny.ensure_resumes(lambda: tiny.engine(weight_format=weight_format, lora=tiny.lora()))
 
