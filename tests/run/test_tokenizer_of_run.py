@@ -10,9 +10,9 @@ import pytest
 from surogate_core.config.schema import ModelSelection, RunConfig
 from surogate_core.errors import UserError
 from surogate_core.files.paths import resolve_package_path
-from surogate_core.run.tokenizer_of_run import EMBEDDED, tokenizer_of_run
+from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 
-OWN = f"{EMBEDDED}/tokenizer"
+OWN = "pkg://surogate_dataset_chat/embedded/tokenizer"
 
 
 def test_the_key_wins_over_the_models_own(tmp_path: Path) -> None:
