@@ -1,4 +1,4 @@
-"""What a run is made of: one frozen object that the engine, the plan, the prediction and the export read."""
+"""The parts of a run: one frozen object that the engine, the plan, the prediction and the export read."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from surogate_core.kernels.registry import KernelTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What shapes an engine besides the model and its plugins."""
+    """The settings of an engine, in addition to the model and its plugins."""
 
     device: torch.device
     tokens: int
-    """N of every micro-batch."""
+    """N, tokens of every micro-batch."""
     borders: int
-    """S of every micro-batch."""
+    """S, document borders of every micro-batch."""
     max_seqlen: int
     """Tokens of the longest document that a micro-batch may have."""
     dtype: torch.dtype = torch.float32
     """Dtype of weights and activations."""
     adapter_dtype: torch.dtype = torch.float32
-    """Dtype that adapters are multiplied in."""
+    """Dtype in which adapters are multiplied."""
     compiler: Compiler = "fx"
     cuda_graphs: bool = False
     """Whether a GPU replays the micro-step and the optimizer step as CUDA graphs."""
     head_chunks: int = 1
-    """Parts of the tokens whose logits exist one after the other."""
+    """Number of chunks of the tokens; the logits of one chunk exist at a time."""
     recompute: Recompute = field(default_factory=lambda: Recompute(block=False))
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    """0 does not clip."""
+    """Largest gradient norm; 0 does not clip."""
     seed: int = 0
     """Seed of dropout; a mask depends on it, the step, the micro-step, the layer and the slot."""
     weighted: bool = False
     """Whether every micro-batch carries loss weights."""
     plain_first: int = 0
-    """Layers from the first that the recipe leaves alone."""
+    """Number of first layers that multiply plainly instead of by the recipe."""
     plain_last: int = 0
-    """Layers up to the last that the recipe leaves alone."""
+    """Number of last layers that multiply plainly instead of by the recipe."""
     master_dtype: torch.dtype = torch.float32
     """float32, or bfloat16 written with stochastic rounding."""
     update_on_cpu: bool = False
-    """Whether the CPU carries out the optimizer step, on masters and gradients that live in its memory."""
+    """Whether the CPU runs the optimizer step, on masters and gradients in its memory."""
 
 
 def _keeps_none(name: str) -> bool:
@@ -66,7 +66,7 @@ def _keeps_none(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """What a run is made of. It is made in one place (`run.assemble`); a new capability is a field here."""
+    """The parts of a run, put together in one place (`run.assemble`). A new capability is a field here."""
 
     model: Model
     settings: EngineSettings
@@ -77,10 +77,10 @@ class Assembly:
     optimizer_options: Any = None
     offloader: OffloaderSpec = NO_OFFLOAD
     stores: Stores = field(default_factory=DeviceStores)
-    """What the offloader built; a prediction, which allocates nothing, does not look at it."""
+    """The stores that the offloader built; a prediction, which allocates nothing, does not read them."""
     lora: LoRA | None = None
-    """The adapters that are trained; None trains every weight."""
+    """The trained adapters; None trains every weight."""
     weight_format: WeightFormat | None = None
-    """What frozen projections are kept in; None keeps them as they are, or as the recipe packs them."""
+    """The storage format of frozen projections; None keeps them unchanged, or as the recipe packs them."""
     keeps_as_it_is: Callable[[str], bool] = _keeps_none
-    """Whether the weight format leaves the weight of an HF name alone."""
+    """HF name → whether the weight format skips this weight."""

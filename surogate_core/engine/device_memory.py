@@ -1,4 +1,4 @@
-"""How torch's allocator asks the GPU for memory."""
+"""The setting of torch's allocator for GPU memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import torch
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""What a user sets torch's allocator by."""
+"""Environment variables by which a user configures torch's allocator."""
 
 
 def grow_segments() -> None:
-    """Let segments grow where they are, unless the user has set the allocator.
+    """Let segments of memory grow in place, unless the user has configured the allocator.
 
-    Else a tensor that lives keeps the whole segment that it was cut from, and what is reserved goes far beyond what
-    is used: weights that are rounded at load and pieces that come and go leave such holes.
+    Otherwise a long-lived tensor keeps the whole segment that it was cut from, and far more memory is reserved than
+    used: quantising weights at load and streaming pieces leave such holes.
     """
     if any(os.environ.get(name) for name in VARIABLES):
         return

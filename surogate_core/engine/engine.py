@@ -1,7 +1,7 @@
-"""The engine: a model made ready to train on one device.
+"""The engine: a model that is ready to train on one device.
 
-It is made in phases (plan → allocate → load → compile → capture) and then takes optimizer steps. What a micro-step does
-is in step.py, what an optimizer step does in update.py, and their CUDA graphs are in graphs.py.
+It is built in phases (plan → allocate → load → compile → capture) and then takes optimizer steps. step.py runs a
+micro-step, update.py an optimizer step, and graphs.py captures their CUDA graphs.
 
 Shape suffixes: N tokens of a micro-batch, L layers, V vocabulary.
 """
@@ -28,7 +28,7 @@ from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, Recipe
 from surogate_core.engine.update import StepResult, Update, norm_of
 
 Progress = Callable[[str, int, int], None]
-"""(task, done, total): what long work reports."""
+"""(task, done, total): a progress report of long work."""
 
 
 def _silent(task: str, done: int, total: int) -> None:
@@ -36,10 +36,10 @@ def _silent(task: str, done: int, total: int) -> None:
 
 
 class Engine:
-    """A model made ready to train on one device."""
+    """A model that is ready to train on one device."""
 
     def __init__(self, assembly: Assembly, source: Source, *, progress: Progress = _silent):
-        """Allocate, fill from `source`, compile and capture what `assembly` says."""
+        """Allocate, fill from `source`, compile and capture according to `assembly`."""
         self.assembly, self.settings, self.model = assembly, assembly.settings, assembly.model
         if self.settings.device.type == "cpu":
             keep_freed_pages()
@@ -80,7 +80,7 @@ class Engine:
         )
 
     def _load(self, source: Source, progress: Progress) -> None:
-        """Every weight from the source, and the sums of gradients to their store."""
+        """Load every weight from the source, and put the gradient sums into their store."""
         quantising = " and quantising" if any(p.rounded for p in self.plan.weights.packed.values()) else ""
         task = f"loading{quantising} weights"
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
@@ -121,17 +121,17 @@ class Engine:
         )
 
     def _compile(self) -> None:
-        """All programs of training; those of evaluation are made when it is first asked for."""
+        """All programs of training; those of evaluation are compiled at the first evaluation."""
         for piece in self.plan.layers:
             self.programs.layer(piece)
         for chunk in self.programs.chunks():
             self.programs.head(self.plan.head, chunk.stop - chunk.start, training=True)
 
     def _capture(self, progress: Progress) -> None:
-        """Replace the micro-step and the optimizer step by their CUDA graphs, where there can be some."""
+        """Replace the micro-step and the optimizer step by their CUDA graphs, if they can be captured."""
         settings = self.settings
         self._sums_hold = False
-        """Whether the sums of gradients hold micro-steps; if not, they count as zeros."""
+        """Whether the gradient sums contain micro-steps; otherwise they count as zeros."""
         self._micro_step: Callable[[bool], None] = self.step.train
         self._update: Callable[[], None] = self.update.run
         if settings.device.type != "cuda" or not settings.cuda_graphs or not self.assembly.offloader.addressable:
@@ -157,7 +157,7 @@ class Engine:
 
     @property
     def recipe_state(self) -> RecipeState | None:
-        """The state of the recipe, where it has one."""
+        """The state of the recipe, or None."""
         return None if self.rows is None else self.rows.state
 
     def slot_names(self) -> list[str]:
@@ -197,7 +197,7 @@ class Engine:
 
     @torch.no_grad()
     def accumulate(self, batches: Sequence[MicroBatch], *, step: int = 0) -> float:
-        """The micro-steps of a step without its update: gradients stay in the groups; the mean loss."""
+        """Run the micro-steps of a step without its update: gradients stay in the groups. Returns the mean loss."""
         loss_weight = sum(b.loss_weight for b in batches)
         self.losses.take()
         self._accumulate(batches, step=step, loss_weight=loss_weight)
@@ -226,7 +226,7 @@ class Engine:
         return self.model.logits(x_ND, {spec.name: tensor for spec, tensor in tensors})
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors that a checkpoint keeps, by file: masters by HF name, the optimizer's and recipe's state."""
+        """The live tensors of a checkpoint, by file: masters by HF name, the optimizer's and the recipe's state."""
         files = {"trainable": dict(self.parameters.masters()), "optimizer": self.optimizer.state()}
         if self.rows is not None:
             files["recipe"] = self.rows.state.state()

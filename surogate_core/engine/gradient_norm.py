@@ -1,4 +1,4 @@
-"""The norm of all gradients of a step, which clipping follows."""
+"""The norm of all gradients of a step, for clipping."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from surogate_core.kernels.norms import long_norm
 
 
 class FlatNorm:
-    """The norm of flat groups, read on the device of the optimizer step."""
+    """The norm of flat groups, computed on the device of the optimizer step."""
 
     def __init__(self, groups: Sequence[ParamGroup]):
         self._groups = groups
 
     def measure(self, key: str, sums: Sequence[Tensor]) -> None:
-        """A piece's sums after a micro-step's backward of it, still on the device."""
+        """Take the sums of a piece after its backward, while they are on the device."""
 
     def read(self) -> Tensor:
         """0-d fp32: the norm."""
         return torch.linalg.vector_norm(torch.stack([long_norm(group.grad) for group in self._groups]))
 
     def spoil(self) -> None:
-        """Make the next norm NaN, in addition to what the caller does to the groups."""
+        """Make the next norm NaN; the caller spoils the groups."""
 
 
 class StreamedNorm(FlatNorm):
-    """The norm of sums that are on a GPU only while their piece's backward runs; a CPU could not read them as fast.
+    """The norm of sums that are on a GPU only while their piece's backward runs; reading them on a CPU would be slower.
 
-    The last micro-step's measure of each tensor counts. `torch._foreach_norm` sums blocks of 65536 values by trees.
+    The norm of each tensor in the last micro-step counts. `torch._foreach_norm` sums blocks of 65536 values by trees.
     """
 
     def __init__(self, pieces: Sequence[Piece], names: Sequence[str], device: torch.device):
-        """`names`: of the trained tensors."""
+        """`names`: names of the trained tensors."""
         super().__init__(())
         places = {name: place for place, name in enumerate(names)}
         self._norms = torch.zeros(len(places), dtype=torch.float32, device=device)
@@ -45,7 +45,7 @@ class StreamedNorm(FlatNorm):
         }
 
     def measure(self, key: str, sums: Sequence[Tensor]) -> None:
-        """Keep the norms of a piece's sums."""
+        """Record the norms of a piece's sums."""
         if sums:
             self._norms.index_copy_(0, self._places[key], torch.stack(torch._foreach_norm(list(sums))))
 

@@ -9,9 +9,9 @@ import torch
 
 @torch.no_grad()
 def warm_up(micro_step: Callable[[bool], None], update: Callable[[], None], spoil: Callable[[], None]) -> None:
-    """Run a micro-step and an optimizer step that change nothing, so that kernels are loaded and workspaces exist.
+    """Run a micro-step and an optimizer step that change nothing, to load kernels and allocate workspaces.
 
-    `spoil` makes the gradients not finite between them; in such an optimizer step, by contract, nothing changes.
+    `spoil` makes the gradients not finite between them; by contract, such an optimizer step changes nothing.
     """
     micro_step(True)
     spoil()
@@ -27,7 +27,7 @@ def capture(
     first_differs: bool,
     update_on_cpu: bool,
 ) -> tuple[Callable[[bool], None], Callable[[], None]]:
-    """Replays of the micro-step and, where the device carries it out, of the optimizer step.
+    """Replays of the micro-step and, if it runs on the device, of the optimizer step.
 
     `spoil`: see `warm_up`. `first_differs`: whether the first micro-step of an optimizer step gets a graph of its own,
     because gradients are streamed and it starts from zeros instead of the running sums.

@@ -14,11 +14,11 @@ _LARGE = 2**31 - 1
 
 @functools.cache
 def keep_freed_pages() -> bool:
-    """Let glibc reuse large freed blocks instead of giving them back to the kernel.
+    """Let glibc reuse large freed blocks instead of returning them to the kernel.
 
-    By default a block past 32 MiB at most is mapped anew each time, and every page of it is
-    faulted in and zeroed again: on a CPU that is 7 % of a small model's step. Returns whether the C
-    library took the setting; elsewhere than glibc nothing is done.
+    By default a block past 32 MiB at most is mapped anew each time, and every page of it is faulted in and zeroed
+    again: on a CPU that is 7 % of a small model's step. Returns whether the C library accepted the setting; other C
+    libraries than glibc are not changed.
     """
     if not sys.platform.startswith("linux"):
         return False

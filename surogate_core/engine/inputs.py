@@ -23,15 +23,19 @@ class Inputs:
     positions: Tensor
     cu_seqlens: Tensor
     seeds_L: Tensor
-    """Four apart: Inductor's programs copy an input that does not begin at a multiple of 16 bytes."""
+    """[L, 4] int32, of which the first column is used: Inductor's programs copy an input that does not begin at a
+    multiple of 16 bytes.
+    """
     loss_scale: Tensor
-    """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
+    """0-d fp32: 1 / loss weight of the whole optimizer step, which is its number of label tokens if each has weight
+    1.
+    """
     weights: Tensor | None
-    """[N] fp32 loss weights, where the run has any."""
+    """[N] fp32 loss weights, or None."""
 
     @classmethod
     def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
-        """Zeroed tensors of a run's shapes."""
+        """Zeroed tensors with the shapes of a run."""
         n, device = settings.tokens, settings.device
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),

@@ -1,7 +1,7 @@
 """The tensors of a model: frozen ones in the weights store, trainable ones in flat groups.
 
-A flat group holds masters (fp32, or bf16) and fp32 gradients of many parameters in one tensor each, so that
-clipping, the optimizer and the refresh of compute copies are a few launches whatever the model.
+A flat group holds masters (fp32, or bf16) and fp32 gradients of many parameters in one tensor each, so that clipping,
+the optimizer and the refresh of compute copies are a few launches for any model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A frozen weight as its weight format keeps it."""
+    """A frozen weight in the form of its weight format."""
 
     tensor: Tensor
 
 
 Source = Callable[[TensorSpec], Tensor | Kept]
-"""Gives the initial value of a tensor, of its shape, in any float dtype, on any device."""
+"""Returns the initial value of a tensor with its shape, in any float dtype, on any device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +39,25 @@ class Packed:
     """How a recipe or a weight format keeps a frozen weight."""
 
     pack: Callable[[Tensor], Tensor]
-    """The weight in the model's dtype → the tensor that is kept."""
+    """The weight in the model's dtype → its kept form."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     unpack: Callable[[Tensor, Tensor], None] | None = None
-    """(what is kept, room [O, I] in the model's dtype): writes the weight there. Programs receive the room, or what is
-    kept where this is None."""
+    """(kept form, workspace [O, I] in the model's dtype): writes the weight into the workspace. Programs receive the
+    workspace, or the kept form if this is None.
+    """
     rounded: bool = True
-    """Whether what is kept is other than the weight."""
+    """Whether the kept form differs from the weight in value."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of the kept form."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of the model that is traced as one: the embedding, a layer, or the head."""
+    """A part of the model that is compiled as one program: the embedding, a layer, or the head."""
 
     key: str
     specs: tuple[TensorSpec, ...]
@@ -65,7 +66,7 @@ class Piece:
 
 
 def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, ...]:
-    """All pieces in order. With LoRA the base is frozen, without it everything is trained."""
+    """All pieces in order. With LoRA the base is frozen; without LoRA everything is trained."""
     train_base = lora is None
     found = [Piece(key=EMBED, specs=model.embed_specs(train_base=train_base))]
     for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
@@ -87,17 +88,17 @@ def distinct(found: tuple[Piece, ...]) -> Iterator[TensorSpec]:
 
 
 class RandomSource:
-    """Initial values drawn for each tensor from (seed, its name), so in any order the same.
+    """Random initial values of each tensor from (seed, its name), so they do not depend on the order.
 
-    Matrices are normal with deviation `std`; LoRA A is uniform in ±1/√inputs, as PEFT draws it.
+    Matrices are normal with standard deviation `std`; LoRA A is uniform in ±1/√inputs, as in PEFT.
     """
 
     def __init__(self, *, seed: int, std: float, device: torch.device):
         self.seed, self.std, self.device = seed, std, device
 
     def __call__(self, spec: TensorSpec) -> Tensor:
-        # Generators differ between devices. Adapters are small enough to be drawn on the CPU, so
-        # that a run on a trained base starts from the same values everywhere.
+        # Generators differ between devices. Adapters are small enough to be drawn on the CPU, so a run on a trained
+        # base starts from the same values on every device.
         device = torch.device("cpu") if spec.role == "adapter" else self.device
         value = torch.empty(spec.shape, dtype=torch.float32, device=device)
         if spec.init == "ones":
@@ -113,7 +114,7 @@ class RandomSource:
 
 
 def _stacked(targets_LXY: Tensor, masters: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs to copy: one where the masters stand at equal distances in one tensor, else one a layer."""
+    """Pairs to copy: one pair if the masters are at equal distances in one tensor, otherwise one per layer."""
     first = masters[0]
     steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(masters)}
     if len(steps) != 1 or any(m.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for m in masters):
@@ -123,7 +124,7 @@ def _stacked(targets_LXY: Tensor, masters: list[Tensor]) -> list[tuple[Tensor, T
 
 
 def _as_one(weights: Sequence[Tensor]) -> Tensor:
-    """Matrices below each other: a view where they stand in a row, as in their flat group; else a copy."""
+    """The matrices stacked: a view if they are contiguous, as in their flat group; otherwise a copy."""
     first = weights[0]
     for above, below in pairwise(weights):
         one = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
@@ -133,7 +134,7 @@ def _as_one(weights: Sequence[Tensor]) -> Tensor:
 
 
 class Parameters:
-    """Allocates, fills and hands out a model's tensors on one device."""
+    """Allocates, fills and provides a model's tensors on one device."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Parameters:
         self.panels: Mapping[str, Sequence[Panel]] = panels or {}
         """Key of a piece → the panels that its programs multiply with."""
         self.joins: Mapping[str, Sequence[Join]] = joins or {}
-        """Key of a piece → the slots whose weights its programs read as one."""
+        """Key of a piece → the slots whose weights its programs read as one matrix."""
         self.packed: Mapping[str, Packed] = packed or {}
         """HF name of a frozen weight → how the recipe or the weight format keeps it."""
         self._source: Source | None = None
@@ -169,18 +170,18 @@ class Parameters:
         trainable = [s for s in self.specs.values() if s.trainable]
         self.groups: list[ParamGroup] = []
         self.host_groups: list[ParamGroup] = []
-        """The same groups for the CPU, where masters and gradients live in its memory."""
+        """The same groups for the CPU, if masters and gradients are in its memory."""
         self._master: dict[str, Tensor] = {}
         self._grad: dict[str, Tensor] = {}
         self._host_grad: dict[str, Tensor] = {}
-        """The same for the CPU, where gradients live in its memory."""
+        """The same for the CPU, if gradients are in its memory."""
         self._compute: dict[str, Tensor] = {}
         self._streamed: dict[str, Tensor] = {}
-        """Of trained weights that go through the store: the CPU's tensors, which stay live."""
+        """The CPU's live tensors of trained weights that use the store."""
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """(compute copy, the range of masters that it is a cast of)."""
+        """(compute copy, the range of masters from which it is cast)."""
         self.host_copies: list[tuple[Tensor, Tensor]] = []
-        """The same for the CPU, where both live in its memory."""
+        """The same for the CPU, if both are in its memory."""
         for name, members, decay in (
             ("decayed", [s for s in trainable if s.decayed], weight_decay),
             ("undecayed", [s for s in trainable if not s.decayed], 0.0),
@@ -189,9 +190,13 @@ class Parameters:
                 self._add_group(name, members, decay)
         self._frozen: dict[str, Tensor] = {}
         self.shared: list[Tensor] = []
-        """What weights in a weight format are unpacked into, panels or matrices; one layer's at a time."""
+        """The workspaces, panels or matrices, into which weights in a weight format are unpacked, one layer at a
+        time.
+        """
         self._edges: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        """Key of a piece → (edge of a shared panel, what stands there while this piece runs) of its panels."""
+        """Key of a piece → for each of its panels (edge of a shared panel, the piece's A's and B's that are copied
+        there).
+        """
         self._panels, self._loads = self._allocate_panels()
         self._rooms = self._allocate_rooms()
 
@@ -253,12 +258,12 @@ class Parameters:
         return packed.shape if packed is not None and packed.unpack is None else spec.shape
 
     def kept_bytes(self, spec: TensorSpec) -> int:
-        """Bytes in which a frozen tensor rests."""
+        """Bytes in which a frozen tensor is stored."""
         packed = self.packed.get(spec.hf_name)
         return packed.nbytes if packed is not None else math.prod(spec.shape) * self.compute_dtype(spec).itemsize
 
     def fill(self, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Set every tensor from the source and hand the frozen ones to the weights store."""
+        """Set every tensor from the source and put the frozen ones into the weights store."""
         self._source = source
         total = len(self.specs)
         in_panel = {
@@ -293,13 +298,14 @@ class Parameters:
                 self._frozen[spec.hf_name] = place
             missing.discard(spec.hf_name)
             progress(done, total)
-            # A piece goes as soon as it is whole: the device need not hold what is to live elsewhere.
+            # A piece is put as soon as it is complete, so that the device does not hold tensors that are kept
+            # elsewhere.
             while waiting and not any(s.hf_name in missing for s in waiting[0].specs):
                 self._hand_over(waiting.pop(0), last)
         self.refresh()
 
     def _hand_over(self, piece: Piece, last: Mapping[str, str]) -> None:
-        """Give a piece's tensors to the weights store, which owns them from here."""
+        """Put a piece's tensors into the weights store, which owns them from then on."""
         stored = [s.hf_name for s in piece.specs if s.hf_name not in self._compute]
         self.weights.put(piece.key, [self._streamed[n] if n in self._streamed else self._frozen[n] for n in stored])
         for name in stored:
@@ -307,17 +313,18 @@ class Parameters:
                 self._frozen.pop(name, None)
 
     def refresh(self, *, on_host: bool = False) -> None:
-        """Bring the compute copies up to date with the masters, by the CPU's hand where all live in its memory."""
+        """Refresh the compute copies from the masters (on the CPU if both are in host memory)."""
         for copy, master in self.host_copies if on_host else self.copies:
             copy.copy_(master)
         for copy, master, scale in self._loads:
             copy.copy_(master if scale == 1 else master.float() * scale)
 
     def _allocate_panels(self) -> tuple[dict[str, tuple[Tensor, ...]], list[tuple[Tensor, Tensor, float]]]:
-        """(each piece's panels, their A's and B's as (range of panels, range of masters, factor)).
+        """Allocate the panels: (each piece's panels, the copies of A's and B's as (range of panels, range of masters,
+        factor)).
 
-        Equal panels of layers that follow each other are one tensor, and so are the masters that they are loaded
-        from as far as they stand at equal distances: a refresh is a few launches, whatever the number of layers.
+        Equal panels of consecutive layers are one tensor. If their masters are at equal distances, they are read as one
+        tensor too, so a refresh is a few launches for any number of layers.
         """
         tensors: dict[str, tuple[Tensor, ...]] = {}
         loads: list[tuple[Tensor, Tensor, float]] = []
@@ -351,9 +358,10 @@ class Parameters:
     def _allocate_panel(
         self, panel: Panel, members: list[Piece], shared: dict[Panel, Tensor]
     ) -> tuple[Sequence[Tensor], Callable[[int], list[tuple[str, Tensor, float]]]]:
-        """(a panel's tensor in each layer; where each projection's adapter is loaded, as `PanelShape.places`, in all).
+        """(a panel's tensor in each layer; the places of each projection's adapter in all layers, as
+        `PanelShape.places`).
 
-        With weights in a weight format the layers share the tensor, and their A's and B's rest outside of it.
+        With weights in a weight format the layers share the tensor, and their A's and B's are stored outside of it.
         """
         shape = panel.shape
         if not self._is_packed(panel, members[0]):
@@ -373,7 +381,7 @@ class Parameters:
         return [shared[panel]] * len(members), places
 
     def _allocate_rooms(self) -> dict[str, Tensor]:
-        """HF name of a weight in a weight format → where it is unpacked."""
+        """HF name of a weight in a weight format → its workspace."""
         rooms: dict[str, Tensor] = {}
         matrices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for piece in self.pieces:
@@ -397,7 +405,7 @@ class Parameters:
         return rooms
 
     def _wide(self, spec: TensorSpec, kept: Tensor) -> Tensor:
-        """What programs receive of a frozen tensor; a weight in a weight format is unpacked."""
+        """The frozen tensor as programs receive it. Unpacks a weight that is in a weight format."""
         room = self._rooms.get(spec.hf_name)
         if room is None:
             return kept
@@ -420,7 +428,7 @@ class Parameters:
         return [(sum(slot.outputs for slot in join.slots), join.slots[0].inputs) for join in joins]
 
     def join_tensors(self, piece: Piece, tensors: Sequence[Tensor]) -> list[tuple[Join, Tensor]]:
-        """The joins of a piece with their weights as one, [Q, I]. `tensors`: those of `inputs`."""
+        """The joins of a piece, each with its weights as one matrix [Q, I]. `tensors`: the result of `inputs`."""
         named = {spec.name: tensor for spec, tensor in zip(piece.specs, tensors, strict=True)}
         joins = self.joins.get(piece.key, ())
         return [(join, _as_one([named[f"{slot.name}.weight"] for slot in join.slots])) for join in joins]
@@ -428,7 +436,7 @@ class Parameters:
     def inputs(self, piece: Piece) -> list[Tensor]:
         """The tensors of a piece in the order of its specs; those that the store has are fetched.
 
-        Where weights are in a weight format they and the piece's panels hold until another piece's are asked for.
+        With a weight format, the weights and the panels of the piece are valid until another piece's are requested.
         """
         stored = iter(self.weights.fetch(piece.key))
         for edge, value in self._edges.get(piece.key, ()):
@@ -438,11 +446,11 @@ class Parameters:
         ]
 
     def edge_bytes(self) -> int:
-        """Bytes of the A's and B's that rest outside of shared panels."""
+        """Bytes of the A's and B's that are stored outside of shared panels."""
         return sum(value.nbytes for edges in self._edges.values() for _, value in edges)
 
     def resting_gradients(self, piece: Piece) -> list[Tensor]:
-        """Views of the gradient accumulators of a piece's trainable tensors, in order, where they live."""
+        """Views of the gradient sums of a piece's trainable tensors, in order, in their own memory."""
         return [self._host_grad[s.hf_name] for s in piece.specs if s.trainable]
 
     def masters(self) -> Mapping[str, Tensor]:
@@ -454,9 +462,9 @@ class Parameters:
         return self._grad
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor but adapters as (HF name, value in the model's dtype), one at a time.
+        """Every tensor except adapters as (HF name, value in the model's dtype), one at a time.
 
-        A weight in a weight format is what it was rounded to, which is what adapters were trained on.
+        A weight in a weight format has its rounded value, on which the adapters were trained.
         """
         seen: set[str] = set()
         for piece in self.pieces:
@@ -465,7 +473,7 @@ class Parameters:
                 if spec.hf_name in self._rooms:
                     value = value.clone()
                 elif spec.hf_name in self.packed:
-                    # What a recipe keeps is rounded; the weight itself is read or drawn again.
+                    # The recipe's kept form is rounded, so the weight itself is read or drawn again.
                     assert self._source is not None
                     again = self._source(spec)
                     assert isinstance(again, Tensor)

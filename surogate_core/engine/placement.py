@@ -1,4 +1,4 @@
-"""Which kinds of tensor an offloader moves in a run, and allocation where it puts them."""
+"""The kinds of tensor that an offloader moves in a run, and their allocation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from surogate_core.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """An offloader, narrowed to the kinds that the run moves, on one compute device."""
+    """An offloader, restricted to the kinds that the run moves, on one compute device."""
 
     offloader: OffloaderSpec
     stores: Stores | None
-    """What the offloader built; None where nothing is allocated, as for a prediction."""
+    """The stores that the offloader built; None if nothing is allocated, as for a prediction."""
     device: torch.device
 
     @classmethod
@@ -33,13 +33,13 @@ class Placement:
         return cls(offloader=NO_OFFLOAD, stores=DeviceStores(), device=device)
 
     def moves(self, kind: TensorKind) -> bool:
-        """Whether tensors of the kind live elsewhere than on the device."""
+        """Whether tensors of the kind are kept elsewhere than on the device."""
         return self.offloader.moves(kind)
 
     def streams_trained(self, *, masters: bool) -> bool:
-        """Whether trained weights come to the device block by block, as frozen ones do.
+        """Whether trained weights are copied to the device block by block, like frozen ones.
 
-        `masters`: whether blocks compute with the masters themselves, being of the model's dtype.
+        `masters`: whether blocks compute with the masters themselves, which then have the model's dtype.
         """
         return self.offloader.allocates and self.moves("weights") and (self.moves("master") or not masters)
 
@@ -51,7 +51,7 @@ class Placement:
         return self.stores.store(kind)
 
     def gradients(self) -> GradientStore:
-        """The store of gradients' sums."""
+        """The store of gradient sums."""
         if not self.moves("gradients"):
             return DeviceGradients()
         assert self.stores is not None
@@ -64,7 +64,9 @@ class Placement:
         return store
 
     def zeros(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[elements] zeros where the kind lives, as the device's tensor and as the CPU's; on a device both are one."""
+        """[elements] zeros in the kind's place, as the device's tensor and as the CPU's; on the device both are the
+        same.
+        """
         if self.moves(kind) and self.device.type != "meta":
             assert self.stores is not None
             return self.stores.allocate(kind, elements, dtype)
@@ -79,11 +81,11 @@ class Placement:
 
     @contextmanager
     def allocating(self, kind: TensorKind) -> Iterator[None]:
-        """Tensors that are made here by `torch.zeros`, `torch.empty` and their like live where the kind does."""
+        """Inside, `torch.zeros`, `torch.empty` and similar functions allocate in the kind's place."""
         if not self.moves(kind):
             yield
             return
-        # What a GPU cannot address, the CPU's optimizer asks for.
+        # If a GPU cannot address the memory, the optimizer runs on the CPU and allocates CPU tensors.
         device = self.device if self.offloader.addressable else torch.device("cpu")
         with _Allocating(lambda elements, dtype: self.zeros(kind, elements, dtype)[0], device):
             yield
@@ -105,9 +107,9 @@ _FILLED: Mapping[Any, Callable[[tuple[Any, ...]], Any]] = {
 
 
 class _Allocating(TorchDispatchMode):
-    """Gives an optimizer its state where it is to live: it allocates as ever, and need not know.
+    """Allocates an optimizer's state in its place, without code in the optimizer.
 
-    What it makes by other ops, and tensors under `FLAT_ALIGNMENT` elements, stay on the device.
+    Results of other ops, and tensors under `FLAT_ALIGNMENT` elements, stay on the device.
     """
 
     def __init__(self, zeros: Callable[[int, torch.dtype], Tensor], device: torch.device):

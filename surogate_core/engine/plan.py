@@ -1,6 +1,6 @@
-"""The plan of an engine: everything about its pieces that is known before a tensor is allocated.
+"""The plan of an engine: all facts about its pieces that are known before a tensor is allocated.
 
-The engine allocates by it, and the prediction of memory counts by it.
+The engine allocates according to it, and the memory prediction counts with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from surogate_core.engine.weight_plan import WeightPlan, plain_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The pieces of a run's model and how each is kept and multiplied."""
+    """The pieces of a run's model, and how each is stored and multiplied."""
 
     assembly: Assembly
     pieces: tuple[Piece, ...]
@@ -26,10 +26,10 @@ class EnginePlan:
     tables: Mapping[str, Signature]
     """The tensors that every block reads, by name, in the order in which they are passed."""
     plain: frozenset[str]
-    """Keys of the layers that multiply plainly, whatever the recipe."""
+    """Keys of the layers that multiply plainly under every recipe."""
     weights: WeightPlan
     rows: Mapping[str, slice]
-    """Key of a layer → its rows in the recipe's state, one row a slot."""
+    """Key of a layer → its rows in the recipe's state, one row per slot."""
     numbers: Mapping[str, int]
     """Key of a layer → its number."""
 

@@ -1,4 +1,4 @@
-"""What a run will hold, where, in bytes: counted from shapes and traced graphs, nothing allocated."""
+"""Predicts the bytes of a run in each place, from shapes and traced graphs; nothing is allocated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, traini
 from surogate_core.engine.stores import DeviceStore
 
 CUBLAS_WORKSPACE = 32 * 2**20
-"""Bytes that torch gives cuBLAS on Hopper, for each stream that multiplies; 8 MiB elsewhere."""
+"""Bytes of cuBLAS's workspace on Hopper, for each stream that multiplies; 8 MiB on other GPUs."""
 CUDA_CONTEXT = 760 * 2**20
-"""Bytes that CUDA, its libraries, loaded kernels and graphs take of a GPU beside torch's tensors: 678 MiB to 772 MiB on
-an H200, by the driver (benchmarks/plan_memory.py)."""
+"""Bytes that CUDA, its libraries, loaded kernels and graphs take on a GPU in addition to torch's tensors: 678 MiB to
+772 MiB on an H200, by the driver (benchmarks/plan_memory.py).
+"""
 
 CPU_LIBRARIES = 14 * 2**20
-"""Pages of libraries' code that a run on a CPU touches first, as measured (benchmarks/plan_memory_cpu.py)."""
+"""Bytes of library code that a run on a CPU is the first to use, as measured (benchmarks/plan_memory_cpu.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,44 +60,46 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a run's tensors take, wherever they are put: found by tracing, which placements share."""
+    """The bytes of a run's tensors, found by tracing; they do not depend on the placement."""
 
     assembly: Assembly
-    """What was counted."""
+    """The assembly that was counted."""
     recipe: str
     parameters: int
     trainable_parameters: int
     flat: int
     """Elements of the flat groups."""
     frozen: int
-    """Bytes of frozen weights as they rest."""
+    """Bytes of frozen weights as stored."""
     kept_in: str | None
-    """The recipe or weight format that projections rest in; None where they rest as they are."""
+    """The recipe or weight format in which projections are stored; None if they are stored unchanged."""
     unpacked: int
-    """Bytes of the room that a layer's weights in a weight format are unpacked into."""
+    """Bytes of the workspace into which a layer's weights in a weight format are unpacked."""
     copies: int
-    """Bytes of the copies of trained weights that blocks compute with."""
+    """Bytes of the compute copies of trained weights."""
     panel_copies: int
     pieces: tuple[tuple[int, int, int], ...]
-    """Of each piece: bytes of its frozen weights, of its copies of masters, and of masters that it computes with."""
+    """For each piece: bytes of its frozen weights, of its compute copies, and of masters that it computes with."""
     sums: tuple[int, ...]
-    """Bytes of the gradients' sums of each piece."""
+    """Bytes of the gradient sums of each piece."""
     residuals: tuple[int, ...]
-    """Bytes of each layer."""
+    """Bytes of the residuals of each layer."""
     forward: tuple[int, ...]
-    """Most bytes that each layer's forward has besides its inputs; what it keeps and hands on are part of them."""
+    """Peak bytes of each layer's forward besides its inputs, including its residuals and its output."""
     backward: tuple[int, ...]
-    """The same of the backward. Gradients of weights are multiplied into their sums, so none are in it."""
+    """The same for the backward. It has no gradients of weights, because the products add to their sums."""
     again: int
     """FLOPs of products and attention that a micro-step computes again."""
     embedding_gradient: int
-    """Bytes of the tokens' gradients in float32, where the embedding is trained."""
+    """Bytes of the tokens' gradients in float32, if the embedding is trained."""
     activation: int
-    """Bytes of what one layer hands to the next."""
+    """Bytes of the activation between two layers."""
     head: int
-    """Bytes of the head's working set: the logits of `settings.head_chunks` pieces and what is made of them."""
+    """Bytes of the head's working set: the logits of one of `settings.head_chunks` chunks and the values computed from
+    them.
+    """
     largest: int
-    """Bytes of the largest tensor that layers keep for the backward."""
+    """Bytes of the largest residual of a layer."""
     logits: int
     """Bytes of a token's logits."""
     tables: int
@@ -107,12 +110,12 @@ class Counts:
 
     @property
     def settings(self) -> EngineSettings:
-        """The settings that were counted with."""
+        """The settings of the count."""
         return self.assembly.settings
 
     @classmethod
     def of(cls, assembly: Assembly) -> Counts:
-        """Trace the layers. The offloader matters only in whether it moves weights."""
+        """Trace the layers. The only relevant property of the offloader is whether it moves weights."""
         settings, model = assembly.settings, assembly.model
         # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
         on_cpu = settings.device.type == "cuda" and not torch.cuda.is_available()
@@ -158,7 +161,7 @@ class Counts:
         )
 
     def placed(self, assembly: Assembly) -> Prediction:
-        """The tensors where the assembly puts them: one that differs from the counted in where tensors live only."""
+        """The tensors in the places of an assembly, which may differ from the counted one only in the placement."""
         layers = len(self.residuals)
         rows = [*self._state(assembly), *self._passing(assembly), *self._beside(assembly)]
         return Prediction(
@@ -171,7 +174,9 @@ class Counts:
         )
 
     def _state(self, assembly: Assembly) -> list[Held]:
-        """What the run holds from step to step: weights, masters, gradients, the optimizer's and recipe's state."""
+        """The tensors that exist from step to step: weights, masters, gradients, the optimizer's and the recipe's
+        state.
+        """
         settings, offloader, optimizer = self.settings, assembly.offloader, assembly.optimizer
         on = _placement(assembly)
 
@@ -197,7 +202,7 @@ class Counts:
         ]
 
     def _passing(self, assembly: Assembly) -> list[Held]:
-        """What comes and goes within a micro-step."""
+        """The tensors that exist only within a micro-step."""
         on, head_chunks = _placement(assembly), assembly.settings.head_chunks
         moves = on.moves("residuals")
         streamed = [
@@ -224,7 +229,7 @@ class Counts:
         ]
 
     def _beside(self, assembly: Assembly) -> list[Held]:
-        """What libraries and the allocator take beside the tensors."""
+        """The memory of libraries and the allocator in addition to the tensors."""
         settings = self.settings
         if settings.device.type == "cuda":
             # Graphs are captured on one stream, after a step on another.
@@ -245,10 +250,11 @@ class Counts:
     def _peak(
         self, streamed: Sequence[int], coming: Sequence[int], *, moves: bool, head_chunks: int
     ) -> tuple[int, str]:
-        """(most bytes of a micro-step on top of what rests, what they are), found by going through the schedule.
+        """(peak bytes of a micro-step in addition to the permanent tensors, their description), found by following the
+        schedule.
 
-        `streamed`, `coming`: bytes of each piece's weights, and of its sums of gradients, that come to the device for
-        it. `moves`: whether residuals leave it.
+        `streamed`, `coming`: bytes of each piece's weights, and of its gradient sums, that are copied to the device for
+        it. `moves`: whether residuals are offloaded.
         """
         tokens, layers = self.settings.tokens, len(self.residuals)
         keys = [EMBED, *(layer_key(i) for i in range(layers)), HEAD]
@@ -261,9 +267,9 @@ class Counts:
         here: dict[TensorKind, dict[str, int]] = {"weights": {}, "residuals": {}, "gradients": {}}
         of_kind = {"weights": weights, "residuals": residuals, "gradients": dict(zip(keys, coming, strict=True))}
         leaving: dict[str, int] = {}
-        """Residuals on their way out: one layer's, which need not be brought back if they are wanted at once."""
+        """Residuals that are being copied out: one layer's, which are not copied back if they are needed at once."""
         going = 0
-        """Sums on their way out: one piece's."""
+        """Sums that are being copied out: one piece's."""
         found = (0, "")
         for action in training_schedule(layers, train_embedding=self.train_embedding):
             key, now = action.key, 0
@@ -281,7 +287,7 @@ class Counts:
                 case "forward":
                     now, what = self.activation + forward.get(key, 0), "the forward of a layer"
                 case "loss":
-                    # Beside the chunk's there are what the last layer gave, and the gradient of all of it.
+                    # In addition to the chunk there are the last layer's output and its whole gradient.
                     now = 2 * self.activation + self.head * chunk // counted
                     what = f"the head: logits of {chunk} of {tokens} tokens at a time"
                 case "backward" if key == EMBED:
@@ -295,14 +301,15 @@ class Counts:
 
 
 def in_allocator(nbytes: int) -> int:
-    """Bytes that torch's allocator takes of a GPU for a tensor: above 10 MiB whole pairs of MiB, unless more than one
-    MiB is left of the last."""
+    """Bytes that torch's allocator takes from a GPU for a tensor: above 10 MiB a multiple of 2 MiB, unless more than 1
+    MiB of the last pair would be unused.
+    """
     pairs = -(-nbytes // 2**21) * 2**21
     return pairs if nbytes > 10 * 2**20 and pairs - nbytes <= 2**20 else nbytes
 
 
 def nbytes(parameters: Parameters, spec: TensorSpec) -> int:
-    """Bytes of a tensor: of a trained one as a piece receives it, of a frozen one as it rests."""
+    """Bytes of a tensor: a trained one as a piece receives it, a frozen one as stored."""
     if not spec.trainable:
         return parameters.kept_bytes(spec)
     return math.prod(parameters.compute_shape(spec)) * parameters.compute_dtype(spec).itemsize
@@ -322,7 +329,7 @@ def _split(parameters: Parameters, piece: Piece) -> tuple[int, int, int]:
 
 
 def _neighbours(sizes: Sequence[int], count: int = 2) -> int:
-    """The largest sum of so many that follow each other: while one is in use, others are on their way."""
+    """The largest sum of `count` consecutive values: while one is in use, the others are being copied."""
     return max(sum(sizes[i : i + count]) for i in range(max(len(sizes) - count + 1, 1)))
 
 
@@ -333,7 +340,7 @@ def predict(assembly: Assembly) -> Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerBytes:
-    """What each layer keeps for its backward and needs while it runs, by tracing each kind of layer once."""
+    """The residuals and the working set of each layer, by tracing each kind of layer once."""
 
     kept: tuple[int, ...]
     forward: tuple[int, ...]
@@ -378,7 +385,7 @@ def _parameters_on_meta(plan: EnginePlan) -> Parameters:
 
 
 def _panel_copies(plan: EnginePlan, parameters: Parameters) -> int:
-    """Bytes of the adapters' copies in and beside the panels."""
+    """Bytes of the adapters' copies inside and outside of the panels."""
     copies = parameters.edge_bytes()
     for piece in plan.layers:
         for panel, tensor in parameters.panel_tensors(piece):

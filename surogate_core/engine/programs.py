@@ -30,7 +30,7 @@ from surogate_core.kernels import registry
 
 @contextmanager
 def _naming_unused(piece: Piece) -> Iterator[None]:
-    """Name the block and those of its parameters that its forward does not use."""
+    """Turn an error about unused inputs into one that names the block and the parameters."""
     try:
         yield
     except UnusedInputsError as error:
@@ -44,21 +44,21 @@ def _naming_unused(piece: Piece) -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True)
 class ProgramBuilder:
-    """Everything that shapes the programs of a run."""
+    """Builds and caches the programs of a run."""
 
     plan: EnginePlan
     parameters: Parameters
     columns: int
-    """K, figures of a slot's row in the recipe's state; 0 where it has none."""
+    """K, figures of a slot's row in the recipe's state; 0 if it has none."""
     device: torch.device
     progress: Callable[[str, int, int], None] = lambda task, done, total: None
-    """Called with (task, 0, 1) when a program is begun and (task, 1, 1) when it is ready."""
+    """Called with (task, 0, 1) when compilation of a program begins and with (task, 1, 1) when it ends."""
     _layers: dict[Any, Program] = field(default_factory=dict)
     """Signature of a layer → its program."""
     _evaluations: dict[Any, _Call] = field(default_factory=dict)
     """Signature of a layer → its forward for evaluation."""
     _layers_by_key: dict[str, Program] = field(default_factory=dict)
-    """Key of a piece → its program: hashing a whole signature in every micro-step takes longer than finding it."""
+    """Key of a piece → its program, so that a micro-step need not hash whole signatures."""
     _evaluations_by_key: dict[str, _Call] = field(default_factory=dict)
     _heads: dict[Any, _Call] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class ProgramBuilder:
 
     @property
     def kernels(self) -> registry.KernelTable:
-        """The kernels of the run, with those that were chosen."""
+        """The kernels of the run, and which were chosen."""
         return self.plan.assembly.kernels
 
     @contextmanager
@@ -84,7 +84,7 @@ class ProgramBuilder:
         return [Signature(shape(s), dtype(s), self.device, s.trainable) for s in piece.specs]
 
     def reads_rows(self, piece: Piece) -> bool:
-        """Whether the piece's programs read the recipe's state, and their backward returns what they observed."""
+        """Whether the piece's programs read the recipe's state, and their backward returns observations."""
         return self.columns > 0 and bool(piece.slots) and piece.key not in self.plan.plain
 
     def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
@@ -137,7 +137,7 @@ class ProgramBuilder:
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer: ([*tensors, *panels, *joins(, rows), x_ND, *tables, seed]).
 
-        The gradient of the rows is what their slots observed. A gradient may be a `dsl.products.Product`.
+        The gradient of the rows contains the observations of their slots. A gradient may be a `dsl.products.Product`.
         """
         found = self._layers_by_key.get(piece.key)
         if found is None:
@@ -158,7 +158,7 @@ class ProgramBuilder:
         return self._layers[key]
 
     def layer_footprint(self, piece: Piece) -> Footprint:
-        """What a layer keeps between forward and backward besides its input, and needs while it runs."""
+        """The residuals of a layer, without its input, and its working set."""
         with registry.using(self.kernels), _naming_unused(piece):
             return footprint(
                 self._layer_function(piece, training=True),
@@ -169,7 +169,7 @@ class ProgramBuilder:
             )
 
     def evaluation_layer(self, piece: Piece) -> _Call:
-        """Forward alone of a layer, without dropout."""
+        """Only the forward of a layer, without dropout."""
         found = self._evaluations_by_key.get(piece.key)
         if found is None:
             found = self._evaluations_by_key[piece.key] = self._evaluation_layer(piece)
@@ -208,7 +208,7 @@ class ProgramBuilder:
         return run, inputs
 
     def head_bytes(self, piece: Piece, tokens: int) -> int:
-        """Most that exists at one time besides inputs while head and loss of a chunk run; compiles nothing."""
+        """Peak bytes besides inputs while head and loss of a chunk run; compiles nothing."""
         run, inputs = self._head_function(piece, tokens)
         with registry.using(self.kernels):
             return joint_bytes(run, inputs, compiler=self.settings.compiler, summed=len(piece.specs))
@@ -217,7 +217,7 @@ class ProgramBuilder:
         """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, weights_N)(, d_loss)]).
 
         Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation. Gradients may be
-        `Product`s, as those of a layer.
+        `Product`s, like those of a layer.
         """
         key = (tokens, training)
         if key not in self._heads:

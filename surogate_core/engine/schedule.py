@@ -26,7 +26,7 @@ Verb = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of the schedule: what is done, to which piece, with which kind of tensor."""
+    """One entry of the schedule: an operation, its piece, and the kind of tensor."""
 
     verb: Verb
     key: str
@@ -44,7 +44,7 @@ def layer_key(index: int) -> str:
 def training_schedule(layers: int, *, train_embedding: bool) -> tuple[Action, ...]:
     """Forward through all pieces, the fused head, and backward in reverse.
 
-    What the next piece needs is prefetched before the current piece runs.
+    The tensors of the next piece are prefetched before the current piece runs.
     """
     keys = [layer_key(i) for i in range(layers)]
     actions = [*_forward(keys, keep=True)]
@@ -84,7 +84,7 @@ def training_schedule(layers: int, *, train_embedding: bool) -> tuple[Action, ..
 
 
 def _prefetch(key: str) -> tuple[Action, ...]:
-    """What a layer's backward reads, and the sums that it adds to."""
+    """The residuals that a layer's backward reads, and the sums to which it adds."""
     return (
         Action("prefetch", key, "weights"),
         Action("prefetch", key, "residuals"),
@@ -124,7 +124,7 @@ def _forward(keys: Sequence[str], *, keep: bool) -> tuple[Action, ...]:
 
 
 def render(schedule: Sequence[Action]) -> str:
-    """The schedule as text, one piece a line, equal runs of layers folded."""
+    """The schedule as text, one piece per line, with equal consecutive layers folded."""
     lines: list[tuple[str, str]] = []
     for key, run in groupby(_with_piece(schedule), key=lambda pair: pair[0]):
         actions = [action for _, action in run]
@@ -141,7 +141,7 @@ def render(schedule: Sequence[Action]) -> str:
 
 
 def _with_piece(schedule: Sequence[Action]) -> list[tuple[str, Action]]:
-    """Each action with the piece on whose line it stands: a prefetch stands with what it overlaps."""
+    """Each action with the piece on whose line it is shown: a prefetch is shown with the piece that it overlaps."""
     paired: list[tuple[str, Action]] = []
     piece = ""
     for action in reversed(schedule):

@@ -1,4 +1,4 @@
-"""The micro-step: carries out the schedule for one micro-batch.
+"""The micro-step: runs the schedule for one micro-batch.
 
 Shape suffixes: N tokens of a micro-batch, D features, V vocabulary.
 """
@@ -22,20 +22,20 @@ from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
 
 PENDING_BYTES = 32 * 2**20
-"""Gradients of several layers wait until they are this many bytes, and are then added in one launch."""
+"""Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
 LOSSES_IN_FP32 = 32
 """Number of losses of micro-steps and chunks that are added in fp32 before the sum moves to float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSet:
-    """Where weights, residuals and the sums of gradients live between their uses."""
+    """The stores of weights, residuals and gradient sums between their uses."""
 
     weights: Store
     residuals: Store
     gradients: GradientStore
     streams_gradients: bool
-    """Whether the sums of a piece are on the device only while its backward runs."""
+    """Whether the gradient sums of a piece are on the device only while its backward runs."""
 
     @classmethod
     def of(cls, placement: Placement) -> StoreSet:
@@ -48,7 +48,7 @@ class StoreSet:
         )
 
     def of_kind(self, kind: TensorKind | None) -> Store:
-        """The store that an action of the schedule is about."""
+        """The store of an action of the schedule."""
         match kind:
             case "residuals":
                 return self.residuals
@@ -58,7 +58,7 @@ class StoreSet:
 
 
 class LossSum:
-    """The sum of the losses of a step: fp32 on the device for a few addends, float64 for all."""
+    """The sum of the losses of a step: a few addends in fp32 on the device, then float64."""
 
     def __init__(self, device: torch.device):
         self._recent = torch.zeros((), dtype=torch.float32, device=device)
@@ -69,12 +69,12 @@ class LossSum:
         self._recent.add_(loss)
 
     def fold(self) -> None:
-        """Move the sum to float64: a long sum in fp32 loses digits of each addend."""
+        """Move the sum to float64, because a long sum in fp32 loses digits of each addend."""
         self._earlier.add_(self._recent)
         self._recent.zero_()
 
     def take(self) -> Tensor:
-        """0-d float64: the sum, which is reset."""
+        """0-d float64: the sum; resets it."""
         self.fold()
         total = self._earlier.clone()
         self._earlier.zero_()
@@ -83,41 +83,41 @@ class LossSum:
 
 @dataclass(slots=True)
 class RecipeRows:
-    """The state of a recipe that has one, and what its slots observed since the last update."""
+    """The state of a recipe, and the observations of its slots since the last update."""
 
     state: RecipeState
     of_layer: Mapping[str, slice]
     observed: Tensor = field(init=False)
-    """[P, K] fp32: the largest of each figure over the micro-steps."""
+    """[P, K] fp32: the maximum of each figure over the micro-steps."""
 
     def __post_init__(self) -> None:
         self.observed = torch.zeros_like(self.state.rows)
 
     def rows(self, key: str) -> Tensor:
-        """[slots of the layer, K]: what the layer's programs read."""
+        """[slots of the layer, K]: the rows that the layer's programs read."""
         return self.state.rows[self.of_layer[key]]
 
     def observe(self, key: str, figures: Tensor) -> None:
-        """Keep the larger of each figure. NaN stays NaN: the recipe must see that there was one."""
+        """Keep the maximum of each figure. NaN stays NaN, so that the recipe sees it."""
         observed = self.observed[self.of_layer[key]]
         torch.maximum(observed, figures, out=observed)
 
 
 @dataclass(slots=True)
 class _Flow:
-    """Activations on their way through the schedule."""
+    """The activations between the actions of the schedule."""
 
     tables: list[Tensor] = field(default_factory=list)
     x: Tensor | None = None
     dx: Tensor | None = None
     residuals: Sequence[Tensor] = ()
     gradients: Sequence[tuple[Tensor, Tensor | Product]] = ()
-    """(sum, what is to be added to it) of the piece's trainable tensors."""
+    """(sum, gradient to add to it) of the piece's trainable tensors."""
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(sum, gradient) of tensors whose gradients are still to be added."""
+    """(sum, gradient) of gradients that are not yet added."""
 
     def add_pending(self) -> None:
-        """Add what is pending in one launch: a layer's adapters alone do not fill a GPU."""
+        """Add the pending gradients in one launch, because one layer's adapters do not fill a GPU."""
         if self.pending:
             sums, gradients = zip(*self.pending, strict=True)
             torch._foreach_add_(list(sums), list(gradients))
@@ -126,7 +126,7 @@ class _Flow:
 
 @dataclass(slots=True, kw_only=True)
 class MicroStep:
-    """Runs the schedule: forward and backward of a micro-batch, or forward alone."""
+    """Runs the schedule: forward and backward of a micro-batch, or only forward."""
 
     plan: EnginePlan
     inputs: Inputs
@@ -145,17 +145,19 @@ class MicroStep:
         self.evaluation = evaluation_schedule(layers)
 
     def train(self, first: bool = True) -> None:
-        """Forward and backward of what `inputs` holds. `first`: of its optimizer step."""
+        """Forward and backward of the micro-batch in `inputs`. `first`: whether it is the first of its optimizer
+        step.
+        """
         self.stores.gradients.begin(first=first)
         self._run(self.training, training=True)
         self.stores.gradients.finish()
 
     def evaluate(self) -> None:
-        """Forward of what `inputs` holds, without dropout."""
+        """Forward of the micro-batch in `inputs`, without dropout."""
         self._run(self.evaluation, training=False)
 
     def hidden(self) -> Tensor:
-        """[N, D]: what the last layer gives for what `inputs` holds, without dropout."""
+        """[N, D]: the last layer's output for the micro-batch in `inputs`, without dropout."""
         flow = _Flow(tables=self._tables())
         for piece in self.plan.pieces[:-1]:
             self._forward(piece.key, flow, training=False)
@@ -241,7 +243,7 @@ class MicroStep:
                 continue
             loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
             self.losses.add(loss)
-            # At once: the factors of a product are the chunk's logits.
+            # At once, because the factors of a product are the chunk's logits.
             plain = add_products(zip(sums, gradients, strict=True))
             totals = [(a, t.add_(g)) for (a, t), (_, g) in zip(totals, plain, strict=True)] if totals else plain
             # Otherwise they would live while the next chunk's are made.
@@ -265,7 +267,7 @@ class MicroStep:
     def _reduce(self, key: str, flow: _Flow) -> None:
         if key == EMBED:
             assert flow.dx is not None
-            flow.add_pending()  # a tied head's share comes first
+            flow.add_pending()  # the gradient of a tied head is added first
             (gradient,) = self.stores.gradients.fetch(EMBED)
             _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
         else:

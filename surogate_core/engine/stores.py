@@ -1,4 +1,4 @@
-"""The store that keeps tensors on the compute device; offloaders bring others."""
+"""The store that keeps tensors on the compute device; offloaders have others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class DeviceStore:
-    """Tensors stay where they are; fetching costs nothing.
+    """Tensors stay on the device; fetching costs nothing.
 
-    Residuals are forgotten when released, everything else stays.
+    Residuals are dropped when released, all other tensors stay.
     """
 
     def __init__(self, kind: TensorKind):
@@ -22,7 +22,7 @@ class DeviceStore:
         self._held: dict[str, tuple[Tensor, ...]] = {}
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Take the tensors over, replacing what the key held."""
+        """Take the tensors over, replacing those of the key."""
         self._held[key] = tuple(tensors)
 
     def prefetch(self, key: str) -> None:
@@ -33,7 +33,7 @@ class DeviceStore:
         return self._held[key]
 
     def release(self, key: str) -> None:
-        """Forget residuals."""
+        """Drop residuals."""
         if self.kind == "residuals":
             self._held.pop(key, None)
 
@@ -46,7 +46,7 @@ class DeviceStore:
 
 
 class DeviceGradients(DeviceStore):
-    """Sums that stay on the device; the engine clears them, all at once."""
+    """Sums that stay on the device; the engine clears all of them at once."""
 
     def __init__(self) -> None:
         super().__init__("gradients")
@@ -55,7 +55,7 @@ class DeviceGradients(DeviceStore):
         """Nothing to do: they are zeros in an optimizer step's first micro-step."""
 
     def finish(self) -> None:
-        """Nothing to do: they are where they live."""
+        """Nothing to do: the sums stay in place."""
 
 
 class DeviceStores(Stores):

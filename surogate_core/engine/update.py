@@ -1,4 +1,4 @@
-"""The optimizer step: norm, clipping, the update of the masters, and what follows from them."""
+"""The optimizer step: norm, clipping, the update of the masters, the recipe's state, the compute copies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepResult:
 
 
 def norm_of(parameters: Parameters, assembly: Assembly, *, streams_gradients: bool) -> FlatNorm:
-    """The norm of all gradients, read where they are quick to read."""
+    """Computes the norm of all gradients, in the place with the fastest access to them."""
     settings = assembly.settings
     if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients:
         trained = [spec.hf_name for spec in parameters.specs.values() if spec.trainable]
@@ -52,7 +52,7 @@ def norm_of(parameters: Parameters, assembly: Assembly, *, streams_gradients: bo
 
 
 class Update:
-    """The optimizer and all that an optimizer step does, on the device or on the CPU."""
+    """The whole optimizer step, on the device or on the CPU."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Update:
         rounding_seed: Tensor,
         clears_gradients: bool,
     ):
-        """`clears_gradients`: whether the sums of gradients are set to zeros here, rather than by their store."""
+        """`clears_gradients`: whether the update zeroes the gradient sums, instead of their store."""
         settings = assembly.settings
         self._settings, self._parameters, self._norm = settings, parameters, norm
         self._losses, self.rows, self._clears = losses, rows, clears_gradients
@@ -81,17 +81,19 @@ class Update:
         self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)
 
     def set(self, *, lr: float, step: int) -> None:
-        """Give the next update its learning rate and, from the step's number, the seed of its rounding."""
+        """Set the learning rate of the next update and, from the step's number, its rounding seed."""
         self._lr.fill_(lr)
         self._rounding_seed.fill_(self.rounding_seed(step))
 
     def rounding_seed(self, step: int) -> int:
-        """Seed of the stochastic rounding of a step's masters, an int32: all that a resumed run needs is the step."""
+        """Seed of the stochastic rounding of a step's masters, an int32; a resumed run computes it from the step."""
         sequence = np.random.SeedSequence([self._settings.seed, step], spawn_key=(1,))
         return int(sequence.generate_state(1, np.uint32).view(np.int32)[0])
 
     def run(self) -> None:
-        """Clip, step, refresh the compute copies, clear the gradients: the host waits only for a step of its own."""
+        """Clip, step, refresh the compute copies, clear the gradients. The host waits only if it runs the step
+        itself.
+        """
         settings, on_host = self._settings, self._settings.update_on_cpu
         if on_host and settings.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -116,12 +118,12 @@ class Update:
     def spoil(self) -> None:
         """Make the gradients of the next update NaN, so that it changes nothing."""
         for group in self._parameters.groups:
-            # One is enough, of a parameter: what lies between parameters need not be written again.
+            # One value of a parameter is enough. It must not be in the padding, which is never written again.
             group.grad[:1].fill_(float("nan"))
         self._norm.spoil()
 
     def result(self, *, label_tokens: int, loss_weight: float, tokens: int) -> StepResult:
-        """The figures of the update that was run last, on their way to the host."""
+        """The figures of the last update, being copied to the host."""
         if self._settings.device.type != "cuda":
             return StepResult(label_tokens, loss_weight, tokens, self._figures.clone(), None)
         figures = torch.empty(self._figures.shape, dtype=torch.float32, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Which frozen weights a weight format keeps, and how."""
+"""Plans which frozen weights a weight format stores, and how."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def plan_format(
     weight_format: WeightFormat | None,
     skips: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Packed]:
-    """How the format keeps each frozen weight of a slot, by HF name; none without a format.
+    """How the format stores each frozen weight of a slot, by HF name; empty without a format.
 
-    `skips`: whether the weight of an HF name stays as it is.
+    `skips`: whether the format skips the weight of an HF name.
     """
     if weight_format is None:
         return {}

@@ -1,6 +1,6 @@
-"""How a run's weights are kept and multiplied: planned before any of them is allocated.
+"""Plans how a run's weights are stored and multiplied, before any of them is allocated.
 
-The engine and the prediction of what it will hold ask the same questions here.
+The engine and the memory prediction both use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surogate_core.engine.weight_formats import plan_format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlan:
-    """What `Parameters` is given for a run, each by key of a piece or HF name of a weight."""
+    """The plan that `Parameters` follows, by key of a piece or HF name of a weight."""
 
     panels: Mapping[str, tuple[Panel, ...]]
     joins: Mapping[str, tuple[Join, ...]]
@@ -35,7 +35,7 @@ class WeightPlan:
     def of(
         cls, assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], tables: Mapping[str, Signature]
     ) -> WeightPlan:
-        """The plan of a run's pieces. `plain`: keys of the layers that multiply plainly, whatever the recipe."""
+        """The plan of a run's pieces. `plain`: keys of the layers that multiply plainly under every recipe."""
         panels = plan_panels(assembly, found, plain=plain, tables=tables)
         joins = plan_joins(assembly, found, tables=tables)
         packed = plan_format(found, assembly.weight_format, assembly.keeps_as_it_is)
@@ -48,7 +48,7 @@ class WeightPlan:
 def _into_panels(
     found: Sequence[Piece], panels: Mapping[str, Sequence[Panel]], dtype: torch.dtype
 ) -> dict[str, Packed]:
-    """Weights of panels that come from elsewhere: as they are, copied into one panel that the layers share."""
+    """Offloaded weights of panels: stored unchanged, and copied into one panel that the layers share."""
     packed: dict[str, Packed] = {}
     for piece in found:
         frozen = {s.name: s for s in piece.specs if not s.trainable}
@@ -69,9 +69,9 @@ def _copied(kept_OI: Tensor, room_OI: Tensor) -> None:
 def plan_panels(
     assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], tables: Mapping[str, Signature]
 ) -> dict[str, tuple[Panel, ...]]:
-    """The panels of each piece, by key, where a kernel multiplies with panels."""
+    """The panels of each piece, by key, if a kernel multiplies with panels."""
     recipe, settings = assembly.recipe, assembly.settings
-    # A weight that a weight format keeps is not kept by the recipe too.
+    # The recipe does not pack a weight that a weight format stores.
     panel_op = None if assembly.weight_format is not None else recipe.panel_op
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
@@ -94,7 +94,7 @@ def plan_panels(
 
 
 def _shared_inputs(assembly: Assembly, piece: Piece, tables: Mapping[str, Signature]) -> list[list[LinearSlot]]:
-    """A piece's slots in groups that read one input."""
+    """A piece's slots, grouped by the input that they read."""
     assert piece.block is not None
     dtype = assembly.settings.dtype
     with FakeTensorMode(), torch.no_grad():
@@ -107,9 +107,11 @@ def _shared_inputs(assembly: Assembly, piece: Piece, tables: Mapping[str, Signat
 def plan_joins(
     assembly: Assembly, found: Sequence[Piece], *, tables: Mapping[str, Signature]
 ) -> dict[str, tuple[Join, ...]]:
-    """The joins of each piece, by key: trained weights that stand in a row in their flat group and read one input.
+    """The joins of each piece, by key: slots that read the same input and whose trained weights are contiguous in their
+    flat group.
 
-    None where products are not plain, or programs are not compiled: a CPU's kernels would copy the parts.
+    There are none if products are not plain, or if programs are not compiled, because a CPU's kernels would copy the
+    parts.
     """
     if not assembly.recipe.plain:
         return {}
@@ -126,7 +128,7 @@ def plan_joins(
 
 
 def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:
-    """Whether the weights of the slots follow each other without a gap in the order of `row`."""
+    """Whether the weights of the slots are contiguous in the order of `row`."""
     names = [f"{slot.name}.weight" for slot in group]
     at = next((i for i, spec in enumerate(row) if spec.name == names[0]), None)
     if at is None or [spec.name for spec in row[at : at + len(names)]] != names:
@@ -135,7 +137,7 @@ def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:
 
 
 def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[str]:
-    """The keys of the layers that the recipe leaves alone: so many from the first and from the last."""
+    """The keys of the layers that multiply plainly: `first` from the beginning and `last` from the end."""
     keys = [piece.key for piece in found if piece.block is not None]
     return frozenset(keys[:first] + keys[max(len(keys) - last, 0) :])
 
@@ -143,7 +145,7 @@ def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[
 def plan_packing(
     assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], panels: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Packed]:
-    """How each frozen weight of a slot is kept, by HF name: as the recipe packs it, or as its panel wants it."""
+    """How each frozen weight of a slot is stored, by HF name: as the recipe packs it, or as its panel needs it."""
     pack, dtype = assembly.recipe.pack, assembly.settings.dtype
     if pack is None and assembly.recipe.panel_op is None:
         return {}
@@ -172,7 +174,7 @@ def _of_slot(pack: Callable[[Tensor, LinearSlot], Tensor], slot: LinearSlot) -> 
 
 
 def _packed_by(pack: Callable[[Tensor], Tensor], slot: LinearSlot, dtype: torch.dtype) -> Packed:
-    """What a function makes of a slot's weight; it is traced for shape and dtype."""
+    """The result of a function for a slot's weight, traced for its shape and dtype."""
     with FakeTensorMode(), torch.no_grad():
         value = pack(torch.empty(slot.outputs, slot.inputs, dtype=dtype))
     return Packed(pack=pack, shape=tuple(value.shape), dtype=value.dtype)

@@ -54,23 +54,23 @@ class ResolvedModel:
     """The model that a config means."""
 
     title: str
-    """For people: the path or id, or family and preset."""
+    """Title for the user: the path or id, or family and preset."""
     family: ModelFamily
     model: Model
     weights: ModelDir | None
-    """Where its weights are; None for random weights."""
+    """The source of its weights; None for random weights."""
     fingerprint: str
-    """What a checkpoint remembers the base by, besides the model's configuration."""
+    """The fingerprint of the base in a checkpoint, in addition to the model's configuration."""
     adapter: InitialAdapter | None = None
-    """The adapter that the run begins with."""
+    """The adapter that the run starts from."""
     commit: str | None = None
-    """The commit on the hub that config, weights and tokenizer are read at; None without a repository."""
+    """The commit of config, weights and tokenizer on the hub; None without a repository."""
     base_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the trained base's ``config.json`` that the run changes."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the owner of the run should know."""
+        """Notes for the user."""
         if self.adapter is None:
             return ()
         theirs = self.adapter.stack[-1]
@@ -84,8 +84,9 @@ class ResolvedModel:
 
 
 def resolve_device(config: RunConfig) -> torch.device:
-    """The compute device, be it assumed (`kernels.native.assuming`); `MachineError` when a GPU is asked for and there
-    is none."""
+    """The compute device, which may be assumed (`kernels.native.assuming`); `MachineError` if a GPU is requested and
+    there is none.
+    """
     if config.device == "cpu":
         return torch.device("cpu")
     if assumed() is not None:
@@ -112,9 +113,9 @@ def kernel_table(config: RunConfig, registry: Registry, device: torch.device) ->
 
 
 def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool = True) -> ResolvedModel:
-    """The family, its model and where the weights come from; nothing large is read.
+    """The family, its model and the source of the weights; nothing large is read.
 
-    Unless `weights_needed`, only the configuration is looked for, and a hub id's weights are not fetched.
+    Without `weights_needed` only the configuration is required, and the weights of a hub id are not downloaded.
     """
     chosen = config.model
     families: Mapping[str, ModelFamily] = registry.all("model")
@@ -183,7 +184,7 @@ def adapter_notes(config: RunConfig, resolved: ResolvedModel, files: Mapping[str
 
 
 def pinned(config: RunConfig, resolved: ResolvedModel) -> RunConfig:
-    """The config with a hub id's revision replaced by the commit that it means now."""
+    """The config with a hub id's revision replaced by its current commit."""
     path = config.model.path
     if resolved.commit is None or path is None or Path(path).expanduser().is_dir():
         return config
@@ -291,9 +292,9 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
 
 
 def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
-    """The offloader, narrowed to the kinds that the keys move: to all of its own where none is set.
+    """The offloader, restricted to the kinds that the keys move; without such keys it moves all its kinds.
 
-    Raises `ConfigError` where a GPU would have to step in memory that it cannot address.
+    Raises `ConfigError` if a GPU would have to run the optimizer step in memory that it cannot address.
     """
     offloader: OffloaderSpec = registry.get("offload", config.offload.name)
     kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
@@ -306,7 +307,7 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
 
 
 def resolve_recipe(config: RunConfig, registry: Registry, device: torch.device) -> Recipe:
-    """The recipe, built for the device; `MachineError` where that cannot run it."""
+    """The recipe, built for the device; `MachineError` if the device cannot run it."""
     spec: RecipeSpec = registry.get("recipe", config.recipe.name)
     dtype = resolve_dtype(config, device)
     context = RecipeContext(device=device, dtype="bf16" if dtype == torch.bfloat16 else "fp32")
@@ -315,9 +316,9 @@ def resolve_recipe(config: RunConfig, registry: Registry, device: torch.device) 
 
 
 def weight_format_spec(config: RunConfig, registry: Registry, model: Model) -> WeightFormatSpec | None:
-    """What frozen projections are stored in; None where they stay as they are.
+    """The storage format of frozen projections; None if they do not change.
 
-    Without a key that says it, projections of a quantised checkpoint stay in its format, where there is one for it.
+    Without such a key, projections of a quantised checkpoint stay in its format, if a plugin offers it.
     """
     if config.weight_format is not None:
         spec: WeightFormatSpec = registry.get("quant", config.weight_format)
@@ -339,13 +340,13 @@ def weight_format_options(config: RunConfig, spec: WeightFormatSpec) -> Any:
 
 
 def resolve_weight_format(config: RunConfig, registry: Registry, model: Model) -> WeightFormat | None:
-    """The format that frozen projections are stored in, with its options; None where they stay as they are."""
+    """The storage format of frozen projections, with its options; None if they do not change."""
     spec = weight_format_spec(config, registry, model)
     return None if spec is None else spec.build(weight_format_options(config, spec))
 
 
 def weights_as_they_are(config: RunConfig, model: Model) -> Callable[[str], bool]:
-    """Whether a weight (by its HF name) of a quantised checkpoint is one that was left as it is."""
+    """HF name of a weight of a quantised checkpoint → whether it is not quantised."""
     scheme = _scheme(config, model)
     return lambda name: scheme is not None and scheme.skips(name.removesuffix(".weight"))
 
@@ -358,7 +359,7 @@ def _scheme(config: RunConfig, model: Model) -> Scheme | None:
 def weight_format_notes(
     config: RunConfig, registry: Registry, resolved: ResolvedModel, device: torch.device
 ) -> list[str]:
-    """What the run says of the form that frozen projections are kept in."""
+    """Notes about the storage of frozen projections."""
     weight_format = resolve_weight_format(config, registry, resolved.model)
     dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
     scheme = resolved.weights.scheme if resolved.weights is not None else None
@@ -386,7 +387,7 @@ def weight_format_notes(
 def assemble(
     config: RunConfig, registry: Registry, resolved: ResolvedModel, *, borders: int, weighted: bool = False
 ) -> Assembly:
-    """What the run is made of, without its stores.
+    """The parts of the run, without its stores.
 
     `borders`: document borders of a micro-batch; `weighted`: whether it has loss weights.
     """
@@ -424,14 +425,14 @@ def build_engine(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU or the host had no memory left; the CPU allocator raises a plain `RuntimeError`."""
+    """Whether a GPU or the host ran out of memory; the CPU allocator raises a plain `RuntimeError`."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None) -> tuple[str, ...]:
-    """Hold the headers of the weights against the model; the names that it does not use.
+    """Compare the headers of the weights with the model; returns the names that it does not use.
 
     Raises `UserError` that lists every tensor that is missing or of another shape.
     """
@@ -459,9 +460,9 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
 
 
 def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
-    """What to say of tensors that the model does not use; None where that is as it should be.
+    """A note about tensors that the model does not use; None if this is expected.
 
-    A bias that the block has no room for would make the model another one than was trained.
+    If the block lacks a bias of the files, the model would differ from the trained one.
     """
     strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")]
     if not strange:
@@ -471,7 +472,7 @@ def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
 
 
 def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weight_format: WeightFormat) -> bool:
-    """Whether the format keeps the tensors of the run's quantised checkpoint as they are."""
+    """Whether the format adopts the tensors of the run's quantised checkpoint unchanged."""
     spec = weight_format_spec(config, registry, resolved.model)
     scheme = resolved.weights.scheme if resolved.weights is not None else None
     if spec is None or scheme is None or scheme.name not in spec.adopts:
@@ -480,7 +481,7 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
 
 
 def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
-    """Where the initial values of the run's tensors come from: random numbers, or files with the adapter folded in."""
+    """The source of the initial values: random numbers, or files with the adapter folded in."""
     device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
     std = float(resolved.model.config.get("initializer_range") or 0.02)
     random = RandomSource(seed=config.train_seed, std=std, device=device)
@@ -505,7 +506,7 @@ def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, asse
             parts = weights.parts(spec.hf_name)
             if parts is not None:
                 return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}))
-        # Where it stays is allocated before what it is made from, which would else leave holes in the host's memory.
+        # Allocate the destination before the source. Otherwise the freed source leaves a hole in the host's memory.
         weight = torch.empty(spec.shape, dtype=dtype, device=device)
         if folds:
             return weight.copy_(fold(spec.hf_name, weights.get(spec.hf_name), stack))
