@@ -5,7 +5,8 @@ Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 IGNORE_LABEL = -100
 """Label of a position that carries no loss."""
+WEIGHTS = "weights"
+"""The column that multiplies each position's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +40,11 @@ class MicroBatch:
     """Tokens that are not padding."""
     label_tokens: int
     """Positions that carry loss."""
-    weights: Tensor | None = None
-    """[N] float32: loss weight of each position; None is 1 for each, in the whole run."""
-
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name → [N] float32, one value a position; the same names in the whole run. ``weights`` multiplies each position's
+    loss, and may be negative; an objective declares the others that it reads."""
+    divisor: float | None = None
+    """What this micro-batch adds to the divisor of its step's summed loss; None is the sum of its weights."""
     pairs: int | None = None
     """Pairs of a token and a token that it attends to, itself included, without padding; None: estimated from the mean
     position.
@@ -47,8 +52,11 @@ class MicroBatch:
 
     @property
     def loss_weight(self) -> float:
-        """Sum of the weights of the positions that carry loss."""
-        return float(self.label_tokens) if self.weights is None else self.weights.double().sum().item()
+        """What this micro-batch adds to the divisor of its step's summed loss."""
+        if self.divisor is not None:
+            return self.divisor
+        weights = self.columns.get(WEIGHTS)
+        return float(self.label_tokens) if weights is None else weights.double().sum().item()
 
     def pinned(self) -> MicroBatch:
         """The micro-batch in page-locked memory, from which copies to a GPU are asynchronous."""
@@ -56,4 +64,5 @@ class MicroBatch:
 
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         pinned: dict[str, Any] = {k: v.pin_memory() for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **pinned)
+        columns = {name: column.pin_memory() for name, column in self.columns.items()}
+        return replace(self, columns=columns, **pinned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from surogate_core import bundles, hookimpl
@@ -24,7 +25,7 @@ def surogate_objective() -> bundles.Objective:
     return bundles.Objective(name="cross_entropy", token_loss=_cross_entropy)
 
 
-def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+def _cross_entropy(logits_NV: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     # torch is imported when the loss is traced, not when a configuration is checked.
     from surogate_core.kernels.ops import cross_entropy
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
         tokens=tokens,
         pairs=pairs,
         label_tokens=int(np.count_nonzero(weights)),
-        weights=torch.from_numpy(weights) if rows.weighted else None,
+        columns={WEIGHTS: torch.from_numpy(weights)} if rows.weighted else {},
     )
 
 

@@ -48,8 +48,8 @@ class EngineSettings:
     """Largest gradient norm; 0 does not clip."""
     seed: int = 0
     """Seed of dropout; a mask depends on it, the step, the micro-step, the layer and the slot."""
-    weighted: bool = False
-    """Whether every micro-batch carries loss weights."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns of every micro-batch."""
     plain_first: int = 0
     """Number of first layers that multiply plainly instead of by the recipe."""
     plain_last: int = 0

@@ -126,6 +126,9 @@ class Engine:
             self.programs.layer(piece)
         for chunk in self.programs.chunks():
             self.programs.head(self.plan.head, chunk.stop - chunk.start, training=True)
+            if self.assembly.objective.sequence_loss is not None:
+                self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
+                self.programs.sequence_loss()
 
     def _capture(self, progress: Progress) -> None:
         """Replace the micro-step and the optimizer step by their CUDA graphs, if they can be captured."""

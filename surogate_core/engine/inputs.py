@@ -27,11 +27,11 @@ class Inputs:
     multiple of 16 bytes.
     """
     loss_scale: Tensor
-    """0-d fp32: 1 / loss weight of the whole optimizer step, which is its number of label tokens if each has weight
-    1.
-    """
-    weights: Tensor | None
-    """[N] fp32 loss weights, or None."""
+    """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
+    one: Tensor
+    """0-d fp32."""
+    columns: dict[str, Tensor]
+    """Name → [N] fp32: the columns of every micro-batch, in the settings' order."""
 
     @classmethod
     def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
@@ -44,7 +44,8 @@ class Inputs:
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
             seeds_L=torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, 0],
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
-            weights=torch.zeros(n, dtype=torch.float32, device=device) if settings.weighted else None,
+            one=torch.ones((), dtype=torch.float32, device=device),
+            columns={name: torch.zeros(n, dtype=torch.float32, device=device) for name in settings.columns},
         )
 
     def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
@@ -56,9 +57,8 @@ class Inputs:
             (self.cu_seqlens, batch.cu_seqlens),
             (self.seeds_L, seeds),
         ]
-        if self.weights is not None:
-            assert batch.weights is not None
-            pairs.append((self.weights, batch.weights))
+        assert batch.columns.keys() == self.columns.keys(), f"columns {[*batch.columns]}, not {[*self.columns]}"
+        pairs += [(column, batch.columns[name]) for name, column in self.columns.items()]
         for target, value in pairs:
             if target.device.type == "cuda" and not value.is_pinned():
                 value = value.pin_memory()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surogate_core.batch import WEIGHTS
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
 from surogate_core.dsl.slots import Join, Panel, plain_gemm
 from surogate_core.dsl.trace import (
@@ -61,6 +62,7 @@ class ProgramBuilder:
     """Key of a piece → its program, so that a micro-step need not hash whole signatures."""
     _evaluations_by_key: dict[str, _Call] = field(default_factory=dict)
     _heads: dict[Any, _Call] = field(default_factory=dict)
+    _sequence_loss: _Call | None = None
 
     @property
     def settings(self) -> EngineSettings:
@@ -192,37 +194,44 @@ class ProgramBuilder:
         size = -(-tokens // self.settings.head_chunks)
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
-    def _head_function(self, piece: Piece, tokens: int) -> tuple[Callable[..., Tensor], list[Signature]]:
-        model, objective = self.plan.assembly.model, self.plan.assembly.objective
-        names = [spec.name for spec in piece.specs]
+    def _head_function(
+        self, piece: Piece, tokens: int, *, training: bool
+    ) -> tuple[Callable[..., Tensor], list[Signature]]:
+        model, objective, names = self.plan.assembly.model, self.plan.assembly.objective, self.settings.columns
+        by_sequence = objective.sequence_loss is not None
 
         def run(*flat: Tensor) -> Tensor:
-            head, (x_ND, labels_N, *weights_N) = dict(zip(names, flat, strict=False)), flat[len(names) :]
-            loss_N = objective.token_loss(model.logits(x_ND, head), labels_N)
-            return (loss_N * weights_N[0] if weights_N else loss_N).sum()
+            head = {spec.name: tensor for spec, tensor in zip(piece.specs, flat, strict=False)}
+            x_ND, labels_N, *rest = flat[len(piece.specs) :]
+            columns = dict(zip(names, rest, strict=False))
+            loss_N = objective.token_loss(model.logits(x_ND, head), labels_N, columns)
+            if by_sequence and not training:
+                return loss_N
+            factor_N = rest[-1] if by_sequence else columns.get(WEIGHTS)
+            return (loss_N if factor_N is None else loss_N * factor_N).sum()
 
+        column = Signature((tokens,), torch.float32, self.device)
         inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
-        inputs.append(Signature((tokens,), torch.int64, self.device))
-        if self.settings.weighted:
-            inputs.append(Signature((tokens,), torch.float32, self.device))
-        return run, inputs
+        inputs += [Signature((tokens,), torch.int64, self.device), *[column] * len(names)]
+        return run, [*inputs, column] if by_sequence and training else inputs
 
     def head_bytes(self, piece: Piece, tokens: int) -> int:
-        """Peak bytes besides inputs while head and loss of a chunk run; compiles nothing."""
-        run, inputs = self._head_function(piece, tokens)
+        """Most that exists at one time besides inputs while head and loss of a chunk run; compiles nothing."""
+        run, inputs = self._head_function(piece, tokens, training=True)
         with registry.using(self.kernels):
             return joint_bytes(run, inputs, compiler=self.settings.compiler, summed=len(piece.specs))
 
     def head(self, piece: Piece, tokens: int, *, training: bool) -> _Call:
-        """Head and loss of a chunk: ([norm_D, weight_VD, x_ND, labels_N(, weights_N)(, d_loss)]).
+        """Head and loss of a chunk: ([*tensors of the head, x_ND, labels_N, *columns_N(, d_loss)]).
 
         Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation. Gradients may be
-        `Product`s, like those of a layer.
+        `Product`s, as those of a layer. Under an objective with a `sequence_loss`, training takes a coefficient for
+        each token's loss after the columns, and evaluation gives [loss_N].
         """
         key = (tokens, training)
         if key not in self._heads:
             task = "differentiating the head and loss" if training else "tracing the head for evaluation"
-            run, inputs = self._head_function(piece, tokens)
+            run, inputs = self._head_function(piece, tokens, training=training)
             with self._making(task):
                 if training:
                     self._heads[key] = with_gradients(
@@ -231,3 +240,18 @@ class ProgramBuilder:
                 else:
                     self._heads[key] = without_gradients(run, inputs, compiler=self.settings.compiler)
         return self._heads[key]
+
+    def sequence_loss(self) -> _Call:
+        """The objective's `sequence_loss`: ([loss_N, positions_N, *columns_N, d_loss]) → [summed loss, d_loss_N]."""
+        if self._sequence_loss is None:
+            function, names, n = self.plan.assembly.objective.sequence_loss, self.settings.columns, self.settings.tokens
+            assert function is not None
+
+            def run(loss_N: Tensor, positions_N: Tensor, *columns_N: Tensor) -> Tensor:
+                return function(loss_N, positions_N, dict(zip(names, columns_N, strict=True)))
+
+            inputs = [Signature((n,), torch.float32, self.device, True), Signature((n,), torch.int32, self.device)]
+            inputs += [Signature((n,), torch.float32, self.device)] * len(names)
+            with self._making("differentiating the loss of sequences"):
+                self._sequence_loss = with_gradients(run, inputs, compiler=self.settings.compiler)
+        return self._sequence_loss

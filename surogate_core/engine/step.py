@@ -227,28 +227,57 @@ class MicroStep:
         assert x is not None
         head = self.plan.head
         tensors = self.parameters.inputs(head)
-        labels = self.inputs.labels
-        dx = torch.empty_like(x) if training else None
-        sums = self.stores.gradients.fetch(head.key) if training else ()
+        by_sequence = self.plan.assembly.objective.sequence_loss is not None
+        coefficients = self._coefficients(tensors, x) if by_sequence else None
+        if not training:
+            if coefficients is None:
+                self._evaluate_head(tensors, x)
+            return
+        sums = self.stores.gradients.fetch(head.key)
+        dx = torch.empty_like(x)
         totals: list[tuple[Tensor, Tensor]] = []
         for number, chunk in enumerate(self.programs.chunks()):
             if number and number % LOSSES_IN_FP32 == 0:
                 self.losses.fold()
-            program = self.programs.head(head, chunk.stop - chunk.start, training=training)
-            arguments = [*tensors, x[chunk], labels[chunk]]
-            if self.inputs.weights is not None:
-                arguments.append(self.inputs.weights[chunk])
-            if dx is None:
-                self.losses.add(program(arguments)[0])
-                continue
-            loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
-            self.losses.add(loss)
-            # At once, because the factors of a product are the chunk's logits.
+            program = self.programs.head(head, chunk.stop - chunk.start, training=True)
+            arguments = self._of_chunk(tensors, x, chunk)
+            if coefficients is None:
+                loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
+                self.losses.add(loss)
+            else:
+                # The scale of the loss is in the coefficients.
+                _, *gradients, dx[chunk] = program([*arguments, coefficients[chunk], self.inputs.one])
+            # At once: the factors of a product are the chunk's logits.
             plain = add_products(zip(sums, gradients, strict=True))
             totals = [(a, t.add_(g)) for (a, t), (_, g) in zip(totals, plain, strict=True)] if totals else plain
             # Otherwise they would live while the next chunk's are made.
             del gradients, plain
         flow.dx, flow.gradients = dx, totals
+
+    def _of_chunk(self, tensors: Sequence[Tensor], x: Tensor, chunk: slice) -> list[Tensor]:
+        """What the head's programs take of a chunk of the tokens."""
+        columns = (column[chunk] for column in self.inputs.columns.values())
+        return [*tensors, x[chunk], self.inputs.labels[chunk], *columns]
+
+    def _evaluate_head(self, tensors: Sequence[Tensor], x: Tensor) -> None:
+        """Add the losses of a micro-batch."""
+        for number, chunk in enumerate(self.programs.chunks()):
+            if number and number % LOSSES_IN_FP32 == 0:
+                self.losses.fold()
+            program = self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
+            self.losses.add(program(self._of_chunk(tensors, x, chunk))[0])
+
+    def _coefficients(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """[N] fp32: the gradient of the objective's loss of sequences by each token's loss; the loss is added."""
+        parts = []
+        for chunk in self.programs.chunks():
+            program = self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
+            parts.append(program(self._of_chunk(tensors, x, chunk))[0])
+        inputs = self.inputs
+        arguments = [torch.cat(parts), inputs.positions, *inputs.columns.values(), inputs.loss_scale]
+        loss, coefficients = self.programs.sequence_loss()(arguments)
+        self.losses.add(loss)
+        return coefficients
 
     def _backward(self, key: str, flow: _Flow) -> None:
         dx = flow.dx

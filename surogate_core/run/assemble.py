@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surogate_core.bundles import (
     ModelFamily,
+    Objective,
     OffloaderSpec,
     Recipe,
     RecipeContext,
@@ -267,8 +268,10 @@ def resolve_recompute(config: RunConfig) -> Recompute:
     )
 
 
-def engine_settings(config: RunConfig, *, device: torch.device, borders: int, weighted: bool = False) -> EngineSettings:
-    """The engine's settings for micro-batches with this many document borders, and with loss weights or without."""
+def engine_settings(
+    config: RunConfig, *, device: torch.device, borders: int, columns: tuple[str, ...] = ()
+) -> EngineSettings:
+    """The engine's settings for micro-batches with this many document borders and these columns."""
     return EngineSettings(
         device=device,
         dtype=resolve_dtype(config, device),
@@ -283,7 +286,7 @@ def engine_settings(config: RunConfig, *, device: torch.device, borders: int, we
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         seed=config.train_seed,
-        weighted=weighted,
+        columns=columns,
         plain_first=config.skip_quant_first_layers,
         plain_last=config.skip_quant_last_layers,
         master_dtype=DTYPES[config.master_dtype or "fp32"],
@@ -385,19 +388,21 @@ def weight_format_notes(
 
 
 def assemble(
-    config: RunConfig, registry: Registry, resolved: ResolvedModel, *, borders: int, weighted: bool = False
+    config: RunConfig, registry: Registry, resolved: ResolvedModel, *, borders: int, columns: tuple[str, ...] = ()
 ) -> Assembly:
     """The parts of the run, without its stores.
 
-    `borders`: document borders of a micro-batch; `weighted`: whether it has loss weights.
+    `borders`, `columns`: document borders and names of the columns of every micro-batch. Raises `UserError` if the
+    objective reads a column that there is not.
     """
-    device = resolve_device(config)
+    device, objective = resolve_device(config), registry.get("objective", config.objective)
+    check_columns(objective, columns, task=config.task)
     return Assembly(
         model=resolved.model,
-        settings=engine_settings(config, device=device, borders=borders, weighted=weighted),
+        settings=engine_settings(config, device=device, borders=borders, columns=columns),
         kernels=kernel_table(config, registry, device),
         recipe=resolve_recipe(config, registry, device),
-        objective=registry.get("objective", config.objective),
+        objective=objective,
         optimizer=registry.get("optimizer", config.optimizer.name),
         optimizer_options=config.optimizer.options,
         offloader=resolve_offloader(config, registry),
@@ -405,6 +410,16 @@ def assemble(
         weight_format=resolve_weight_format(config, registry, resolved.model),
         keeps_as_it_is=weights_as_they_are(config, resolved.model),
     )
+
+
+def check_columns(objective: Objective, columns: Collection[str], *, task: str) -> None:
+    """Raise `UserError` if the objective reads a column that the task's micro-batches do not have."""
+    if missing := [name for name in objective.columns if name not in columns]:
+        has = f"only {', '.join(columns)}" if columns else "none"
+        raise UserError(
+            f"objective={objective.name} reads the columns {', '.join(missing)}, and micro-batches of task {task} have "
+            f"{has}. Fix: choose a task that gives them, or objective=cross_entropy."
+        )
 
 
 def build_engine(
@@ -416,8 +431,8 @@ def build_engine(
     progress: Callable[[str, int, int], None],
 ) -> Engine:
     """Load or draw the weights, differentiate and compile; `sample` has the shapes of every micro-batch."""
-    borders, weighted = sample.cu_seqlens.numel(), sample.weights is not None
-    assembly = assemble(config, registry, resolved, borders=borders, weighted=weighted)
+    borders, columns = sample.cu_seqlens.numel(), tuple(sorted(sample.columns))
+    assembly = assemble(config, registry, resolved, borders=borders, columns=columns)
     directory = config.offload_dir or config.output_dir
     stores = assembly.offloader.build(config.offload.options, directory, assembly.settings.device)
     source = _source(config, registry, resolved, assembly)

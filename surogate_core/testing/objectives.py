@@ -6,6 +6,7 @@ Shape suffixes: N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,18 +17,20 @@ from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 
 
-def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _case(objective: Objective, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(logits, labels, the columns that it declares) of 12 tokens."""
     generator = torch.Generator().manual_seed(0)
     labels_N = torch.randint(0, 32, (12,), generator=generator)
     labels_N[::3] = IGNORE_LABEL
-    return torch.randn(12, 32, generator=generator).to(dtype), labels_N
+    logits_NV = torch.randn(12, 32, generator=generator).to(dtype)
+    return logits_NV, labels_N, {name: torch.rand(12, generator=generator) + 0.5 for name in objective.columns}
 
 
 def gives_a_loss_for_each_token(objective: Objective) -> None:
     """[N, V] and [N] to [N] fp32, finite, and 0 where the label is -100."""
     for dtype in (torch.float32, torch.bfloat16):
-        logits_NV, labels_N = _case(dtype)
-        loss_N = objective.token_loss(logits_NV, labels_N)
+        logits_NV, labels_N, columns = _case(objective, dtype)
+        loss_N = objective.token_loss(logits_NV, labels_N, columns)
         ensure(loss_N.shape == labels_N.shape, f"the loss in {dtype} has the shape {tuple(loss_N.shape)}, not [N]")
         ensure(loss_N.dtype == torch.float32, f"the loss in {dtype} is {loss_N.dtype}, not torch.float32")
         ensure(bool(loss_N.isfinite().all()), f"the loss in {dtype} is not finite")
@@ -37,9 +40,9 @@ def gives_a_loss_for_each_token(objective: Objective) -> None:
 def is_differentiable(objective: Objective) -> None:
     """The gradient of the summed loss is finite, 0 where the label is -100, and not 0 elsewhere."""
     for dtype in (torch.float32, torch.bfloat16):
-        logits_NV, labels_N = _case(dtype)
+        logits_NV, labels_N, columns = _case(objective, dtype)
         leaf = logits_NV.requires_grad_()
-        (gradient,) = torch.autograd.grad(objective.token_loss(leaf, labels_N).sum(), [leaf])
+        (gradient,) = torch.autograd.grad(objective.token_loss(leaf, labels_N, columns).sum(), [leaf])
         ignored_N = labels_N == IGNORE_LABEL
         ensure(bool(gradient.isfinite().all()), f"the gradient in {dtype} is not finite")
         ensure(not gradient[ignored_N].any(), f"the gradient in {dtype} is not 0 where the label is -100")
@@ -48,20 +51,47 @@ def is_differentiable(objective: Objective) -> None:
 
 def does_not_look_at_other_tokens(objective: Objective) -> None:
     """The engine calls it once for each chunk of tokens, so a token's loss is the same in any chunk."""
-    logits_NV, labels_N = _case(torch.float32)
-    whole_N = objective.token_loss(logits_NV, labels_N)
+    logits_NV, labels_N, columns = _case(objective, torch.float32)
+    whole_N = objective.token_loss(logits_NV, labels_N, columns)
     for chunk in (slice(0, 5), slice(5, 12)):
-        part_N = objective.token_loss(logits_NV[chunk], labels_N[chunk])
+        part = {name: column[chunk] for name, column in columns.items()}
+        part_N = objective.token_loss(logits_NV[chunk], labels_N[chunk], part)
         error = tiny.relative_error(part_N, whole_N[chunk])
         ensure(error <= 1e-6, f"tokens {chunk.start} to {chunk.stop} alone: relative error {error:.1e}")
 
 
+def has_a_differentiable_loss_of_sequences(objective: Objective) -> None:
+    """`sequence_loss`, where there is one: 0-d, finite, and its gradient reaches trained tokens only."""
+    if objective.sequence_loss is None:
+        return
+    logits_NV, labels_N, columns = _case(objective, torch.float32)
+    positions_N = torch.arange(6, dtype=torch.int32).repeat(2)
+    leaf_N = objective.token_loss(logits_NV, labels_N, columns).detach().requires_grad_()
+    loss = objective.sequence_loss(leaf_N, positions_N, columns)
+    ensure(
+        loss.shape == () and loss.dtype == torch.float32, f"the loss is {loss.dtype} of {tuple(loss.shape)}, not 0-d"
+    )
+    (gradient_N,) = torch.autograd.grad(loss, [leaf_N])
+    ensure(bool(loss.isfinite()) and bool(gradient_N.isfinite().all()), "the loss or its gradient is not finite")
+    ensure(bool(gradient_N[labels_N != IGNORE_LABEL].any()), "no trained token has a gradient")
+
+
 def trains(objective: Objective) -> None:
     """It is traced with the head, whole and in chunks, and on a tiny model the loss falls."""
+    batch = tiny.batches(0)[0]
+    columns = {name: torch.full((tiny.TOKENS,), 1.0) for name in objective.columns}
+    batches = [replace(batch, columns=columns)]
     for chunks in (1, 4):
-        losses = tiny.train(tiny.engine(objective=objective, head_chunks=chunks), 5, lr=0.1, same=True)
+        made = tiny.engine(objective=objective, head_chunks=chunks, columns=objective.columns)
+        losses = [made.train_step(batches, step=step, lr=0.1).read()[0] for step in range(5)]
         ensure(all(map(math.isfinite, losses)), f"a loss is not finite: {losses}")
         ensure(losses[-1] < losses[0], f"the loss does not fall: {losses}")
 
 
-CHECKS = (gives_a_loss_for_each_token, is_differentiable, does_not_look_at_other_tokens, trains)
+CHECKS = (
+    gives_a_loss_for_each_token,
+    is_differentiable,
+    does_not_look_at_other_tokens,
+    has_a_differentiable_loss_of_sequences,
+    trains,
+)

@@ -178,7 +178,9 @@ class PlainProduct(Recipe):
 
 
 PLAIN = PlainProduct()
-CROSS_ENTROPY = Objective(name="cross_entropy", token_loss=ops.cross_entropy)
+CROSS_ENTROPY = Objective(
+    name="cross_entropy", token_loss=lambda logits, labels, columns: ops.cross_entropy(logits, labels)
+)
 DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0)
 ADAMW = OptimizerSpec(name="textbook-adamw", build=TextbookAdamW)
 

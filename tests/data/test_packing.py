@@ -194,8 +194,7 @@ def test_loss_weights_reach_the_micro_batch_shifted_like_the_labels(tmp_path: Pa
     rows = pack_documents(Cache(tmp_path, "rows"), documents, None, "all", PackSettings(sequence_len=10), padding_id=0)
     batch = collate(rows, [0])
     order = {length: first for first, length in zip((0, 4, 7), (4, 3, 2), strict=True)}
-    assert batch.weights is not None
-    got = {n: batch.weights[at : at + n].tolist() for n, at in order.items()}
+    got = {n: batch.columns["weights"][at : at + n].tolist() for n, at in order.items()}
     assert got == {4: [0.5, 0, 2, 0], 3: [1, 1, 0], 2: [2, 0]}
     assert batch.labels.tolist() == [21, -100, 23, -100, 11, 12, -100, 31, -100, -100]
     assert (batch.label_tokens, batch.loss_weight) == (5, 6.5)

@@ -13,7 +13,7 @@ import torch
 from tiny_qwen3 import make_engine, tiny_config
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
@@ -86,10 +86,10 @@ def test_loss_weights_in_graphs_against_the_cpu() -> None:
         for batch in batches(step):
             trained = (batch.labels != IGNORE_LABEL).float()
             cycle = torch.tensor([0.25, 1.0, 3.0]).repeat(TOKENS)[:TOKENS]
-            found.append(dataclasses.replace(batch, weights=trained * cycle))
+            found.append(dataclasses.replace(batch, columns={WEIGHTS: trained * cycle}))
         return found
 
-    settings: dict[str, Any] = {"adapters": True, "weighted": True, "dtype": torch.float32}
+    settings: dict[str, Any] = {"adapters": True, "columns": (WEIGHTS,), "dtype": torch.float32}
     sides = [engine("cpu", **settings), engine("cuda", **settings)]
     found = [[e.train_step(weighted(step % 2), step=step, lr=3e-3).read() for step in range(4)] for e in sides]
     for cpu, cuda in zip(*found, strict=True):

@@ -13,7 +13,7 @@ from surogate_offload_host import surogate_offloader as host_offloader
 from tiny_qwen3 import REFERENCES_ONLY, make_engine, tiny_config
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.bundles import OffloaderSpec
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
@@ -117,11 +117,11 @@ def test_loss_weights_weigh_each_token_of_the_whole_step(chunks: int) -> None:
             batch,
             labels=torch.where(half > 0, batch.labels, IGNORE_LABEL),
             label_tokens=int((half > 0).sum()),
-            weights=half,
+            columns={WEIGHTS: half},
         )
         for half in halves
     ]
-    weighted = make_engine(weighted=True, head_chunks=chunks)
+    weighted = make_engine(columns=(WEIGHTS,), head_chunks=chunks)
     error, name = tiny.worst(tiny.gradients(weighted, steps), expected)
     assert error <= 1e-5, name
     assert weighted.evaluate(steps)[0] == pytest.approx(loss, rel=1e-6)
