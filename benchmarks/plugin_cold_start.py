@@ -30,7 +30,7 @@ from typing import Any
 
 from surogate_core import bundles, hookimpl
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

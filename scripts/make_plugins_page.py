@@ -53,12 +53,13 @@ changes in a way that breaks existing plugins. A plugin states the versions that
 entry point names, as a literal version specifier:
 
 ```python
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 ```
 
 Surogate reads it from the source. It does not import a plugin that does not support this version; `surogate plugins
 list`, or a run that selects the plugin, gives the reason. A plugin that states nothing counts as written for
-`{unstated}`. There has been one version so far, and nothing is deprecated.
+`{unstated}`. Version 2 is the present one:
+plugins for version 1 are refused. Install a newer version of the plugin, or an older surogate.
 
 ## The conformance kit
 
@@ -66,14 +67,14 @@ list`, or a run that selects the plugin, gives the reason. A plugin that states 
 an installed plugin:
 
 ```text
-optimizer-adamw conforms: 15 checks hold, 0 do not
+optimizer-adamw conforms: 14 checks hold, 0 do not
 ```
 
 A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`
 adds the traceback. Every check has a time limit of ten minutes. Checks of monitors and launchers run in a child
 process with a limit of one minute, so a plugin that ends the process, or hangs, fails only its own check.
 
-- every plugin: it states its hook API; its requirements are met; its import and its hooks are quick, print nothing
+- every plugin: its requirements are met; its import and its hooks are quick, print nothing
   and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in

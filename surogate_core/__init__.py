@@ -8,7 +8,7 @@ from pluggy import HookimplMarker
 
 __version__ = "0.1.0"
 
-API_VERSION = 1
+API_VERSION = 2
 """Version of the hook contract (docs/hooks.md); incremented when a hook changes incompatibly."""
 
 hookimpl = HookimplMarker("surogate")

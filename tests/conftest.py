@@ -23,6 +23,8 @@ from run_fixtures import (  # noqa: F401
     run_here,
 )
 
+from surogate_core import API_VERSION
+
 InstallPlugin = Callable[..., Path]
 
 _numbers = itertools.count()
@@ -46,6 +48,8 @@ def _own_log_directory(_logs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstallPlugin]:
     """Installs a fake distribution: ``install_plugin(name, source, conf={"recipe/x.yaml": …})``.
 
+    A source that states no hook API gets the present one at its end, unless `states_api` is false.
+
     The entry point is named `name`, the distribution ``dist-<name>``, the module ``plugin_<name>``;
     the return value is the directory that was put on `sys.path`.
     """
@@ -65,7 +69,10 @@ def install_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         version: str = "1.2.3",
         module: str = "",
         requires: tuple[str, ...] = (),
+        states_api: bool = True,
     ) -> Path:
+        if states_api and "SUROGATE_API" not in source:
+            source += f'\nSUROGATE_API = ">={API_VERSION},<{API_VERSION + 1}"\n'
         distribution = distribution or f"dist-{name}"
         module = module or f"plugin_{name.replace('-', '_')}"
         package = site / module

@@ -13,30 +13,58 @@ from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin, canon
 from surogate_core.plugins.static import module_api
 
 if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
     from surogate_core.plugins.lock import Difference
 
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
 
 
-def supported_api(plugin: InstalledPlugin) -> str:
-    """The range of hook API versions that the plugin was written for: `SUROGATE_API` in its source."""
-    stated = module_api(plugin.module)
+def supported_api(plugin: InstalledPlugin) -> str | None:
+    """The range of hook API versions that the plugin was written for: `SUROGATE_API` in its source.
+
+    None where the source cannot be read; what is wrong with it shows when it is imported.
+    """
+    try:
+        stated = module_api(plugin.module)
+    except (OSError, SyntaxError, ValueError):
+        return None
     return UNSTATED if stated is None else stated
 
 
 def incompatible(plugin: InstalledPlugin, api: int = API_VERSION) -> str | None:
     """Why the plugin cannot be used with that version of the hook API, or None."""
+    stated = None if plugin.entry_point is None else supported_api(plugin)
+    if stated is None:
+        return None
+    fits = _range(stated)
+    if fits is None:
+        return f"refused: its SUROGATE_API is {stated!r}, not a range such as '>={api},<{api + 1}'"
+    if fits.contains(str(api)):
+        return None
+    return f"refused: it was written for hook API {stated}, and this surogate has version {api}"
+
+
+def remedy(plugin: InstalledPlugin, api: int = API_VERSION) -> str:
+    """What to do about a plugin that is incompatible."""
+    stated = supported_api(plugin)
+    fits = _range(stated) if stated is not None else None
+    newer = f"Install a version of {plugin.distribution} for hook API {api}: pip install -U {plugin.distribution}"
+    if fits is None:
+        return f"{newer}."
+    is_old = any(fits.contains(str(version)) for version in range(1, api))
+    surogate = "an older surogate: pip install 'surogate<VERSION'" if is_old else "a newer one: pip install -U surogate"
+    return f"{newer}; or {surogate}."
+
+
+def _range(stated: str) -> SpecifierSet | None:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-    if plugin.entry_point is None:
-        return None
-    stated = supported_api(plugin)
     try:
-        fits = SpecifierSet(stated).contains(str(api))
+        return SpecifierSet(stated)
     except InvalidSpecifier:
-        return f"refused: its SUROGATE_API is {stated!r}, not a range such as '{UNSTATED}'"
-    return None if fits else f"refused: it was written for hook API {stated}, and this surogate has version {api}"
+        return None
 
 
 def verify(policy: ImportPolicy, found: Sequence[InstalledPlugin]) -> None:

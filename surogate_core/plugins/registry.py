@@ -20,7 +20,7 @@ from surogate_core.bundles import KINDS, Bundle
 from surogate_core.caches import use_private_caches
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue
-from surogate_core.plugins.contract import incompatible, verify
+from surogate_core.plugins.contract import incompatible, remedy, verify
 from surogate_core.plugins.discovery import (
     CORE,
     ImportPolicy,
@@ -187,7 +187,7 @@ class Registry:
                 )
         for plugin, reason in self.blocked.values():
             if static_view(plugin.module).offers(group, name):
-                fix = f"Install a version of {plugin.distribution} for it." if incompatible(plugin) else ""
+                fix = remedy(plugin) if incompatible(plugin) else ""
                 fix = "Change the plugin policy." if self.policy.refusal(plugin.name) else fix
                 return Missing(message=f"{plugin.label} offers it but is {reason}.", fix=fix)
         distribution = catalogue().distribution_of(group, name)
@@ -214,7 +214,7 @@ class Registry:
                 return Missing(message=f"{broken}.", fix=fix, broken=broken)
         for plugin, reason in self.blocked.values():
             if key in static_view(plugin.module).flat_keys:
-                fix = "Change the plugin policy." if self.policy.refusal(plugin.name) else ""
+                fix = "Change the plugin policy." if self.policy.refusal(plugin.name) else remedy(plugin)
                 return Missing(message=f"{plugin.label} has it but is {reason}.", fix=fix)
         distribution = catalogue().keys.get(key)
         if distribution is None or distribution in {p.distribution for p in self.plugins.values()}:

@@ -139,12 +139,15 @@ def module_file(name: str) -> Path | None:
 
 
 def module_api(module: str) -> str | None:
-    """`SUROGATE_API` of the module that an entry point's value names, read from that one file; None if it has none."""
-    file = module_file(module.partition(":")[0].strip())
-    try:
-        return stated_api(ast.parse(file.read_text(encoding="utf-8"))) if file is not None else None
-    except (OSError, SyntaxError, ValueError):
-        return None
+    """`SUROGATE_API` of the module that an entry point's value names, read from that one file; None if it has none.
+
+    Raises `OSError`, `SyntaxError` or `ValueError` where the file is not there or not Python.
+    """
+    name = module.partition(":")[0].strip()
+    file = module_file(name)
+    if file is None:
+        raise FileNotFoundError(f"module {name} is not found")
+    return stated_api(ast.parse(file.read_bytes()))
 
 
 def stated_api(tree: ast.Module) -> str | None:

@@ -14,11 +14,6 @@ from surogate_core.plugins.static import static_view
 from surogate_core.testing.check import ensure
 
 
-def states_its_api(plugin: InstalledPlugin, registry: Registry) -> None:
-    """`SUROGATE_API` is in the module, as a literal."""
-    ensure(static_view(plugin.module).api is not None, "the module states no SUROGATE_API")
-
-
 def has_what_it_requires(plugin: InstalledPlugin, registry: Registry) -> None:
     """The requirements of its distribution are met here."""
     unmet = unmet_requirements(plugin)
@@ -69,7 +64,6 @@ def has_options_with_defaults(plugin: InstalledPlugin, registry: Registry) -> No
 
 
 CHECKS = (
-    states_its_api,
     has_what_it_requires,
     imports_quietly,
     answers_quietly,

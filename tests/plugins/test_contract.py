@@ -26,38 +26,57 @@ def surogate_recipe():
 @pytest.mark.parametrize(
     ("statement", "reason"),
     [
-        ('SUROGATE_API = ">=2,<3"', "it was written for hook API >=2,<3, and this surogate has version 1"),
-        ('SUROGATE_API: str = "<1"', "it was written for hook API <1, and this surogate has version 1"),
-        ('SUROGATE_API = "one"', "its SUROGATE_API is 'one', not a range such as '>=1,<2'"),
-        ("SUROGATE_API = str(1)", "its SUROGATE_API is 'not a literal', not a range such as '>=1,<2'"),
-        ("SUROGATE_API = 1", "its SUROGATE_API is 'not a literal', not a range such as '>=1,<2'"),
+        ('SUROGATE_API = ">=3,<4"', "it was written for hook API >=3,<4, and this surogate has version 2"),
+        ('SUROGATE_API = ">=1,<2"', "it was written for hook API >=1,<2, and this surogate has version 2"),
+        ("", "it was written for hook API >=1,<2, and this surogate has version 2"),
+        ('SUROGATE_API: str = "<1"', "it was written for hook API <1, and this surogate has version 2"),
+        ('SUROGATE_API = "one"', "its SUROGATE_API is 'one', not a range such as '>=2,<3'"),
+        ("SUROGATE_API = str(1)", "its SUROGATE_API is 'not a literal', not a range such as '>=2,<3'"),
+        ("SUROGATE_API = 1", "its SUROGATE_API is 'not a literal', not a range such as '>=2,<3'"),
     ],
 )
 def test_an_incompatible_plugin_is_refused_with_the_reason_and_not_imported(
     install_plugin: Any, tmp_path: Path, statement: str, reason: str
 ) -> None:
     trace = f"__import__('pathlib').Path({str(tmp_path / 'imported')!r}).touch()\n"
-    install_plugin("old", trace + statement + BODY)
+    install_plugin("old", trace + statement + BODY, states_api=False)
     registry = load_plugins(import_policy(None, {}))
     assert reason in registry.blocked["old"][1]
-    with pytest.raises(PluginError, match=r"plugin old .* offers it but is refused: .*Install a version of dist-old"):
+    with pytest.raises(PluginError, match=r"plugin old .* offers it but is refused: .*pip install -U dist-old"):
         registry.get("recipe", "wanted")
     assert not (tmp_path / "imported").exists()
     assert "plugin_old" not in sys.modules
 
 
-@pytest.mark.parametrize("statement", ['SUROGATE_API = ">=1,<2"', 'SUROGATE_API = "==1"', ""])
+@pytest.mark.parametrize("statement", ['SUROGATE_API = ">=2,<3"', 'SUROGATE_API = "==2"', 'SUROGATE_API = ">=1"'])
 def test_a_compatible_plugin_loads(install_plugin: Any, statement: str) -> None:
     install_plugin("new", statement + BODY)
     assert load_plugins(import_policy(None, {})).owner("recipe", "wanted") == "new"
 
 
 def test_a_plugin_that_states_nothing_was_written_for_version_one(install_plugin: Any) -> None:
-    install_plugin("silent", BODY)
+    install_plugin("silent", BODY, states_api=False)
     (plugin,) = (p for p in installed_plugins() if p.name == "silent")
     assert supported_api(plugin) == ">=1,<2"
     assert incompatible(plugin, api=1) is None
     assert incompatible(plugin, api=2) is not None
+
+
+@pytest.mark.parametrize(
+    ("stated", "surogate"),
+    [(">=1,<2", "an older surogate: pip install 'surogate<VERSION'"), (">=3", "a newer one: pip install -U surogate")],
+)
+def test_the_remedy_is_another_plugin_or_another_surogate(install_plugin: Any, stated: str, surogate: str) -> None:
+    install_plugin("old", f'SUROGATE_API = "{stated}"' + BODY)
+    missing = load_plugins(import_policy(None, {})).explain_missing("recipe", "wanted", [])
+    assert missing.fix == f"Install a version of dist-old for hook API 2: pip install -U dist-old; or {surogate}."
+
+
+def test_a_source_that_is_no_python_fails_when_it_is_imported(install_plugin: Any) -> None:
+    install_plugin("torn", "def f(:\n")
+    registry = load_plugins(import_policy(None, {}))
+    assert not registry.blocked
+    assert "SyntaxError" in str(registry.broken["torn"])
 
 
 def test_our_own_plugins_state_a_range_and_fit() -> None:

@@ -27,7 +27,7 @@ from surogate_core.plugins.lock import installed_lock, write_lock
 from surogate_core.plugins.static import static_view
 
 TRACE = "from pathlib import Path\nPath(SENTINEL).open('a').write(__name__ + '\\n')\n"
-HEAD = "from surogate_core import bundles, hookimpl\nSUROGATE_API = '>=1,<2'\n"
+HEAD = "from surogate_core import bundles, hookimpl\nSUROGATE_API = '>=2,<3'\n"
 RECIPE = "@hookimpl\ndef surogate_recipe():\n    return bundles.RecipeSpec(name='NAME', build=lambda *a: None)\n"
 CONFIG = "@hookimpl\ndef surogate_config_path():\n    return 'pkg://' + __name__ + '.conf'\n"
 
@@ -206,7 +206,7 @@ CASES: Mapping[str, Case] = {
     ),
     "written for another hook API": Case(
         arrive=arrives("future", head="SUROGATE_API = '>=7'\n", body="1 / 0\n"),
-        freely=">=7, and this surogate has version 1",
+        freely=">=7, and this surogate has version 2",
         locked=added("future"),
     ),
 }

@@ -24,7 +24,7 @@ from surogate_core.plugins.lock import installed_lock, read_lock, write_lock
 from surogate_core.plugins.static import static_view
 
 HEAD = (
-    "from surogate_core import bundles, hookimpl\nSUROGATE_API = '>=1,<2'\nimport two_helper.impl\nimport two_single\n"
+    "from surogate_core import bundles, hookimpl\nSUROGATE_API = '>=2,<3'\nimport two_helper.impl\nimport two_single\n"
 )
 HOOK = "@hookimpl\ndef surogate_recipe():\n    return bundles.RecipeSpec(name='two', build=lambda *a: None)\n"
 

@@ -17,7 +17,7 @@ from surogate_core.testing.matrix import Combination, Matrix, Outcome, cover, fa
 FACTORS = {"a": ["1", "2", "3"], "b": ["4", "5", "6"], "c": ["7", "8"], "d": ["9", "10", "11", "12"]}
 
 OFFLOADER = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 

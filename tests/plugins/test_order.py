@@ -15,7 +15,7 @@ from surogate_core.config.compose import compose_config, plain_values
 from surogate_core.plugins import discovery, import_policy, load_plugins
 
 SOURCE = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 @hookimpl

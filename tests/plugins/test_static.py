@@ -50,8 +50,10 @@ def test_the_api_is_read_from_the_one_file(install_plugin: Any) -> None:
     (site / "plugin_stated" / "garbled.py").write_text("def f(:\n")
     assert module_api("plugin_stated:plugin") == static_view("plugin_stated").api == ">=1"
     install_plugin("broken", "SUROGATE_API = '>=1'\ndef f(:\n")
-    assert module_api("plugin_broken") is None
-    assert module_api("plugin_absent") is None
+    with pytest.raises(SyntaxError):
+        module_api("plugin_broken")
+    with pytest.raises(FileNotFoundError):
+        module_api("plugin_absent")
 
 
 def test_an_object_of_a_submodule_as_entry_point(install_plugin: Any) -> None:

@@ -76,7 +76,7 @@ def test_tasks_that_break_a_rule_are_caught(steps: type[StepLoader], check: Any,
 
 
 STRANGER = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 @hookimpl

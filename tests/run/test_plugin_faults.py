@@ -10,7 +10,7 @@ import pytest
 from surogate_core.cli.main import main
 
 DATASET = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 import numpy as np
 from surogate_core import bundles, hookimpl
 from surogate_core.data.encoded import Encoded
@@ -25,7 +25,7 @@ def surogate_dataset():
 """
 
 RECIPE = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 class Made(bundles.Recipe):
@@ -39,7 +39,7 @@ def surogate_recipe():
 """
 
 KERNELS = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 def kernels():
@@ -51,7 +51,7 @@ def surogate_kernel_pack():
 """
 
 MONITOR = """
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 class Odd:

@@ -9,7 +9,7 @@ from surogate_core import hookimpl
 if TYPE_CHECKING:
     from surogate_core.bundles import DatasetFormat
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 EMBEDDED_TOKENIZER = "pkg://surogate_dataset_chat/embedded/tokenizer"
 """The tokenizer that a run uses when its model has none of its own."""

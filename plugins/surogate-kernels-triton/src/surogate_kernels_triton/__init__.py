@@ -10,7 +10,7 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     import torch
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     from surogate_core.dsl import Model
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @hookimpl

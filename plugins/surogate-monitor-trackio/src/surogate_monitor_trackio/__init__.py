@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surogate_core import bundles, hookimpl
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @hookimpl

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from surogate_offload_disk.store import DiskStores
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @hookimpl

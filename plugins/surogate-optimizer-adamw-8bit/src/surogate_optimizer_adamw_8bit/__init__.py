@@ -13,7 +13,7 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 STATE_BYTES = 2 * (1 + 4 / bundles.FLAT_ALIGNMENT)
 """Two codes, and two fp32 absmax for each block."""

@@ -13,7 +13,7 @@ from surogate_core import bundles, hookimpl
 if TYPE_CHECKING:
     from surogate_optimizer_normuon.normuon import NorMuon
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

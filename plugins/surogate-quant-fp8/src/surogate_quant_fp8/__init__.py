@@ -11,7 +11,7 @@ from surogate_core.bundles import Flat
 if TYPE_CHECKING:
     from surogate_quant_fp8.fp8 import FP8
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

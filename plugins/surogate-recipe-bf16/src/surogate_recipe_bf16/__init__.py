@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from surogate_core import bundles, hookimpl
 from surogate_core.bundles import Flat
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from surogate_recipe_fp8.gemm import FP8Hybrid
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from surogate_recipe_nvfp4.gemm import NVFP4
 
-SUROGATE_API = ">=1,<2"
+SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
