@@ -264,7 +264,7 @@ def test_the_file_is_toml_and_says_what_is_installed(locked: Any, tmp_path: Path
     file = tmp_path / "surogate.lock"
     data = tomllib.loads(file.read_text())
     (marked, _) = data["distribution"]
-    assert (data["api"], marked["name"], marked["version"], marked["editable"]) == (1, "dist-marked", "1.2.3", False)
+    assert (data["api"], marked["name"], marked["version"], marked["editable"]) == (2, "dist-marked", "1.2.3", False)
     assert marked["entry_points"] == {"marked": "plugin_marked"}
     listing = "".join(f"{digest}  {path}\n" for path, digest in sorted(marked["files"].items()))
     assert marked["sha256"] == hashlib.sha256(listing.encode()).hexdigest()
@@ -276,8 +276,8 @@ def test_the_file_is_toml_and_says_what_is_installed(locked: Any, tmp_path: Path
     [
         ("version = 2\n", "version = \n", "Invalid value"),
         ("version = 2\n", "version = 1\n", "version 1, this surogate reads version 2"),
-        ("api = 1\n", "", "`api` is missing"),
-        ("api = 1\n", "api = true\n", "`api` must be an integer"),
+        ("api = 2\n", "", "`api` is missing"),
+        ("api = 2\n", "api = true\n", "`api` must be an integer"),
         ("editable = false", 'editable = "no"', "`editable` must be true or false"),
         ('version = "1.2.3"', "version = 1.2", "`version` must be a string"),
         ('name = "dist-other"', 'name = "dist-marked"', "dist-marked is there twice"),
