@@ -214,7 +214,7 @@ def lora(rank: int = 4, *, scale: float = 2.0, dropout: float = 0.0, targets: Se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of an engine of `engine`, in addition to its `EngineSettings`."""
+    """The parts of an `assembly`, in addition to its `EngineSettings`."""
 
     build: Callable[[Mapping[str, Any]], Model] = TinyModel
     recipe: Recipe = PLAIN
@@ -225,14 +225,18 @@ class Parts:
     objective: Objective = CROSS_ENTROPY
     packs: Sequence[KernelPack] = (TORCH_PACK,)
     lora: LoRA | None = None
-    source: Source | None = None
-    """None: `random_source`."""
     weight_format: WeightFormat | None = None
     skips: Callable[[str], bool] = lambda name: False
 
 
-def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
-    """An engine on the CPU, in fp32 with FX graphs.
+def engine(config: Mapping[str, Any] = CONFIG, *, source: Source | None = None, **changes: Any) -> Engine:
+    """An engine of an `assembly`, with values from `source`, by default `random_source`."""
+    made = assembly(config, **changes)
+    return Engine(made, source or random_source(device=made.settings.device.type))
+
+
+def assembly(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Assembly:
+    """What a run on the CPU, in fp32 with FX graphs, is made of.
 
     `changes` are fields of `Parts` or of `EngineSettings`, whose `device` may be a name and `recompute` a bool: whether
     whole blocks are computed again.
@@ -240,7 +244,7 @@ def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
     parts = Parts(**{f.name: changes.pop(f.name) for f in fields(Parts) if f.name in changes})
     settings = _settings(**changes)
     device, offloader = settings.device, parts.offloader
-    assembly = Assembly(
+    return Assembly(
         model=parts.build(config),
         settings=settings,
         recipe=parts.recipe,
@@ -254,7 +258,6 @@ def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:
         weight_format=parts.weight_format,
         keeps_as_it_is=parts.skips,
     )
-    return Engine(assembly, parts.source or random_source(device=device.type))
 
 
 def _settings(

@@ -56,7 +56,7 @@ def test_a_model_in_bf16_agrees_with_fp32() -> None:
     batch = tiny.batch(tiny.documents([20, 12]))
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
-        engine = tiny.engine(recipe=surogate_recipe(), optimizer=tiny.ADAMW, lora=tiny.lora(), dtype=dtype)
+        engine = tiny.engine(recipe=BF16(), optimizer=tiny.ADAMW, lora=tiny.lora(), dtype=dtype)
         assert {t.dtype for t in engine.stores.weights.fetch("layer 0")} == {dtype}
         losses[dtype] = [engine.train_step([batch], step=step, lr=1e-2).read()[0] for step in range(5)]
     assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=2e-2)

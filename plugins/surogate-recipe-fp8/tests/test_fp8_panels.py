@@ -24,7 +24,7 @@ from surogate_core.formats import fp8 as scaled
 from surogate_core.kernels import ops
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import KernelTable, references
+from surogate_core.kernels.registry import references
 from surogate_core.testing import tiny
 
 RECIPE = FP8Hybrid.of(FP8Options(amax_history=3), "no FP8")
@@ -159,17 +159,10 @@ def test_the_adapters_of_a_panel_are_loaded_after_each_step() -> None:
 
 
 def planned(config: dict[str, Any], first: int) -> dict[str, tuple[Panel, ...]]:
-    found = pieces(tiny.TinyModel(config), lora=tiny.lora(16), max_seqlen=128)
-    return plan_panels(
-        found,
-        recipe=NATIVE,
-        plain=plain_layers(found, first=first, last=0),
-        kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK, PACK]),
-        dtype=torch.float32,
-        tokens=128,
-        width=config["hidden_size"],
-        tables=TABLES,
-    )
+    lora, packs = tiny.lora(16), [TORCH_PACK, PACK]
+    found = pieces(tiny.TinyModel(config), lora=lora, max_seqlen=128)
+    made = tiny.assembly(config, recipe=NATIVE, lora=lora, packs=packs, tokens=128, plain_first=first)
+    return plan_panels(made, found, plain=plain_layers(found, first=first, last=0), tables=TABLES)
 
 
 def test_layers_left_alone_and_sizes_without_tiles_have_no_such_panels() -> None:
