@@ -40,7 +40,7 @@ class TensorSpec:
 
 
 class Param:
-    """A parameter that is used as it is, such as a norm's weight."""
+    """A parameter that `forward` uses directly, such as a norm's weight."""
 
     def __init__(self, hf_name: str, *dims: Dim | int, init: Init = "ones"):
         self.hf_name, self.dims, self.init = hf_name, dims, init
@@ -53,7 +53,7 @@ class Param:
 
 
 class Linear:
-    """A linear slot: weight [outputs, inputs] and, when `bias` holds, bias [outputs]."""
+    """A linear slot: weight [outputs, inputs] and, if `bias` is true, bias [outputs]."""
 
     def __init__(self, module: str, inputs: Dim, outputs: Dim, *, group: str, bias: bool | Setting = False):
         self.module, self.inputs, self.outputs = module, inputs, outputs
@@ -188,8 +188,8 @@ class Block:
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
-        Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's
-        state, none where it has none; `packed` names the slots whose weights the recipe has packed.
+        Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's state,
+        empty if it has none; `packed` names the slots whose weights the recipe has packed.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
@@ -222,7 +222,7 @@ class Block:
     def shared_inputs(
         self, slots: tuple[LinearSlot, ...], tensors: Mapping[str, Tensor], x: Tensor, tables: Mapping[str, Tensor]
     ) -> list[list[LinearSlot]]:
-        """The slots in groups that are called with the same tensor, found by running `forward` (on fake tensors)."""
+        """The slots grouped by the tensor that they are called with, found by running `forward` on fake tensors."""
         readers: list[tuple[Tensor, list[LinearSlot]]] = []
 
         def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:

@@ -2,8 +2,8 @@
 
 Inductor times several tilings of a kernel and keeps the fastest, anew each time a program is loaded. The tiling of a
 reduction decides the order of its sum, and that of any other kernel may decide which product of a·b + c·d is rounded
-before the addition, so two runs of one configuration could differ in their last bits. Here torch's own rules choose,
-while the code is written: kernels that another process compiled and left on disk have one tiling too.
+before the addition, so two runs of one configuration could differ in their last bits. With these settings torch's own
+rules choose while the code is generated, so kernels that another process left on disk have the same tiling.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 def _keep_additions(module: fx.GraphModule) -> None:
     """Keep Inductor from adding to a product inside it: in 16 bits it would copy the other operand first.
 
-    An addition in fp32 it takes into the kernel that reads the sum, which is faster on a GPU.
+    An fp32 addition is then fused into the kernel that reads the sum, which is faster on a GPU.
     """
     add, mm, cast = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default, torch.ops.aten._to_copy.default
     for node in list(module.graph.nodes):

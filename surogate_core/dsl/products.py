@@ -1,8 +1,8 @@
-"""Gradients of weights left as products, so that they are multiplied into their sums.
+"""Gradients of weights that stay products, so that the product adds to the sum.
 
-dW = dyᵀ x of each micro-step is added to a sum of wider dtype. Computed by a block's backward it would be
-rounded, written, and read again by the addition, which takes longer than a product's own traffic; so the
-backward hands out dyᵀ and x instead, and the product adds to the sum as it writes.
+dW = dyᵀ x of each micro-step is added to a sum of wider dtype. If a block's backward computed it, it would be rounded,
+written, and read again by the addition, which takes longer than the memory traffic of the product itself. So the
+backward returns dyᵀ and x instead, and the product adds to the sum as it writes.
 
 Shape suffixes: N tokens, O and I the sides of a weight.
 """
@@ -21,13 +21,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A gradient [O, I] that is left @ right."""
+    """A gradient [O, I] = left @ right."""
 
     left_ON: Tensor
     right_NI: Tensor
 
     def add_to(self, total_OI: Tensor) -> None:
-        """Add the product to a sum of its dtype or a wider one; into a wider one it is not rounded on a GPU."""
+        """Add the product to a sum of its dtype or a wider one; on a GPU it is not rounded before it is added to a
+        wider one.
+        """
         left_ON, right_NI = self.left_ON, self.right_NI
         if left_ON.dtype == total_OI.dtype:
             total_OI.addmm_(left_ON, right_NI)
@@ -59,7 +61,7 @@ def add_products(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple
 
 
 def _joined(total: Tensor, product: Product, next_total: Tensor, following: Product) -> tuple[Tensor, Product] | None:
-    """Both as one product into one sum, or None."""
+    """Both merged into one product for one sum, or None."""
     left, right = product.left_ON, product.right_NI
     if not (_same(right, following.right_NI) and _follows(total, next_total) and _follows(left, following.left_ON)):
         return None
@@ -73,7 +75,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _follows(a: Tensor, b: Tensor) -> bool:
-    """Whether b's rows go on where a's end, in one storage."""
+    """Whether b's rows begin where a's end, in one storage."""
     if a.dtype != b.dtype or a.stride() != b.stride() or a.shape[1] != b.shape[1]:
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
@@ -84,8 +86,8 @@ def _follows(a: Tensor, b: Tensor) -> bool:
 def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
     """Make the graph return both factors of those of its first `count` outputs that are products.
 
-    Others of these that are sums in fp32, rounded at the end, it returns as they are: what they are added to is wide.
-    For each output, whether it is two now: left and right of a `Product`.
+    Outputs that are fp32 sums, rounded at the end, are returned without the rounding, because they are added to a wide
+    sum. Returns for each output whether it is now two: left and right of a `Product`.
     """
     (output,) = (n for n in backward.graph.nodes if n.op == "output")
     returned: list[fx.Node] = []
@@ -106,7 +108,7 @@ def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
 
 
 def collect(outputs: Sequence[Any], deferred: Sequence[bool]) -> list[Any]:
-    """The outputs of such a graph, with a `Product` for each two that are one."""
+    """The outputs of such a graph, with a `Product` for each pair of factors."""
     flat = iter(outputs)
     return [Product(next(flat), next(flat)) if both else next(flat) for both in deferred]
 
@@ -130,7 +132,7 @@ def _unrounded(node: fx.Node, output: fx.Node) -> fx.Node:
 
 
 def _factors(node: fx.Node, output: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[fx.Node, bool]] | None:
-    """((left, whether to transpose it), (right, likewise)) of an output that is a product and nothing else's."""
+    """((left, whether to transpose it), (right, likewise)) of an output that is a product without other readers."""
     transposed = False
     reader = output
     while list(node.users) == [reader] and _is_transpose(node):

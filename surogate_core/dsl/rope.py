@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): the tables that `kernels.ops.rope` takes.
+"""Rotary position embedding (arXiv 2104.09864): the tables for `kernels.ops.rope`.
 
 `Rope` reads ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before), of a
 ``config.json``. The frequencies are those of transformers, operation for operation, so that angles agree at
@@ -21,7 +21,7 @@ from surogate_core.errors import UserError
 
 _ORIGINAL = "original_max_position_embeddings"
 DEFAULT_THETA = 10_000.0
-"""Base where ``config.json`` names none."""
+"""Base if ``config.json`` names none."""
 
 
 class Rope:
@@ -59,7 +59,7 @@ class Rope:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Radians a position, [E/2]; for dynamic with `lengths_N`, each token's document length, [N, E/2]."""
+        """Radians per position, [E/2]; for dynamic with `lengths_N`, each token's document length, [N, E/2]."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=device) / self.head_dim
         return KINDS[self.kind](self, exponents, lengths_N)
 
@@ -101,7 +101,7 @@ class Rope:
 
     @property
     def _original(self) -> float:
-        """Positions that the model was trained on before it was scaled."""
+        """Positions that the model was trained on before scaling."""
         key = _ORIGINAL
         beside = self.config.get(key)
         if beside is not None:
@@ -132,7 +132,7 @@ def document_lengths(positions_N: Tensor) -> Tensor:
 def scaled_config(
     config: Mapping[str, Any], scaling: str | Mapping[str, Any] | None, positions: int | None
 ) -> dict[str, Any]:
-    """The ``config.json`` with the RoPE scaling and the number of positions that a run asks for.
+    """The ``config.json`` with the RoPE scaling and the number of positions that a run sets.
 
     A kind's name stretches the model's positions to `positions`. A mapping is used unchanged, except that `positions`
     may supply its ``factor``. transformers computes from the result the same values that are trained.
@@ -176,7 +176,7 @@ def scaled_config(
 def covering(config: Mapping[str, Any], length: int) -> dict[str, Any]:
     """The ``config.json`` of a model from scratch, with positions for documents of `length` tokens.
 
-    Only where the number of positions changes no angle; elsewhere the config stays as it is.
+    It changes only if the number of positions affects no angle.
     """
     parameters = _parameters(config)[1]
     kind, positions = _kind(parameters), config.get("max_position_embeddings")
@@ -189,10 +189,10 @@ def covering(config: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def longest_covered(config: Mapping[str, Any]) -> float:
-    """Tokens of the longest document that the model's positions cover; infinite where none is too long.
+    """Tokens of the longest document that the model's positions cover; infinite if none is too long.
 
-    Whether ``max_position_embeddings`` counts the stretch of linear and yarn differs from model to model: the larger
-    reading is taken.
+    Models differ in whether ``max_position_embeddings`` includes the stretch of linear and yarn; the larger
+    interpretation is used.
     """
     positions = config.get("max_position_embeddings")
     _, parameters = _parameters(config)
@@ -207,7 +207,7 @@ def longest_covered(config: Mapping[str, Any]) -> float:
 
 
 def check_covers(config: Mapping[str, Any], longest: int) -> None:
-    """Raise `UserError` when a document of `longest` tokens goes beyond the model's positions."""
+    """Raise `UserError` if a document of `longest` tokens exceeds the model's positions."""
     covered = longest_covered(config)
     if longest > covered:
         end = int(covered)
@@ -265,7 +265,7 @@ def _dynamic(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
 
 
 def _yarn(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
-    """Fast dims as they are, slow ones divided by the factor, a ramp between."""
+    """Fast dims unchanged, slow ones divided by the factor, a ramp between."""
     size, theta, original = rope.head_dim, rope.theta, rope._original
     fast = rope._number("beta_fast", above=0.0, default=32)
     slow = rope._number("beta_slow", above=0.0, default=1)
@@ -286,7 +286,7 @@ def _yarn(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
 
 
 def _llama3(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
-    """Short waves as they are, long ones stretched by the factor, a blend between."""
+    """Short waves unchanged, long ones stretched by the factor, a blend between."""
     factor, original = rope._factor, rope._original
     low = rope._number("low_freq_factor", above=0.0)
     high = rope._number("high_freq_factor", above=low)

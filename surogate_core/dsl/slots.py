@@ -33,7 +33,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSlot:
-    """One linear projection of a block, as the engine has planned it."""
+    """One linear projection of a block, as planned by the engine."""
 
     name: str
     """Attribute name in the block."""
@@ -55,14 +55,14 @@ class LinearSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSlot(LinearSlot):
-    """A slot with what a recipe may read besides the operands."""
+    """A slot with everything that a recipe may read besides the operands."""
 
     seed: Tensor | None = None
-    """0-d int32, another in every micro-step and layer; None outside training."""
+    """0-d int32, different in every micro-step and layer; None outside training."""
     row: Tensor | None = None
-    """[K] fp32, the slot's row of the recipe's state; what the backward returns as its gradient is observed."""
+    """[K] fp32, the slot's row of the recipe's state; the backward returns the observations as its gradient."""
     packed: bool = False
-    """Whether the weight is what the recipe's `pack` made of a frozen one."""
+    """Whether the weight is a frozen weight that the recipe's `pack` converted."""
 
     @classmethod
     def of(cls, slot: LinearSlot, *, seed: Tensor | None, row: Tensor | None, packed: bool) -> TracedSlot:
@@ -71,26 +71,26 @@ class TracedSlot(LinearSlot):
 
 
 Gemm = Callable[[Tensor, Tensor, TracedSlot], Tensor]
-"""(x_NI, weight_OI, slot) → y_NO, as `Recipe.linear`."""
+"""(x_NI, weight_OI, slot) → y_NO, like `Recipe.linear`."""
 
 
 def plain_gemm(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
-    """x Wᵀ in the dtype of both: slots of layers that a recipe leaves alone."""
+    """x Wᵀ in the dtype of both operands, for slots of layers that multiply plainly."""
     return x_NI @ weight_OI.t()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Adapted slots that read one input and are multiplied together; see `kernels.panels`."""
+    """Adapted slots that read the same input and are multiplied together; see `kernels.panels`."""
 
     slots: tuple[LinearSlot, ...]
     shape: PanelShape
     op: PanelOp | None = None
-    """What multiplies a panel of adapters alone; None for a panel that holds the frozen weights too."""
+    """The product of a panel that has only adapters; None for a panel that also has the frozen weights."""
 
     @classmethod
     def of(cls, slots: Sequence[LinearSlot], *, op: PanelOp | None = None) -> Panel | None:
-        """The panel of slots that read one input, or None where they cannot share one.
+        """The panel of slots that read the same input, or None if they cannot share one.
 
         `op`: multiplies with the frozen weights outside of the panel.
         """
@@ -119,13 +119,13 @@ class BoundPanel:
     """A and B of each slot in turn."""
     seed: Tensor | None
     weights: Sequence[Tensor] = ()
-    """Each slot's, and its row of the recipe's state, where the panel is of adapters alone."""
+    """The kept weight of each slot, and its row of the recipe's state, if the panel has only adapters."""
     rows: Sequence[Tensor] = ()
     _input: Tensor | None = None
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def output(self, name: str, x_NI: Tensor) -> Tensor:
-        """A slot's output without bias. A slot that is called with another input is merely computed again."""
+        """A slot's output without bias. A call with another input computes it again."""
         if x_NI is not self._input:
             shape, op = self.panel.shape, self.panel.op
             if op is None:
@@ -139,13 +139,15 @@ class BoundPanel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Slots that read one input and whose trained weights stand in a row: one product for all of them."""
+    """Slots that read the same input and whose trained weights are contiguous: one product for all of them."""
 
     slots: tuple[LinearSlot, ...]
 
 
 class _Joined(Function):
-    """The outputs side by side, of which the backward has one gradient; each weight's own is a part of it."""
+    """The outputs in adjacent columns. The backward has one gradient for them, of which each weight's gradient is a
+    part.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, joined_QI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -170,12 +172,12 @@ class BoundJoin:
     joined: Tensor
     """[Q, I], the weights of all its slots."""
     weights: Sequence[Tensor]
-    """Each slot's own, which the gradients are of."""
+    """The weight of each slot, which receives the gradient."""
     _input: Tensor | None = None
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def output(self, name: str, x_NI: Tensor) -> Tensor:
-        """A slot's output without bias. A slot that is called with another input is merely computed again."""
+        """A slot's output without bias. A call with another input computes it again."""
         if x_NI is not self._input:
             outputs = _Joined.apply(x_NI, self.joined, *self.weights)
             names = (slot.name for slot in self.join.slots)
@@ -196,7 +198,7 @@ class BoundSlot:
     row: Tensor | None = None
     """[K] fp32: the slot's row of the recipe's state."""
     packed: bool = False
-    """Whether the weight is what the recipe made of a frozen one."""
+    """Whether the weight is a frozen weight that the recipe packed."""
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         with ops.region(self.slot.group):

@@ -23,8 +23,8 @@ class Inputs:
     positions: Tensor
     cu_seqlens: Tensor
     seeds_L: Tensor
-    """[L, 4] int32, of which the first column is used: Inductor's programs copy an input that does not begin at a
-    multiple of 16 bytes.
+    """[L] int32 with a stride of four, because Inductor's programs copy an input that does not begin at a multiple of
+    16 bytes.
     """
     loss_scale: Tensor
     """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""

@@ -1,9 +1,8 @@
 """CPU kernels of the elementwise ops: torch's own vector kernels, in place where the reference allocates.
 
-A block's time on a CPU goes into products and into memory; each temporary of a traced graph is
-a fresh allocation whose pages must be faulted in. For fp32 and float64; other dtypes take the
-references. Results are contiguous whatever the layout of the inputs, as the fakes say. Shape
-suffixes as in `kernels.ops`.
+On a CPU a block spends its time on products and on memory: each temporary of a traced graph is a new allocation whose
+pages must be faulted in. These kernels support fp32 and float64; other dtypes use the references. Results are
+contiguous for any layout of the inputs, as the fakes say. Shape suffixes as in `kernels.ops`.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ def rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
 
 
 LOGITS = 1 << 20
-"""Number of logits whose exponentials exist at one time: torch allocates them for its whole input at once."""
+"""Number of logits whose exponentials exist at one time, because torch allocates them for its whole input at once."""
 
 
 @torch.library.custom_op("surogate::cpu_cross_entropy", mutates_args=())

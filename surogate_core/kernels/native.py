@@ -1,9 +1,9 @@
 """CUDA C++ sources as functions that take torch tensors, for kernel packs.
 
-A source is compiled by NVRTC through CuPy when one of its functions is first launched, and kept on
-disk, keyed by source, flags, architecture and toolkit. A binary that ``make native`` made of the
-same source is taken instead. A pack has its sources in a directory ``native`` of its package:
-``kernels/NAME.cu`` and ``include/*.cuh``; headers may also be another distribution's.
+A source is compiled by NVRTC through CuPy when one of its functions is first launched, and kept on disk, keyed by
+source, flags, architecture and toolkit. A binary that ``make native`` made from the same source is used instead. A pack
+has its sources in a directory ``native`` of its package: ``kernels/NAME.cu`` and ``include/*.cuh``; headers may also be
+those of another distribution.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Sources:
 
     @classmethod
     def of(cls, file: str, *shared: str) -> Sources:
-        """Those of the package that a module is in: ``Sources.of(__file__)``."""
+        """The sources of a module's package: ``Sources.of(__file__)``."""
         return cls(directory=Path(file).parent / "native", shared=shared)
 
     def header(self, name: str) -> Path:
-        """The file of a header, the pack's own first. Raises `MachineError` where there is none."""
+        """The file of a header, the pack's own first. Raises `MachineError` if there is none."""
         try:
             directories = [self.directory, *(Path(str(files(package))) for package in self.shared)]
         except ModuleNotFoundError as error:
@@ -68,7 +68,7 @@ class Sources:
 
 
 def source_of(sources: Sources, name: str) -> str:
-    """The source ``kernels/NAME.cu`` with its own headers put in, each once: one text that a cache can be keyed by."""
+    """The source ``kernels/NAME.cu`` with its own headers inserted, each once: one text, which keys the cache."""
     seen: set[str] = set()
 
     def inlined(path: Path) -> str:
@@ -89,7 +89,7 @@ def names(sources: Sources) -> list[str]:
 
 
 def binary_name(sources: Sources, name: str, architecture: str, toolkit: str = "") -> str:
-    """The file that holds the binary of the source as it is now, and of no other."""
+    """The file with the binary of the present source."""
     content = "\0".join((*FLAGS, architecture, toolkit, source_of(sources, name)))
     return f"{name}.{architecture}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.cubin"
 
@@ -99,7 +99,7 @@ _assumed: ContextVar[tuple[int, int] | None] = ContextVar("surogate_assumed_gpu"
 
 @contextmanager
 def assuming(gpu: tuple[int, int]) -> Iterator[None]:
-    """Within, questions about the GPU are answered as where one of this compute capability is, with CuPy beside it.
+    """Inside, questions about the GPU are answered as on a machine with CuPy and a GPU of this compute capability.
 
     For a plan, which chooses kernels and launches none.
     """
@@ -111,12 +111,12 @@ def assuming(gpu: tuple[int, int]) -> Iterator[None]:
 
 
 def assumed() -> tuple[int, int] | None:
-    """The compute capability of the GPU that is assumed, or None."""
+    """The compute capability of the assumed GPU, or None."""
     return _assumed.get()
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) compute capability of the GPU, or of the one that is assumed."""
+    """(major, minor) compute capability of the GPU, or of the assumed one."""
     import torch
 
     return assumed() or torch.cuda.get_device_capability(device)
@@ -129,7 +129,7 @@ def architecture_of(device: torch.device) -> str:
 
 
 def missing_gpu(device: torch.device) -> str | None:
-    """Why no CUDA kernel runs on the device, or None; for a pack's `unavailable`."""
+    """The reason why no CUDA kernel runs on the device, or None; for a pack's `unavailable`."""
     import torch
 
     if device.type != "cuda":
@@ -160,12 +160,12 @@ def _cache() -> Path:
 
 @cache
 def _own_directory() -> TemporaryDirectory[str]:
-    """For this process alone, where the user's cache cannot be written; gone at its end."""
+    """A directory for this process only, if the user's cache cannot be written; deleted at its end."""
     return TemporaryDirectory(prefix="surogate-kernels-")
 
 
 def _compiled(sources: Sources, name: str, architecture: str) -> Path:
-    """The binary for an architecture-specific target, which CuPy itself does not ask NVRTC for."""
+    """The binary for an architecture-specific target, which CuPy itself does not request from NVRTC."""
     from cupy.cuda import nvrtc
 
     version = ".".join(map(str, nvrtc.getVersion()))
@@ -189,7 +189,7 @@ def _compiled(sources: Sources, name: str, architecture: str) -> Path:
     finally:
         nvrtc.destroyProgram(program)
     try:
-        # Several processes may do so at once; each leaves a whole file.
+        # Several processes may do so at once; each writes a complete file.
         partial = binary.with_suffix(f".{os.getpid()}.partial")
         partial.write_bytes(made)
         partial.replace(binary)
@@ -210,11 +210,11 @@ class _Stream:
 
 
 class Module:
-    """One source of a pack, loaded when it is needed, once for each device.
+    """One source of a pack, loaded on first use, once per device.
 
-    A source that is `specific` uses what only the architecture's own target has, such as wgmma of
-    sm_90a, or keeps subnormal numbers, which CuPy's own compilation makes zeros (it adds ``-ftz=true``).
-    It includes none of the toolkit's headers.
+    A `specific` source uses features that only the architecture's own target has, such as wgmma of sm_90a, or keeps
+    subnormal numbers, which CuPy's own compilation flushes to zero (it adds ``-ftz=true``). It includes none of the
+    toolkit's headers.
     """
 
     def __init__(self, sources: Sources, name: str, *, specific: bool = False):

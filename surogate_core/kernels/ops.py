@@ -1,4 +1,4 @@
-"""The ops that families are written in, each with its plain-PyTorch reference.
+"""The ops that families use, each with its plain-PyTorch reference.
 
 Every reference is differentiable, runs in any float dtype (float64 makes it the oracle) and can
 be traced. Shape suffixes: N tokens, D features, H heads, K key/value heads, E head features,
@@ -127,16 +127,16 @@ def norm_rope(
     cos_NE: Tensor,
     sin_NE: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention reads: q and k normed over a head's features and rotated, v as it is.
+    """The inputs of attention: q and k normed over a head's features and rotated, v unchanged.
 
-    One op, so that a kernel's backward may put the three gradients side by side.
+    One op, so that a kernel's backward may write the three gradients into adjacent columns.
     """
     q_NHE = rope(rms_norm(q_NHE, q_norm_E, eps), cos_NE, sin_NE)
     return q_NHE, rope(rms_norm(k_NKE, k_norm_E, eps), cos_NE, sin_NE), v_NKE
 
 
 def document_ids(cu_seqlens_S: Tensor, tokens: int) -> Tensor:
-    """[N] the number of the document that each position belongs to."""
+    """[N] the index of each position's document."""
     steps = torch.arange(tokens, device=cu_seqlens_S.device, dtype=cu_seqlens_S.dtype)
     return torch.bucketize(steps, cu_seqlens_S, right=True)
 
@@ -176,7 +176,7 @@ def hashed(x: Tensor) -> Tensor:
 
 
 def random_key(seed: Tensor, salt: int) -> Tensor:
-    """0-d int32: what the counter of `random_bits` is mixed with."""
+    """0-d int32: the key with which the counter of `random_bits` is mixed."""
     return hashed(seed + salt * 0x1E3779B9)
 
 
@@ -224,9 +224,9 @@ def adapted_linears(
 ) -> Sequence[Tensor]:
     """Projections of one input with their LoRA adapters: y = x Wᵀ + scale · dropout(x) Aᵀ Bᵀ for each.
 
-    `panel_QP` holds W's, A's and B's in x's dtype. `adapters` are A_RI, B_OR of each projection in
-    turn, in any dtype: what the gradients are of, and what the panel was loaded from; a kernel need
-    not read them. No dropout without a seed.
+    `panel_QP` contains W's, A's and B's in x's dtype. `adapters` are A_RI, B_OR of each projection in turn, in any
+    dtype: the tensors that receive gradients and from which the panel was loaded; a kernel need not read them. No
+    dropout without a seed.
     """
     found = []
     for number, (a_RI, b_OR) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):

@@ -1,15 +1,14 @@
-"""Adapted projections that read one input, with all their matrices in one.
+"""Adapted projections that read the same input, with all their matrices in one.
 
-A panel holds the frozen weights, the A's and the B's of LoRA (arXiv 2106.09685) in the compute
-dtype, laid out so that low-rank products become a few more columns or rows of the frozen ones:
+A panel holds the frozen weights, the A's and the B's of LoRA (arXiv 2106.09685) in the compute dtype, laid out so that
+the low-rank products are a few more columns or rows of the frozen ones:
 
     [ W | scale · B ]   outputs rows        y  = [x | u] · [W | scale·B]ᵀ   with u = x Aᵀ
     [ A |     0     ]   rank rows           dx = [dy | du] · [W ; A]        with du = dy (scale·B)
 
-With several projections W and A are stacked and B is block-diagonal, so that u is shared storage
-and not a shared sum. A panel of adapters alone, for products that have the frozen weights in
-another format, is A, Aᵀ and the block-diagonal B one after another. Suffixes: N tokens, I inputs,
-R rank of one adapter, Q rows and P columns of a panel.
+With several projections W and A are stacked and B is block-diagonal, so the projections share the storage of u but not
+its sum. A panel without frozen weights, for products that store those in another format, is A, Aᵀ and the
+block-diagonal B in one row. Suffixes: N tokens, I inputs, R rank of one adapter, Q rows and P columns of a panel.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import torch
 from torch import Tensor
 
 MULTIPLE = 16
-"""Every side of a product on tensor cores, and 32 bytes of bf16."""
+"""Sides are multiples of this: the tile of tensor cores, and 32 bytes of bf16."""
 PITCH = 64
 """Rows begin at multiples of 128 bytes."""
 MOST = 4
-"""Projections of a panel."""
+"""Largest number of projections of a panel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +34,15 @@ class PanelShape:
 
     inputs: int
     outputs: tuple[int, ...]
-    """Of each projection."""
+    """Outputs of each projection."""
     rank: int
-    """Of each adapter."""
+    """Scale of each adapter."""
     scale: float
     dropout: float
     salts: tuple[int, ...]
-    """What separates the projections' dropout masks; see `ops.dropout`."""
+    """Salts that separate the projections' dropout masks; see `ops.dropout`."""
     frozen: bool = True
-    """Whether the panel holds the frozen weights, or adapters alone."""
+    """Whether the panel contains the frozen weights, or only adapters."""
 
     @property
     def width(self) -> int:
@@ -62,12 +61,12 @@ class PanelShape:
 
     @property
     def fits(self) -> bool:
-        """Whether kernels can be asked to work on such a panel."""
+        """Whether kernels support such a panel."""
         sides = (self.inputs, self.rank, *self.outputs)
         return all(n % MULTIPLE == 0 for n in sides) and len(self.outputs) <= MOST
 
     def allocate(self, device: torch.device, dtype: torch.dtype, *count: int) -> Tensor:
-        """A panel of zeros, [Q, P] or, of adapters alone, in one row; or `count` of them."""
+        """A panel of zeros, [Q, P] or, with only adapters, in one row; or `count` of them."""
         if not self.frozen:
             size = self.ranks * (2 * self.inputs + self.width)
             return torch.zeros(*count, size, device=device, dtype=dtype)
@@ -90,7 +89,9 @@ class PanelShape:
         return below[..., ranks, :], beside[..., self.spans[number], ranks]
 
     def parts(self, panel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of adapters alone: the views A [ranks, I], Aᵀ [I, ranks] and B [outputs, ranks]; of several panels too."""
+        """The views A [ranks, I], Aᵀ [I, ranks] and B [outputs, ranks] of a panel with only adapters; of several panels
+        too.
+        """
         sizes = [self.ranks * self.inputs, self.ranks * self.inputs, self.width * self.ranks]
         sides = (self.ranks, self.inputs), (self.inputs, self.ranks), (self.width, self.ranks)
         flat = panel.split(sizes, dim=-1)
@@ -106,7 +107,7 @@ class PanelShape:
         return a[..., ranks, :], b[..., self.spans[number], ranks]
 
     def places(self, panel: Tensor, number: int) -> list[tuple[str, Tensor, float]]:
-        """Where a projection's adapter is loaded: (``A`` or ``B``, view, factor); of several panels at once too."""
+        """The destinations of a projection's adapter: (``A`` or ``B``, view, factor); of several panels at once too."""
         a, b = self.adapter(panel, number)
         places = [("A", a, 1.0), ("B", b, self.scale)]
         if not self.frozen:

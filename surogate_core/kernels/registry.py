@@ -1,7 +1,7 @@
-"""Ops by name, and which kernel runs each: asked once, while a block is traced.
+"""Ops by name, and the choice of a kernel for each, made once, while a block is traced.
 
-An op is called inside traced code. Its reference is plain PyTorch, so it is traced through and
-Inductor may fuse it; a kernel from a pack replaces it where its predicate holds.
+An op is called inside traced code. Its reference is plain PyTorch, so it is traced through and Inductor may fuse it; a
+kernel of a pack replaces it if its predicate accepts the arguments.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def unknown_op(name: str) -> str:
 
 
 workspaces: dict[Any, Callable[..., int]] = {}
-"""Custom op → bytes that it has besides inputs and results at its largest, from its arguments."""
+"""Custom op → peak bytes besides inputs and results, from its arguments."""
 
 
 def workspace(target: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Say what a custom op (``torch.ops.namespace.name``) allocates within, for plans; decorates a function of its
-    arguments, which may be fake tensors."""
+    """State the internal memory of a custom op (``torch.ops.namespace.name``), for plans; decorates a function of its
+    arguments, which may be fake tensors.
+    """
 
     def register(nbytes: Callable[..., int]) -> Callable[..., int]:
         workspaces[target] = nbytes
@@ -62,10 +63,10 @@ def workspace(target: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlace:
-    """The form of a custom op that writes into arguments which it declares as mutated."""
+    """The form of a custom op that writes into arguments that it declares mutated."""
 
     op: Any
-    """Takes the arguments of the op whose form it is, and returns the same."""
+    """The form; it has the arguments and the results of the op."""
     takes: Callable[..., bool]
     """Whether it may replace the op for these arguments, which are fake tensors where they are tensors."""
 
@@ -91,17 +92,17 @@ def write_in_place(graph: fx.Graph) -> None:
 
 @dataclass(slots=True)
 class KernelTable:
-    """The kernels that a run may use on its device, and what was chosen of them."""
+    """The kernels that a run may use on its device, and which were chosen."""
 
     device: torch.device
     kernels: tuple[Kernel, ...] = ()
     rewrites: tuple[Callable[[fx.Graph], None], ...] = ()
     chosen: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(op, dtype) → name of the kernel that was taken; for the run's log and `surogate doctor`."""
+    """(op, dtype) → name of the chosen kernel; for the run's log and `surogate doctor`."""
 
     @classmethod
     def build(cls, device: torch.device, packs: Sequence[KernelPack], *, deterministic: bool = True) -> KernelTable:
-        """The table of all kernels of the packs that the device can use, deterministic ones alone if so asked.
+        """The table of all kernels of the packs that the device can use, optionally only deterministic ones.
 
         Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call.
         """
@@ -121,7 +122,7 @@ class KernelTable:
         return any(k.op == op and k.supports(self.device, dtype) for k in self.kernels)
 
     def choose(self, op: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Kernel:
-        """The supporting kernel of the highest priority that takes the arguments; ties go to the first name."""
+        """The kernel with the highest priority that supports the arguments; the first name wins a tie."""
         offers = [k for k in self.kernels if k.op == op and k.supports(self.device, dtype)]
         if args:
             offers = [k for k in offers if k.takes(*args, **kwargs)]

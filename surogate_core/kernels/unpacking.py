@@ -1,7 +1,7 @@
-"""CUDA kernels that unpack a weight of a weight format: what such kernels have in common.
+"""The common part of CUDA kernels that unpack a weight of a weight format.
 
-The grid covers a matrix [O, I] of bf16. Each thread writes `VECTOR` neighbouring values of a row, a block of threads
-`THREADS` times as many of `ROWS` rows; sources have the same numbers.
+The grid covers a matrix [O, I] of bf16. Each thread writes `VECTOR` neighbouring values of a row, a thread block
+`THREADS` times as many of `ROWS` rows. These numbers must match the sources.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ class Unpacker:
     """A CUDA source with kernels that unpack weights of one format."""
 
     def __init__(self, sources: Sources, name: str, *, title: str):
-        """`sources`: the plugin's; `name`: of the .cu file; `title`: the format's name."""
-        # Compiled as it is: by CuPy's own way numbers below 2⁻¹²⁶ would become 0.
+        """`sources`: those of the plugin; `name`: the .cu file's; `title`: the format's name."""
+        # Architecture-specific: CuPy's own compilation would flush numbers below 2⁻¹²⁶ to 0.
         self._module = Module(sources, name, specific=True)
         self._title = title
 
     @staticmethod
     def takes(room_OI: Tensor) -> bool:
-        """Whether a kernel can write this room: bf16 on a GPU, in vectors of 16 bytes. Says nothing of CuPy."""
+        """Whether a kernel can write this workspace: bf16 on a GPU, in vectors of 16 bytes. It does not check for
+        CuPy.
+        """
         aligned = room_OI.shape[1] % VECTOR == 0 and room_OI.stride(0) % VECTOR == 0 and room_OI.data_ptr() % 16 == 0
         return room_OI.device.type == "cuda" and room_OI.dtype == torch.bfloat16 and room_OI.stride(1) == 1 and aligned
 
     def runs(self, room_OI: Tensor) -> bool:
-        """Whether a kernel is to write this room; otherwise plain torch does."""
+        """Whether a kernel writes this workspace; otherwise plain torch does."""
         return self.takes(room_OI) and missing_cupy() is None
 
     def launch(self, function: str, packed: Sequence[Tensor | np.generic], room_OI: Tensor) -> None:
-        """Launch a kernel of the source with its own arguments, then the room, its pitch and its sides."""
+        """Launch a kernel of the source with its own arguments, then the workspace, its pitch and its sides."""
         outputs, inputs = room_OI.shape
         grid = -(-inputs // (THREADS * VECTOR)), -(-outputs // ROWS)
         sides = np.int32(outputs), np.int32(inputs)
         self._module.launch(function, grid, THREADS, *packed, room_OI, room_OI.stride(0), *sides)
 
     def note(self, device: torch.device) -> str | None:
-        """What slows the format down on a device, or None; for `WeightFormat.note`."""
+        """A note on why the format is slow on a device, or None; for `WeightFormat.note`."""
         reason = missing_cupy() if device.type == "cuda" else None
         return (
             None

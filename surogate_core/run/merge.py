@@ -1,4 +1,4 @@
-"""Folding an adapter into its base on disk: what `surogate merge` does."""
+"""`surogate merge`: folds an adapter into its base on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer as files, copied as they are."""
+    """A tokenizer as files, copied unchanged."""
 
     directory: Path
 
@@ -40,7 +40,7 @@ class TokenizerFiles:
 
     @classmethod
     def first(cls, *directories: Path) -> TokenizerFiles | None:
-        """Those of the first directory that has a tokenizer."""
+        """The files of the first directory that has a tokenizer."""
         return next((cls(directory) for directory in directories if has_tokenizer(directory)), None)
 
 
@@ -65,9 +65,9 @@ def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[Lor
 
 
 def _newest_checkpoint(path: Path) -> Path | None:
-    """The checkpoint of a run directory that was saved last; raises `UserError` where one of them cannot be read.
+    """The checkpoint of a run directory that was saved last; raises `UserError` if one of them cannot be read.
 
-    It only looks: what a live run is writing there is left alone, and what the run deletes meanwhile is passed over.
+    It changes nothing: it ignores files that a live run is writing or deletes meanwhile.
     """
     manifests = {}
     for checkpoint in path.glob("checkpoint-*"):
@@ -83,7 +83,7 @@ def _newest_checkpoint(path: Path) -> Path | None:
 
 
 def _later_checkpoint(trained: Path, steps: Any) -> Path | None:
-    """A checkpoint beside the adapter of a run's directory that was saved after it; None where nothing says so."""
+    """A checkpoint that was saved after the adapter in the same run directory; None if there is none."""
     try:
         newest = _newest_checkpoint(trained)
         later = newest is not None and isinstance(steps, int) and read_manifest(newest).step > steps
@@ -126,12 +126,12 @@ def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What `merge` did."""
+    """The result of `merge`."""
 
     used: Path
     """The directory that the adapter was read from."""
     weights: int
-    """Weights that were changed."""
+    """Number of changed weights."""
     warnings: tuple[str, ...]
 
 
@@ -140,10 +140,10 @@ def merge(
 ) -> Merged:
     """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
 
-    Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output`
-    stays whole until the new one is. A hub id without a revision is read at the commit that the adapter
-    was trained on, where that is known. `progress` is told the bytes done and in all. Raises
-    `UserError` or `MachineError`, before anything is written if it can.
+    Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output` stays until the
+    new one is complete. A hub id without a revision is read at the commit that the adapter was trained on, if known.
+    `progress` receives the bytes done and in total. Raises `UserError` or `MachineError`, if possible before anything
+    is written.
     """
     check_place(output)
     repo, revision = _named_base(base)
@@ -170,7 +170,7 @@ def merge(
             figures=facts.get("figures", {}),
             configuration=facts.get("configuration", {}),
         ),
-        # A run leaves one in its adapter that knows the token which ends a turn of its chats.
+        # The adapter of a run has one with the token that ends a turn of its chats.
         generation_config=generation_config_in(used) or model.generation_config(),
     )
     modules = {module for adapter in stack for module in adapter.modules}
@@ -192,7 +192,9 @@ def _named_base(base: str) -> tuple[str, str | None]:
 
 
 def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Path) -> int:
-    """Raise unless the stack fits the base and the result fits on the disk; the bytes that are read of the base."""
+    """Raise unless the stack matches the base and the result fits on the disk; returns the bytes to read from the
+    base.
+    """
     for path in (model.path, used):
         if path.resolve().is_relative_to(output.resolve()):
             raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
@@ -208,7 +210,7 @@ def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Pa
 
 
 def _base_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> tuple[str, ...]:
-    """What may make the merged model another one than was trained."""
+    """Warnings about differences between the merged model and the trained one."""
     if top.base_commit is not None and model.commit is not None and top.base_commit != model.commit:
         name = split_revision(base)[0]
         return (f"{used} was trained on commit {top.base_commit} of {name}, and is folded into {model.commit}.",)
@@ -222,7 +224,7 @@ def _base_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> 
 
 
 def _later_warnings(trained: Path, used: Path, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Where the adapter of a run is folded in, and a checkpoint beside it was saved after it."""
+    """A warning if a checkpoint of the run was saved after the adapter."""
     steps = facts.get("figures", {}).get("steps")
     later = _later_checkpoint(trained, steps) if used == trained / "adapter" else None
     if later is not None:
@@ -233,7 +235,7 @@ def _later_warnings(trained: Path, used: Path, facts: Mapping[str, Any]) -> Iter
 
 
 def _dtype_warnings(base: str, model: ModelDir, used: Path, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Where the weights of the base are not those that the adapter was trained on, to the bit."""
+    """A warning if the base's weights are not bit-equal to those that the adapter was trained on."""
     if model.scheme is not None:
         yield (
             f"the weights of {base} are quantised ({model.scheme.name}); "
@@ -247,17 +249,17 @@ def _dtype_warnings(base: str, model: ModelDir, used: Path, facts: Mapping[str, 
 
 
 def _trained_config(model: ModelDir, top: LoraAdapter, used: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ``config.json`` that the adapter was trained with, and what of it is not the base's."""
+    """The ``config.json`` that the adapter was trained with, and its differences to the base's."""
     changed = dict(top.base_overrides)
     if (used / "manifest.json").exists():
-        # A checkpoint keeps the whole configuration, in which another base would differ in anything.
+        # A checkpoint has the whole configuration, in which another base could differ in any key.
         essential = CheckpointDir.load(used).state.get("essential", {})
         keys = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
         trained = {key: essential[f"model.config.{key}"] for key in keys if f"model.config.{key}" in essential}
         changed = config_overrides(model.config, trained)
     config = {**model.config, **changed}
     if model.scheme is not None:
-        # What is written is dequantised.
+        # The written weights are dequantised.
         del config["quantization_config"]
     return config, changed
 

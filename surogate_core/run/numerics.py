@@ -1,7 +1,7 @@
-"""What recipes do to a training: the same model from the same start on the same data under each.
+"""`surogate numerics`: trains the same model from the same start on the same data under each recipe.
 
-And of the operands of every projection of the first run's model after training, how each recipe rounds them.
-Shape suffixes: N tokens, D features, I inputs, O outputs, V vocabulary, P slots, K roles.
+It also measures how each recipe rounds the operands of every projection of the first run's trained model. Shape
+suffixes: N tokens, D features, I inputs, O outputs, V vocabulary, P slots, K roles.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 ROLES: tuple[Role, ...] = get_args(Role)
 LAST = 20
-"""Steps at the end whose mean loss stands for the run where nothing is held out."""
+"""Number of last steps whose mean loss represents the run if nothing is held out."""
 
 Rounding = Callable[[Tensor, Role], tuple[Tensor, Tensor]]
-"""(matrix, role) → (values that it rounds to, where they are cut off)."""
+"""(matrix, role) → (rounded values, mask of clipped values)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,18 @@ class Training:
     """One run's figures."""
 
     name: str
-    """As asked for: the recipe, and what else is changed."""
+    """The name as given: the recipe and the changed keys."""
     recipe: str
     note: str | None
-    """What the recipe says of itself, such as that it emulates."""
+    """The recipe's notes, such as that it emulates."""
     losses: list[float]
-    """Of each step."""
+    """Training loss of each step."""
     held: list[tuple[int, float]]
-    """(step, held-out loss), the first before any step; empty where nothing is held out."""
+    """(step, held-out loss), the first before any step; empty if nothing is held out."""
     saturated: Mapping[str, float] | None
-    """Role → share of the tensors of all steps that their delayed scale cut off; None without delayed scales."""
+    """Role → share of the tensors of all steps that their delayed scale clipped; None without delayed scales."""
     underflowed: Mapping[str, float] | None
-    """Role → share of the tensors that lay below the format's normal numbers."""
+    """Role → share of the tensors below the format's normal numbers."""
 
     @property
     def loss(self) -> float:
@@ -74,16 +74,16 @@ class Rounded:
     role: str
     recipe: str
     error: float
-    """Root of the summed squared errors over that of the summed squares."""
+    """Root of the sum of squared errors divided by the root of the sum of squares."""
     to_zero: float
-    """Share of the values that become zero and were not."""
+    """Share of the non-zero values that become zero."""
     saturated: float
-    """Share of the values that are cut off."""
+    """Share of the values that are clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """All that was found."""
+    """All results."""
 
     model: str
     parameters: int
@@ -93,16 +93,16 @@ class Numerics:
     tokens_per_step: int
     seed: int
     trainings: list[Training]
-    """The first is what the others are compared with."""
+    """The runs; the others are compared with the first."""
     rounding: list[Rounded]
 
 
 def measure(
     runs: Sequence[tuple[str, RunConfig]], registry: Registry, *, progress: Callable[[Progress], None]
 ) -> Numerics:
-    """Train each (name, config), the first as the reference. They differ in what is to be compared, and in no data.
+    """Train each (name, config), the first as the reference. They may differ in everything except the data.
 
-    Raises `UserError` where the first run would not hold its weights as they are, or one diverges.
+    Raises `UserError` if the first run would quantise its weights, or if a run diverges.
     """
     first = runs[0][1]
     if first.lora and registry.get("recipe", first.recipe.name).packs:
@@ -187,7 +187,7 @@ def _train(
 
 
 def _finite_loss(name: str, step: int, result: StepResult, config: RunConfig) -> float:
-    """The loss of a step; raises `UserError` where it or the gradient norm is not finite."""
+    """The loss of a step; raises `UserError` if it or the gradient norm is not finite."""
     loss, norm = result.read()
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
@@ -201,7 +201,7 @@ def _finite_loss(name: str, step: int, result: StepResult, config: RunConfig) ->
 
 
 class _Sums:
-    """Over the tensors of a layer, role and recipe."""
+    """Sums over the tensors of a layer, role and recipe."""
 
     def __init__(self) -> None:
         self._totals = torch.zeros(5, dtype=torch.float64)
@@ -218,13 +218,13 @@ class _Sums:
         self._totals += torch.stack([s.double().cpu() for s in sums])
 
     def figures(self) -> tuple[float, float, float]:
-        """(relative error, share that becomes zero, share that is cut off); an error of 0 where all is 0."""
+        """(relative error, share that becomes zero, share that is clipped); an error of 0 if all values are 0."""
         error, size, zeros, beyond, count = self._totals.tolist()
         return math.sqrt(error / size) if size else 0.0, zeros / count, beyond / count
 
 
 def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Rounding]) -> list[Rounded]:
-    """How each recipe rounds what the engine's projections multiply, by layer and role, on one micro-batch.
+    """How each recipe rounds the operands of the engine's projections, by layer and role, on one micro-batch.
 
     The blocks are run eagerly and multiply plainly, so operands are those of a model without rounding.
     """

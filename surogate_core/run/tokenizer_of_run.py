@@ -1,4 +1,4 @@
-"""The tokenizer that a configuration means; shared by training and `surogate tokenize`."""
+"""The tokenizer of a configuration; shared by training and `surogate tokenize`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 SMALL_VOCABULARY = 0.8
-"""A tokenizer that knows a smaller share of a trained model's token ids may be another model's."""
+"""If a tokenizer has a smaller share of a trained model's token ids, it may belong to another model."""
 
 
 def tokenizer_of_run(
     config: RunConfig, *, vocab_size: int | None, pretrained: bool
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """The tokenizer, and what the owner of the run should know of it.
+    """The tokenizer, and notes about it for the user.
 
-    `vocab_size` is the rows of the model's embedding, None where they are not known; `pretrained` is
-    whether its weights were trained before. Raises `UserError` for a missing, broken or too large one.
+    `vocab_size` is the number of rows of the model's embedding, None if unknown; `pretrained` is whether its weights
+    are pretrained. Raises `UserError` for a missing, broken or too large one.
     """
     where = config.tokenizer or config.model.path
     if where is None:
@@ -32,7 +32,7 @@ def tokenizer_of_run(
             f"tokenizer: a model from random weights has none of its own. "
             f"Fix: set `tokenizer` to a directory or hub id; dataset={default_groups()['dataset']} brings one too."
         )
-    # The model's own comes from the model's commit; another one may name a revision by itself.
+    # The model's own tokenizer is read at the model's commit; another tokenizer may name its own revision.
     own = where == config.model.path
     tokenizer = load_tokenizer(where, revision=config.model.revision if own else None)
     apply_template(tokenizer, config.template)
