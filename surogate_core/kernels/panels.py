@@ -36,7 +36,7 @@ class PanelShape:
     outputs: tuple[int, ...]
     """Outputs of each projection."""
     rank: int
-    """Scale of each adapter."""
+    """Rank of each adapter."""
     scale: float
     dropout: float
     salts: tuple[int, ...]
