@@ -13,7 +13,7 @@ from surogate_core.bundles.options import flat_values, options_from_flat
 from surogate_core.cli.plan_room import Room
 from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.config import offload
-from surogate_core.config.checks import CHECKS
+from surogate_core.config.checks import RULES
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.schema import RunConfig, Selection
 from surogate_core.errors import ConfigError, UserError
@@ -136,7 +136,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
             changes["offload"] = selected
         changed = replace(config, lmhead_chunks=head, optimizer=optimizer, **changes)
         values = {f.name: getattr(changed, f.name) for f in fields(RunConfig)}
-        if not any(check.wrong(values) for check in CHECKS) and _placed(changed, registry):
+        if not any(rule.wrong(values) for rule in RULES) and _placed(changed, registry):
             yield changed
 
 

@@ -1,4 +1,4 @@
-"""Contradictions between keys: a table of named checks, all reported together."""
+"""Contradictions between keys: a table of named rules, all reported together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Rule:
     """One contradiction."""
 
     name: str
@@ -22,8 +22,8 @@ class Check:
     fix: str
 
 
-def _recompute_part(part: str) -> Check:
-    return Check(
+def _recompute_part(part: str) -> Rule:
+    return Rule(
         name=f"recompute_{part}_without_effect",
         key=f"recompute_{part}",
         wrong=lambda v: v["recompute"] and v[f"recompute_{part}"],
@@ -32,7 +32,7 @@ def _recompute_part(part: str) -> Check:
     )
 
 
-RECOMPUTE_BUDGET = Check(
+RECOMPUTE_BUDGET = Rule(
     name="recompute_budget_without_effect",
     key="recompute_budget",
     wrong=lambda v: v["recompute"] and v["recompute_budget"] != 1,
@@ -41,8 +41,8 @@ RECOMPUTE_BUDGET = Check(
 )
 
 
-def _in_host_memory_already(key: str) -> Check:
-    return Check(
+def _in_host_memory_already(key: str) -> Rule:
+    return Rule(
         name=f"{key}_with_cpu_training",
         key=key,
         wrong=lambda v: v[key] and v["cpu_training"],
@@ -79,15 +79,15 @@ def _micro_batch(v: Values) -> int:
     return int(v["per_device_train_batch_size"] * v["sequence_len"])
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+RULES: tuple[Rule, ...] = (
+    Rule(
         name="micro_batch_past_any_memory",
         key="per_device_train_batch_size",
         wrong=lambda v: _micro_batch(v) > MAX_MICRO_BATCH,
         message=f"times `sequence_len` is more than {MAX_MICRO_BATCH:,} tokens in a micro-batch.",
         fix="a smaller `per_device_train_batch_size` or `sequence_len`",
     ),
-    Check(
+    Rule(
         name="step_past_any_memory",
         key="gradient_accumulation_steps",
         wrong=lambda v: (
@@ -96,7 +96,7 @@ CHECKS: tuple[Check, ...] = (
         message=f"times the tokens of a micro-batch is more than {MAX_STEP:,} tokens in an optimizer step.",
         fix="smaller `gradient_accumulation_steps`",
     ),
-    Check(
+    Rule(
         name="two_warmups",
         key="warmup_ratio",
         wrong=lambda v: v["warmup_ratio"] > 0 and v["warmup_steps"] > 0,
@@ -105,84 +105,84 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(_recompute_part(part) for part in ("att", "ffn", "qkv", "swiglu", "rmsnorm")),
     RECOMPUTE_BUDGET,
-    Check(
+    Rule(
         name="row_past_the_positions",
         key="sequence_len",
         wrong=lambda v: v["max_model_len"] is not None and v["sequence_len"] > v["max_model_len"],
         message="is longer than `max_model_len`.",
         fix="a row of at most `max_model_len` tokens",
     ),
-    Check(
+    Rule(
         name="sample_past_the_row",
         key="max_length",
         wrong=lambda v: v["max_length"] is not None and v["max_length"] > v["sequence_len"],
         message="is longer than `sequence_len`, the tokens of a row.",
         fix="max_length: null, or a larger `sequence_len`",
     ),
-    Check(
+    Rule(
         name="template_without_use",
         key="template",
         wrong=lambda v: v["template"] != "auto" and not v["use_chat_template"],
         message="is set while `use_chat_template` is false.",
         fix="use_chat_template: true, or template: auto",
     ),
-    Check(
+    Rule(
         name="no_steps",
         key="max_steps",
         wrong=lambda v: v["max_steps"] == 0,
         message="is 0: nothing would be trained.",
         fix="a number of steps, or -1 to let `num_epochs` decide",
     ),
-    Check(
+    Rule(
         name="no_data",
         key="datasets",
         wrong=lambda v: not v["datasets"],
         message="there is no training data.",
         fix="'datasets=[{path: my.jsonl, type: conversation}]', or dataset=embedded",
     ),
-    Check(
+    Rule(
         name="no_target_modules",
         key="lora_target_modules",
         wrong=lambda v: v["lora"] and not v["lora_target_modules"],
         message="is empty, so nothing would be trained.",
         fix="lora_target_modules: [all], or lora: false",
     ),
-    Check(
+    Rule(
         name="adapter_without_lora",
         key="adapter_path",
         wrong=lambda v: v["adapter_path"] is not None and not v["lora"],
         message="is set while `lora` is false.",
         fix="lora: true; or `surogate merge` it first and train the merged model",
     ),
-    Check(
+    Rule(
         name="adapter_on_random_weights",
         key="adapter_path",
         wrong=lambda v: v["adapter_path"] is not None and v["from_scratch"],
         message="is set together with `from_scratch`: an adapter belongs to trained weights.",
         fix="from_scratch: false, or adapter_path: null",
     ),
-    Check(
+    Rule(
         name="trainable_without_adapter",
         key="adapter_init_mode",
         wrong=lambda v: v["adapter_path"] is None and v["adapter_init_mode"] == "trainable",
         message="is trainable while there is no `adapter_path`.",
         fix="set adapter_path to the adapter that is to be trained on",
     ),
-    Check(
+    Rule(
         name="merge_without_lora",
         key="merge_adapter",
         wrong=lambda v: v["merge_adapter"] and not v["lora"],
         message="is set while `lora` is false: all weights are trained and exported anyway.",
         fix="merge_adapter: false, or lora: true",
     ),
-    Check(
+    Rule(
         name="qlora_without_lora",
         key="lora",
         wrong=lambda v: v["weight_format"] is not None and not v["lora"],
         message="is false together with a qlora key: weights that are trained are not kept quantised.",
         fix="lora: true, or no qlora key",
     ),
-    Check(
+    Rule(
         name="two_model_dtypes",
         key="model_dtype",
         wrong=lambda v: (
@@ -192,21 +192,21 @@ CHECKS: tuple[Check, ...] = (
         fix="torch_dtype: auto, or model_dtype: null",
     ),
     *(_in_host_memory_already(f"offload_{what}") for what in ("optimizer", "master", "grads", "quants")),
-    Check(
+    Rule(
         name="offloaded_quants_made_anew",
         key="offload_quants",
         wrong=lambda v: v["offload_quants"] and not v["persistent_quants"],
         message="moves quantised weights that are kept, and without `persistent_quants` none are.",
         fix="persistent_quants: true, or offload_quants: false",
     ),
-    Check(
+    Rule(
         name="quants_of_trained_weights",
         key="persistent_quants",
         wrong=lambda v: v["persistent_quants"] and not v["lora"],
         message="is of frozen weights, and without `lora` there are none: trained ones are quantised for each use.",
         fix="persistent_quants: false, or lora: true",
     ),
-    Check(
+    Rule(
         name="epochs_without_effect",
         key="epoch_adjustment",
         wrong=lambda v: v["epoch_adjustment"] and v["max_steps"] > 0,

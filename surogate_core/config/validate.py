@@ -9,7 +9,7 @@ from typing import Any
 
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
 from surogate_core.config import offload
-from surogate_core.config.checks import CHECKS, model_dtype
+from surogate_core.config.checks import RULES, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
@@ -339,13 +339,13 @@ class _Validator:
         built["flat"] = self.flat.left()
 
     def contradictions(self, built: Mapping[str, Any]) -> None:
-        """Run the table of checks, where the keys that they read are sound."""
+        """Apply the table of rules, each if the keys that it reads are valid."""
         wrong_keys = {p.key.partition(".")[0] for p in self.problems}
         sound = {k: v for k, v in built.items() if k not in wrong_keys}
-        for check in CHECKS:
+        for rule in RULES:
             try:
-                contradictory = check.wrong(sound)
+                contradictory = rule.wrong(sound)
             except KeyError:
                 continue
             if contradictory:
-                self._problem(check.key, check.message, check.fix)
+                self._problem(rule.key, rule.message, rule.fix)

@@ -1,6 +1,6 @@
 """Packing: whole documents into rows of fixed length, next-token labels inside each document.
 
-A row is a list of pieces (document, start, length); nothing is copied until a batch is made.
+A row is a list of spans (document, start, length); nothing is copied until a batch is made.
 
 The packer is best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973) over a
 window of documents: deterministic, one pass, memory bounded by the window.
@@ -27,7 +27,7 @@ WINDOW = 1 << 16
 """Documents that are packed together."""
 
 
-class Piece(NamedTuple):
+class DocumentSpan(NamedTuple):
     """A contiguous range of a document's tokens that is a document of its own in a row."""
 
     document: int
@@ -48,7 +48,7 @@ class PackSettings:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest piece."""
+        """Tokens of the longest span."""
         return self.max_length or self.sequence_len
 
     def key(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class PackStats:
     split: int = 0
     """Longer than a row and split into several."""
     unlabelled: int = 0
-    """Pieces dropped because cutting left them without a label."""
+    """Spans dropped because cutting left them without a label."""
     rows: int = 0
     tokens: int = 0
     """Tokens in rows, padding not counted."""
@@ -146,32 +146,34 @@ def cut(length: int, longest: int, strategy: TruncationStrategy) -> list[tuple[i
 
 def pack(
     documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
-) -> Iterator[list[list[Piece]]]:
+) -> Iterator[list[list[DocumentSpan]]]:
     """Rows of the documents, window by window; updates `stats`."""
     for first in range(0, len(documents), settings.window):
         window = documents[first : first + settings.window]
-        pieces = list(_pieces(window, known, settings, stats))
+        spans = list(_spans(window, known, settings, stats))
         if settings.sample_packing:
-            filled = best_fit_decreasing([piece.length for piece in pieces], settings.sequence_len)
-            rows = [[pieces[i] for i in indices] for indices in filled]
+            filled = best_fit_decreasing([span.length for span in spans], settings.sequence_len)
+            rows = [[spans[i] for i in indices] for indices in filled]
         else:
-            rows = [[piece] for piece in pieces]
+            rows = [[span] for span in spans]
         stats.rows += len(rows)
         for row in rows:
-            used = sum(piece.length for piece in row)
+            used = sum(span.length for span in row)
             stats.tokens += used
             stats.max_documents = max(stats.max_documents, len(row) + (used < settings.sequence_len))
         yield rows
 
 
-def _pieces(documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats) -> Iterable[Piece]:
+def _spans(
+    documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
+) -> Iterable[DocumentSpan]:
     lengths = known.length(documents).tolist()
     label_counts = known.label_count(documents).tolist()
     for document, length, whole_labels in zip(documents.tolist(), lengths, label_counts, strict=True):
         stats.documents += 1
         if length <= settings.longest:
             stats.label_tokens += whole_labels
-            yield Piece(document, 0, length)
+            yield DocumentSpan(document, 0, length)
             continue
         match settings.truncation_strategy:
             case "delete":
@@ -188,4 +190,4 @@ def _pieces(documents: NDArray[np.int64], known: Lengths, settings: PackSettings
                 stats.unlabelled += 1
                 continue
             stats.label_tokens += labels
-            yield Piece(document, start, part)
+            yield DocumentSpan(document, start, part)

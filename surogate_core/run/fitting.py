@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
-from surogate_core.config.checks import CHECKS
+from surogate_core.config.checks import RULES
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.host_memory import memory_of_machine
@@ -98,7 +98,7 @@ class _Search:
         for step in [{}, *steps]:
             changes |= step
             changed = replace(self.config, **changes)
-            if any(check.wrong({f: getattr(changed, f) for f in changed.__slots__}) for check in CHECKS):
+            if any(rule.wrong({f: getattr(changed, f) for f in changed.__slots__}) for rule in RULES):
                 return None
             prediction = self.predicted(changed) if step else prediction
             if self.fits(prediction):

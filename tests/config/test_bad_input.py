@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from surogate_core.config import planned
-from surogate_core.config.checks import CHECKS
+from surogate_core.config.checks import RULES
 from surogate_core.config.grammar import parse_override
 from surogate_core.config.overrides import KEYS
 from surogate_core.config.resolve import load_run_config, peek_policy
@@ -285,10 +285,10 @@ CONTRADICTIONS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.name)
-def test_every_contradiction(problems: Problems, check: Any) -> None:
-    (problem,) = problems("model=qwen3-0.6b", *CONTRADICTIONS[check.name])
-    assert (problem.key, problem.message) == (check.key, check.message)
+@pytest.mark.parametrize("rule", RULES, ids=lambda c: c.name)
+def test_every_contradiction(problems: Problems, rule: Any) -> None:
+    (problem,) = problems("model=qwen3-0.6b", *CONTRADICTIONS[rule.name])
+    assert (problem.key, problem.message) == (rule.key, rule.message)
     assert problem.fix
 
 

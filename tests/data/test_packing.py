@@ -16,7 +16,7 @@ from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.cache import Cache
 from surogate_core.data.encoded import Encoded
 from surogate_core.data.encoding import EncodedChunk
-from surogate_core.data.packing import PackSettings, PackStats, Piece, best_fit_decreasing, cut, pack
+from surogate_core.data.packing import DocumentSpan, PackSettings, PackStats, best_fit_decreasing, cut, pack
 from surogate_core.data.sampler import EvalBatches, collate
 from surogate_core.data.shards import Documents, DocumentShard, DocumentWriter, PackedRows, pack_documents
 from surogate_core.errors import UserError
@@ -167,7 +167,7 @@ def test_parts_without_a_label_are_dropped_and_counted() -> None:
     stats = PackStats()
     config = PackSettings(sequence_len=4, truncation_strategy="split")
     rows = [row for w in pack(np.arange(1), OnlyTheEnd(np.array([10])), config, stats) for row in w]
-    assert rows == [[Piece(0, 6, 4)]]
+    assert rows == [[DocumentSpan(0, 6, 4)]]
     assert (stats.split, stats.unlabelled, stats.label_tokens) == (1, 2, 1)
 
 
