@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from environments import Environment
 
+from surogate_core import API_VERSION
 from surogate_core.cli.main import main
 from surogate_core.plugins.new import KINDS, TEMPLATES
 
@@ -33,7 +34,7 @@ def test_a_new_package_installs_is_discovered_and_passes_its_tests(kind: str, tm
     assert facts["state"] == "ok"
     assert facts["offers"] == [f"{kind} first-try"]
     assert facts["options"] == ([f"{kind}=first-try"] if KINDS[kind].has_option else [])
-    assert facts["api"] == ">=1,<2"
+    assert facts["api"] == f">={API_VERSION},<{API_VERSION + 1}"
     environment.run("ruff", "check", "--no-cache", ".", cwd=package)
     environment.run("ruff", "format", "--no-cache", "--check", ".", cwd=package)
     environment.run("pytest", "-q", cwd=package)
