@@ -72,7 +72,7 @@ def test_our_own_plugins_conform(check: Check) -> None:
 
 def test_the_core_conforms() -> None:
     found = checks("core", registry())
-    subjects = {"offload none", "kernels torch", "objective cross_entropy", "launcher local"}
+    subjects = {"offload none", "kernels torch", "objective cross_entropy", "launcher local", "task sft", "task pt"}
     assert {c.subject for c in found} == subjects
     for check in found:
         check.run()
