@@ -15,7 +15,7 @@ COMMANDS = (["--help"], ["--version"], ["plugins", "list"])
 
 
 def seconds(arguments: list[str]) -> float:
-    """Of one process."""
+    """Wall time of one process."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-m", "surogate_core.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin

@@ -46,7 +46,7 @@ from surogate_core.train.flops import Work, gemm_flops_per_second
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid"), ("adamw", "adamw_8bit")
 MEAN_LENGTH, SIGMA = 400.0, 0.8
-"""Of the log-normal document lengths."""
+"""Mean, and sigma of the logarithm, of the log-normal document lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,11 @@ class Result:
     peak_gib: float
     """Most that torch had allocated in a step."""
     reserved_gib: float
-    """What its allocator took from the device for it."""
+    """GiB that torch's allocator reserved on the device."""
     device_gib: float
-    """What is taken of the device, as nvidia-smi shows it: by CUDA itself too."""
+    """GiB used on the device, as nvidia-smi shows them, CUDA's own included."""
     frozen_gib: float
-    """Frozen weights as they rest: projections, embedding, head and norms."""
+    """GiB of frozen weights as stored: projections, embedding, head and norms."""
     projections_gib: float
     """The projections among them."""
     setup_seconds: float
@@ -151,13 +151,13 @@ def _forget_the_set_up(task: str, done: int, total: int) -> None:
 
 
 def frozen_gib(engine: Engine, *roles: str) -> float:
-    """Frozen weights of these roles as they rest, of any without."""
+    """Bytes of frozen weights of these roles as stored; of all roles without an argument."""
     kept = [s for s in engine.parameters.specs.values() if not s.trainable and (s.role in roles or not roles)]
     return sum(map(engine.parameters.kept_bytes, kept)) / 2**30
 
 
 def device_gib() -> float:
-    """What is taken of the device, by whomever."""
+    """Bytes used on the device, by all processes."""
     free, there = torch.cuda.mem_get_info()
     return (there - free) / 2**30
 

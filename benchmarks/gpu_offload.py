@@ -69,13 +69,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What ran beside what during two micro-steps, seconds, by the profiler."""
+    """Overlap of kernels and copies during two micro-steps, in seconds, from the profiler."""
 
     wall: float
     computing: float
     copying: float
     hidden: float
-    """Of copying, while a kernel ran."""
+    """Copying while a kernel ran."""
     in_gb: float
     """GB that were copied to the device."""
     out_gb: float
@@ -97,7 +97,7 @@ class Result:
     """Torch's peak, set-up and capture included."""
     reserved_gib: float
     used_gib: float
-    """Of the whole GPU at the end, with CUDA's context."""
+    """GiB used on the whole GPU at the end, with CUDA's context."""
     host_gib: float
     """Largest resident set of the process."""
     setup_seconds: float

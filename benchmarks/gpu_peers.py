@@ -58,7 +58,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of the table, as its process is told."""
+    """One line of the table, as its process receives it."""
 
     size: str
     mode: str
@@ -77,7 +77,7 @@ class Line:
 
     @property
     def group(self) -> tuple[str, str, str, bool]:
-        """What lines that are compared have in common."""
+        """The settings that compared lines share."""
         return self.size, self.mode, self.documents, self.recompute
 
     def __str__(self) -> str:
@@ -364,7 +364,7 @@ def _title(row: Mapping[str, Any]) -> str:
 
 
 def versions() -> str:
-    """Of what the lines run on."""
+    """The versions of the machine and the packages."""
     found = []
     for name in ("torch", "triton", "transformers", "peft", "liger_kernel", "unsloth", "cupy-cuda13x", "cupy-cuda12x"):
         with contextlib.suppress(PackageNotFoundError):
@@ -383,7 +383,7 @@ def lacking(names: Sequence[str]) -> dict[str, str]:
 
 
 def environment(cold: str | None) -> dict[str, str]:
-    """Of the lines: no network; with `cold`, that directory in place of every compiler's cache."""
+    """The environment of the lines: no network; with `cold`, that directory replaces every compiler's cache."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if cold:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH"):

@@ -21,13 +21,13 @@ from typing import Any
 
 RECIPES = ("bf16", "fp8-hybrid")
 BASE = "bf16"
-"""What the others are divided by."""
+"""The recipe with which the others are compared."""
 MARK = "gpu_recipes: "
 """Before what a line's process tells; other output passes."""
 
 
 def work_line(arguments: Sequence[str]) -> None:
-    """The process of a line: sets itself up and measures, each when it is told to."""
+    """The process of a line: sets itself up and measures, each on command."""
     import gpu_lora
 
     def turn(said: str) -> None:
@@ -55,7 +55,7 @@ class Line:
             )
 
     def hear(self) -> str:
-        """What the process tells next; empty where it ended."""
+        """The next line of the process; empty if it ended."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):

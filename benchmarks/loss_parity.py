@@ -68,7 +68,7 @@ PROMPT_END = "\nAnswer:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all processes have in common; each field is an option of the command line."""
+    """The settings of all processes; each field is an option of the command line."""
 
     out: Path = Path("loss_parity")
     device: str = "cuda"
@@ -79,12 +79,12 @@ class Setting:
     length: int = 1024
     vocabulary: int = 8192
     steps: int = 2000
-    """Of pre-training."""
+    """Steps of pre-training."""
     optimizer: str = "adamw"
-    """Of pre-training; with normuon, embeddings and norms have `REST` times the rate."""
+    """Optimizer of pre-training; with normuon, embeddings and norms have `REST` times the rate."""
     rate: float = 1e-3
     drill_steps: int = 800
-    """Of the bf16 model's training on text and drills."""
+    """Steps of the bf16 model's training on text and drills."""
     lora_steps: int = 400
     task_steps: int = 800
     lora_rate: float = 1e-3
@@ -93,7 +93,7 @@ class Setting:
     """Held-out problems."""
     held_rows: int = 192
     megabytes: int = 48
-    """Of text to pre-train on."""
+    """Megabytes of text to pre-train on."""
     evaluate: int = 200
     """Steps between two evaluations."""
     plain_last: int = 2

@@ -48,7 +48,7 @@ SWEEP_SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting(loss_parity.Setting):
-    """What all processes have in common."""
+    """The settings of all processes."""
 
     out: Path = Path("optimizer_training")
     steps: int = 1000

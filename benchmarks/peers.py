@@ -27,7 +27,7 @@ Loss = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every side is to do."""
+    """The work of every side."""
 
     preset: str
     config: Mapping[str, Any]

@@ -44,7 +44,7 @@ class Result:
     allocated: int
     reserved: int
     context: int
-    """What was left to CUDA itself."""
+    """Bytes left to CUDA itself."""
     losses: list[float]
 
 

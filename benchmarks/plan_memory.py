@@ -64,7 +64,7 @@ class Case:
     """Share of the residuals that is kept."""
     recipe: str = "bf16"
     base: str = "bf16"
-    """What frozen projections rest in."""
+    """Storage of frozen projections."""
     optimizer: str = "adamw"
     master: str = "float32"
     offload: tuple[TensorKind, ...] = ()
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def kinds(self) -> tuple[TensorKind, ...]:
-        """What is on the host."""
+        """The kinds of tensor on the host."""
         return (*self.offload, *(CPU_TRAINING if self.cpu_training else ()))
 
 
@@ -131,7 +131,7 @@ class Result:
 
     name: str
     predicted: int
-    """Of torch's tensors on the device, for the GPU at hand."""
+    """Predicted bytes of torch's tensors on the device, for this GPU."""
     host: int
     """Predicted on the host."""
     context: int
@@ -140,7 +140,7 @@ class Result:
     allocated: int
     reserved: int
     beside: int | None
-    """What the driver says of the process beyond what torch has reserved."""
+    """Bytes of the process by the driver, beyond those that torch reserved."""
     micro_step: int
     """Peak of a micro-step that is run again, without graphs."""
     update: int
@@ -192,7 +192,7 @@ def model_of(case: Case) -> Model:
 
 
 def assembly_of(case: Case, device: torch.device) -> Assembly:
-    """What a prediction and an engine are both made of."""
+    """The common parts of a prediction and an engine."""
     settings = EngineSettings(
         device=device,
         dtype=torch.bfloat16,
@@ -310,7 +310,7 @@ def line(result: Result) -> str:
 
 
 def run(names: Sequence[str], jobs: int, limit: float) -> list[Result]:
-    """All, so many at a time."""
+    """All, a limited number at a time."""
     found = []
 
     def one(name: str) -> None:

@@ -85,7 +85,7 @@ def write_rows(path: Path, *, rows: int = 0, size: int = 0) -> int:
 
 
 def ours(data: Path, tokenizer: Path, cache: Path, processes: int) -> dict[str, Any]:
-    """What the run does before its first step."""
+    """The work of a run before its first step."""
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import prepare
     from surogate_core.data.tokenizer import load_tokenizer

@@ -59,9 +59,9 @@ from surogate_core.train.drive import Ready, drive
 
 FACTOR = 2.0
 SHARE = 1 / 256
-"""Of the weights that a perturbed start rounds at random."""
+"""Share of the weights that a perturbed start rounds at random."""
 CONTROL = 1.05
-"""What the learning rate of the faulty run is multiplied with."""
+"""Factor of the faulty run's learning rate."""
 WARM_UP = 5
 """Steps in which the learning rate rises."""
 SEED = 0
@@ -69,7 +69,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all runs have in common."""
+    """The settings of all runs."""
 
     device: torch.device
     config: Mapping[str, Any]
@@ -292,7 +292,7 @@ def outside(values: Sequence[float], limits: Sequence[float]) -> list[int]:
 
 
 def judge(found: Mapping[str, Run], errors: Mapping[str, str]) -> dict[str, Any]:
-    """What can be said of the runs so far."""
+    """The results of the runs so far."""
     answer: dict[str, Any] = {"errors": dict(errors), "factor": FACTOR, "share": SHARE, "bounds": {}, "judged": {}}
     if "reference again" in found:
         answer["repeats"] = found["reference again"].losses == found["reference"].losses

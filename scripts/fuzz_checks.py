@@ -1,4 +1,4 @@
-"""What fuzz_data.py checks by: rows that plain readers count, the time a case takes, what is left in the cache."""
+"""The checks of fuzz_data.py: rows that plain readers count, the time of a case, leftovers in the cache."""
 
 from __future__ import annotations
 

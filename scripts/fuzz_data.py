@@ -59,13 +59,13 @@ class Case:
     """One data set and how it is asked for."""
 
     kind: str
-    """What the counts are grouped by."""
+    """The keys by which counts are grouped."""
     files: tuple[tuple[str, bytes], ...] = ()
     """(name below the case's directory, content)."""
     special: str = ""
     """Something that is no file with content: ``loop``, ``broken link`` …"""
     path: str
-    """What the entry's `path` names, below the case's directory."""
+    """The entry's `path`, below the case's directory."""
     entry: Mapping[str, Any]
     keys: Mapping[str, Any]
     template: str
@@ -193,7 +193,7 @@ def row_lists(draw: st.DrawFn, type_: str) -> list[Any]:
 
 @st.composite
 def corrupted(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content as it is in most of the cases, else cut, flipped, with bytes put in, or twice."""
+    """The content, unchanged in most cases, otherwise cut, flipped, with inserted bytes, or repeated."""
     how = draw(st.integers(0, 12))
     how = max(how - 7, 0) + 4
     if not content or how < 5:
@@ -423,12 +423,12 @@ def formats() -> Mapping[str, Any]:
 
 @dataclass
 class Counts:
-    """What has happened so far, by the cases' kinds."""
+    """The outcomes so far, by kind of case."""
 
     successes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """What is wrong, in short → (how often, the first such case)."""
+    """Fault, in short → (its count, the first such case)."""
 
     @property
     def cases(self) -> int:
@@ -470,7 +470,7 @@ def once(case: Case, path: Path, cache_dir: Path) -> tuple[str, str]:
 
 
 def complaints(case: Case, path: Path, outcome: tuple[str, str]) -> str:
-    """What is wrong with a refusal; nothing: it is clean."""
+    """The fault of a refusal; empty if there is none."""
     message = outcome[1] if outcome[0] == "refused" else path.name
     names = [path.name, *(Path(name).name for name, _ in case.files)]
     if not message.isprintable():
@@ -535,7 +535,7 @@ def described(case: Case) -> str:
 
 
 def fuzz(number: int, *, start: int = 0, watch: Callable[[Counts], None] = lambda counts: None) -> Counts:
-    """Run so many cases; the same for the same `start`."""
+    """Run `count` cases; the same ones for the same `start`."""
     counts = Counts()
 
     def batch(number: int, start: int) -> None:

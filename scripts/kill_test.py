@@ -97,7 +97,7 @@ class Run:
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def steps(self) -> int:
-        """Steps that metrics.jsonl tells of."""
+        """Steps in metrics.jsonl."""
         return max((line["step"] for line in self._lines() if line["event"] == "step_end"), default=0)
 
     def losses(self) -> list[tuple[object, ...]]:
@@ -170,7 +170,7 @@ def kill_somewhere(run: Run, kind: str, chance: random.Random, life: float) -> s
 
 
 def difference(whole: Run, cut: Run) -> list[str]:
-    """What differs of two finished runs."""
+    """The differences between two finished runs."""
     expected, found = whole.result(), cut.result()
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if whole.losses() != cut.losses():
@@ -179,7 +179,7 @@ def difference(whole: Run, cut: Run) -> list[str]:
 
 
 def finish(run: Run) -> None:
-    """Let the run come to its end."""
+    """Let the run finish."""
     process = run.start()
     output, _ = process.communicate()
     if process.returncode:

@@ -94,7 +94,7 @@ def event_of(record: dict[str, Any]) -> events.Event:
 
 
 def console(path: Path, directory: Path, *, steps: int) -> None:
-    """The live view after so many steps of a run."""
+    """The live view after this number of steps of a run."""
     from rich.console import Console
     from surogate_monitor_console.live import LiveView
     from surogate_monitor_console.options import ConsoleOptions

@@ -1,4 +1,4 @@
-"""Compiled code is kept where nobody else can put some."""
+"""Compiled code is cached in a directory that no other user can write to."""
 
 from __future__ import annotations
 

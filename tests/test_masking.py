@@ -1,4 +1,4 @@
-"""What is secret in a text is masked, and nothing else."""
+"""Secrets in a text are masked, and nothing else."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class LoraAdapter:
     """A [rank, in] and B [out, rank] of each module, any float dtype, by PEFT's names after `prefix`."""
     prefix: str = ""
     base_fingerprint: str | None = None
-    """The digests of the base that it was trained on, if they are known."""
+    """Fingerprint of the base that it was trained on, if known."""
     base_model: str | None = None
     """Hub id or directory of that base."""
     base_commit: str | None = None

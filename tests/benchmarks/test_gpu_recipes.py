@@ -1,4 +1,4 @@
-"""The table of benchmarks/gpu_recipes.py, with processes that stand for those that need a GPU."""
+"""The table of benchmarks/gpu_recipes.py, with fake processes instead of those that need a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surogate plan` with tensors in files: what rests on the disk, and whether there is room for it."""
+"""`surogate plan` with tensors in files: their size on the disk, and whether there is space for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data set format must not give back, and who is named for it."""
+"""Invalid results of a data set format, and the plugin that the error names."""
 
 from __future__ import annotations
 

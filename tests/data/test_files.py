@@ -1,4 +1,4 @@
-"""Which files are read, compressed or not, and what is said of the others."""
+"""The files that are read, compressed or not, and the notes about others."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ def test_without_the_inner_renderer_the_outer_one_serves(
 
 
 class Slow:
-    """A tokenizer that does not say where a token lies: what the labels use of a slow one of transformers."""
+    """A tokenizer without offsets, with the methods of transformers' slow tokenizers that the labels use."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation is an error of the row."""
+"""A text that a chat template drops from a conversation is an error of the row."""
 
 from __future__ import annotations
 

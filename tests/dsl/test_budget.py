@@ -22,7 +22,7 @@ N, D, F = 64, 32, 128
 
 
 def block(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-    """Of a norm, a product and what follows it, the backward wants several values."""
+    """A norm, a product and a function of it: the backward reads several of their values."""
     h_ND = x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + 1e-6)
     g_NF = h_ND @ up_FD.t()
     return x_ND + (torch.tanh(g_NF) * torch.sigmoid(g_NF)) @ down_DF.t()

@@ -10,7 +10,7 @@ from surogate_core.engine.device_memory import VARIABLES, grow_segments
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch was told."""
+    """The setting that torch received."""
     told: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     for name in VARIABLES:

@@ -1,4 +1,4 @@
-"""A run under native FP8 that is saved and goes on in another engine, by its checkpoint's files, bit for bit."""
+"""A run under native FP8 is saved and continues in another engine from its checkpoint's files, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each optimizer's state goes into a fresh engine and training goes on bit for bit, on a GPU within graphs."""
+"""Each optimizer's state is loaded into a new engine and training continues bit for bit, on a GPU in graphs."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_only_one_piece_is_held_at_a_time(name: str, n: int) -> None:
 @layers
 @schedules
 def test_prefetch_is_one_piece_ahead(name: str, n: int) -> None:
-    """While a piece runs, what the next one fetches is on its way, and nothing else is."""
+    """While a piece runs, only the tensors that the next one fetches are being prefetched."""
     actions = SCHEDULES[name](n)
     computed = [i for i, a in enumerate(actions) if a.verb in ("forward", "loss", "backward")]
     waiting: set[tuple[str, str | None]] = set()

@@ -57,7 +57,7 @@ BLOCKS = [b"\x00" * 512, b"{}", b"[" * 5000, b'{"a":' * 3000]
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one file of the checkpoint of a step."""
+    """The damage to one file of the checkpoint of a step."""
 
     how: str
     file: str

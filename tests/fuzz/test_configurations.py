@@ -251,7 +251,7 @@ def registry() -> Registry:
 
 
 def run(case: Case, directory: Path) -> None:
-    """What the command does before it trains, and back."""
+    """The configuration steps of the command before it trains, and back."""
     path = None
     if case.file is not None:
         path = directory / "run.yaml"

@@ -98,7 +98,7 @@ def test_rows_longer_than_a_kernel_block(kernel: str, dtype: torch.dtype) -> Non
 
 @implementations
 def test_a_document_does_not_see_another(kernel: str, dtype: torch.dtype) -> None:
-    """Bit for bit: what stands in other documents and later in one's own does not matter."""
+    """Other documents and later tokens of the same document change no bit."""
     q, k, v = make(13, (4, 2), 8, dtype)
     borders = borders_of([0, 5, 13])
     y = find(kernel)(q, k, v, borders, 13, 0.3)

@@ -1,4 +1,4 @@
-"""Which kernel of the installed packs runs an op, by architecture."""
+"""The kernel of the installed packs that runs an op, by architecture."""
 
 from __future__ import annotations
 

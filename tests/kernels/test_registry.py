@@ -1,4 +1,4 @@
-"""Which kernel runs an op."""
+"""The choice of the kernel for an op."""
 
 from __future__ import annotations
 

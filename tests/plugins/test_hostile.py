@@ -96,11 +96,11 @@ class Case:
     """One hostile package."""
 
     arrive: Callable[[World], None]
-    """What happens after the lock was written."""
+    """The change after the lock was written."""
     freely: str
-    """What is said of it without a policy; empty where nothing can be."""
+    """The message about it without a policy; empty if it cannot be detected."""
     locked: str
-    """What the lock says of it."""
+    """The message of the lock about it."""
     use: tuple[str, ...] = ()
     """Overrides that ask for what it offers."""
 
@@ -240,7 +240,7 @@ def arrive(world: World, case: Case) -> None:
 
 
 def outcome(world: World, case: Case) -> tuple[str, Registry | None]:
-    """What is said of the installed set without a policy."""
+    """The messages about the installed set without a policy."""
     try:
         registry = load_plugins(import_policy(None, {}))
         registry.check()

@@ -1,4 +1,4 @@
-"""What plugins do besides: named after the plugin, and kept from the command's output."""
+"""Side effects of plugins are reported with the plugin's name, and do not reach the command's output."""
 
 from __future__ import annotations
 

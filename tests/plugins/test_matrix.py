@@ -114,7 +114,7 @@ def test_what_three_choices_refuse_together_and_what_crashes_is_not_passed_over(
 
 @pytest.fixture
 def registry(install_plugin: Any) -> Registry:
-    """What is installed, and a second offloader."""
+    """The installed plugins, and a second offloader."""
     install_plugin("copying", OFFLOADER)
     return load_plugins(import_policy(None, {}))
 

@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 
 
 def failures(kind: str, bundle: Any, *titles: str) -> str:
-    """What the checks of these titles say of a bundle, a line each."""
+    """The messages of the checks with these titles about a bundle, one line each."""
     found = []
     for check in bundle_checks(kind, bundle):
         if check.title in titles:

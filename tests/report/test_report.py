@@ -72,7 +72,7 @@ def make_run(directory: Path, *, steps: int = 30, end: str | None = "finished") 
 
 
 class Page(HTMLParser):
-    """What a page holds: tags, attributes, text; fails on tags that do not close."""
+    """The content of a page: tags, attributes, text; fails on tags that are not closed."""
 
     VOID = frozenset({"meta", "line", "rect", "circle", "polyline"})
 

@@ -1,4 +1,4 @@
-"""What the data of a run tell its owner, and how they reach the engine."""
+"""The notes about a run's data, and how the data reach the engine."""
 
 from __future__ import annotations
 

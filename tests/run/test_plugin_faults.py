@@ -1,4 +1,4 @@
-"""What a plugin's fault does to a run: who is named, and how the command ends."""
+"""Faults of a plugin in a run: the name in the message, and the exit code of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs over quantised bases: where they rest changes no bit, and a checkpoint goes on with its own format alone."""
+"""Runs over quantised bases: their placement changes no bit, and a checkpoint resumes only with its own format."""
 
 from __future__ import annotations
 

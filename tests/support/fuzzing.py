@@ -46,12 +46,12 @@ class Hang(BaseException):
 
 
 class WrongError(AssertionError):
-    """What the oracle of a case has found."""
+    """The findings of a case's oracle."""
 
 
 @dataclass
 class Counts:
-    """What has happened, by the cases' kinds."""
+    """The outcomes, by kind of case."""
 
     accepted: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -143,7 +143,7 @@ def place_of(error: BaseException) -> str:
 
 
 def complaint(error: SurogateError) -> str:
-    """What is wrong with a refusal; empty: it is clean."""
+    """The fault of a refusal; empty if there is none."""
     lines = str(error).split("\n")
     for line in lines:
         if not line.isprintable():

@@ -1,4 +1,4 @@
-"""What the loop does around its steps."""
+"""The loop's work around its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of delayed scales: counts by role, and events of a run under fp8-hybrid."""
+"""Statistics of delayed scales: counts by role, and events of a run under fp8-hybrid."""
 
 from __future__ import annotations
 
