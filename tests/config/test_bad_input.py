@@ -116,13 +116,14 @@ def test_one_mistake_one_problem(problems: Problems, args: list[str], key: str, 
     assert "\n" not in str(problem)
 
 
-NUMBERS = sorted(k for k, hint in field_types(RunConfig).items() if re.search(r"\b(int|float)\b", repr(hint)))
+HINTS = {**field_types(RunConfig), **{key: flat.hint for key, flat in load_plugins().flat_keys().items()}}
+NUMBERS = sorted(key for key, hint in HINTS.items() if re.search(r"\b(int|float)\b", repr(hint)))
 
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_every_number_has_limits(key: str) -> None:
     """What no run can mean is refused before anything is allocated, as it is read from an override or a file."""
-    hint = field_types(RunConfig)[key]
+    hint = HINTS[key]
 
     def message(value: Any) -> str:
         builder = Builder(lambda _: "", lambda key, _: Problem(key=key, message="unknown"))
