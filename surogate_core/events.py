@@ -250,6 +250,16 @@ class PrecisionStats(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFigures(Event):
+    """What blocks returned beside their output in one step: the side outputs that a model family declares."""
+
+    step: int
+    """Optimizer steps done."""
+    figures: Mapping[str, float]
+    """Name of a side output → its mean over layers, micro-steps and elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStats(Event):
     """How a mixture-of-experts model routed the tokens of one step to its experts; such a family emits it."""
 

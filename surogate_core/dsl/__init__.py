@@ -7,5 +7,6 @@ A family declares the parameters of a block and writes its forward once, in plai
 
 from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting
+from surogate_core.dsl.sides import Side
 
-__all__ = ["Block", "Dim", "Embedding", "LMHead", "Linear", "Model", "Param", "Setting", "Stack"]
+__all__ = ["Block", "Dim", "Embedding", "LMHead", "Linear", "Model", "Param", "Setting", "Side", "Stack"]

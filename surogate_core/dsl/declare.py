@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
+from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
 
@@ -55,9 +56,9 @@ class Param:
 class Linear:
     """A linear slot: weight [outputs, inputs] and, if `bias` is true, bias [outputs]."""
 
-    def __init__(self, module: str, inputs: Dim, outputs: Dim, *, group: str, bias: bool | Setting = False):
+    def __init__(self, module: str, inputs: Dim, outputs: Dim, *, region: str, bias: bool | Setting = False):
         self.module, self.inputs, self.outputs = module, inputs, outputs
-        self.group, self.bias = group, bias
+        self.region, self.bias = region, bias
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -83,18 +84,21 @@ class LoRA:
 class Block:
     """Base of a family's blocks: class attributes declare, `forward` computes.
 
-    `forward(self, x, tables)` maps x_ND to y_ND, both in the compute dtype; `tables` is what
+    `forward(self, x, tables)` maps x_ND to y_ND, both in the compute dtype, or to (y_ND, side outputs by name) where the
+    class declares a `Side`; `tables` is what
     `Model.tables` returned plus ``cu_seqlens`` [S] int32. `self.max_seqlen` bounds a document.
     """
 
     _params: ClassVar[tuple[Param, ...]] = ()
     _linears: ClassVar[tuple[Linear, ...]] = ()
+    _sides: ClassVar[tuple[Side, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         declared = [v for base in reversed(cls.__mro__) for v in vars(base).values()]
         cls._params = tuple(v for v in declared if isinstance(v, Param))
         cls._linears = tuple(v for v in declared if isinstance(v, Linear))
+        cls._sides = tuple(v for v in declared if isinstance(v, Side))
 
     def __init__(self, config: Mapping[str, Any], max_seqlen: int = 0):
         self.config = config
@@ -102,9 +106,25 @@ class Block:
         self.tensors: Mapping[str, Tensor] = {}
         self.slots: Mapping[str, BoundSlot] = {}
 
-    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
-        """The block's output, [N, D]."""
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """The block's output, [N, D], and its side outputs where it declares any."""
         raise TypeError(f"{type(self).__name__} declares no forward")
+
+    def outputs(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(y_ND, side outputs by name) of `forward`. Raises `TypeError` if they are not the declared ones."""
+        given = self.forward(x, tables)
+        y, sides = given if isinstance(given, tuple) else (given, {})
+        declared, kind = {side.name for side in self._sides}, type(self)
+        if sides.keys() != declared:
+            raise TypeError(
+                f"{kind.__module__}.{kind.__name__}: forward returns the side outputs {sorted(sides)}, and the class "
+                f"declares {sorted(declared)}. Fix: return (x, {{name: tensor}}) with the declared names."
+            )
+        return y, sides
+
+    def side_specs(self) -> tuple[SideSpec, ...]:
+        """The side outputs with their shapes, in the order of their declaration."""
+        return tuple(side.spec(self.config) for side in self._sides)
 
     def linear_slots(self, lora: LoRA | None) -> tuple[LinearSlot, ...]:
         """The slots as planned for this run."""
@@ -115,7 +135,7 @@ class Block:
                 inputs=linear.inputs.size(self.config),
                 outputs=linear.outputs.size(self.config),
                 bias=linear.bias.value(self.config) if isinstance(linear.bias, Setting) else linear.bias,
-                group=linear.group,
+                region=linear.region,
                 adapter=lora.for_module(linear.module) if lora else None,
                 index=index,
             )
@@ -235,7 +255,7 @@ class Block:
             return x_NI.new_empty(x_NI.shape[0], slot.outputs)
 
         plain = tuple(replace(s, adapter=None) for s in slots)
-        self.bind(tensors, plain, gemm=record, seed=None).forward(x, tables)
+        self.bind(tensors, plain, gemm=record, seed=None).outputs(x, tables)
         known = {s.name: s for s in slots}
         return [[known[s.name] for s in group] for _, group in readers]
 

@@ -45,7 +45,7 @@ class LinearSlot:
     """O, features of its output."""
     bias: bool
     """Whether there is a bias, which is added outside of the recipe."""
-    group: str
+    region: str
     """Recompute switch that covers its output: ``qkv``, ``att`` or ``ffn``."""
     adapter: Adapter | None
     """Its LoRA adapter, or None."""
@@ -201,7 +201,7 @@ class BoundSlot:
     """Whether the weight is a frozen weight that the recipe packed."""
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        with ops.region(self.slot.group):
+        with ops.region(self.slot.region):
             return self._adapted(x_NI)
 
     def _adapted(self, x_NI: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from surogate_core.engine.parameters import Parameters, Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StoreSet
+from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, SideSums, StoreSet
 from surogate_core.engine.update import StepResult, Update, norm_of
 
 Progress = Callable[[str, int, int], None]
@@ -92,6 +92,7 @@ class Engine:
         settings, streams = self.settings, self.stores.streams_gradients
         norm = norm_of(self.parameters, self.assembly, streams_gradients=streams)
         self.losses = LossSum(settings.device)
+        self.sides = SideSums(self.plan.layers, settings.device)
         self.update = Update(
             self.assembly,
             self.parameters,
@@ -99,6 +100,7 @@ class Engine:
             norm=norm,
             losses=self.losses,
             rows=self.rows,
+            sides=self.sides,
             rounding_seed=self._rounding_seed,
             clears_gradients=not streams,
         )
@@ -118,6 +120,7 @@ class Engine:
             norm=norm,
             losses=self.losses,
             rows=self.rows,
+            sides=self.sides,
         )
 
     def _compile(self) -> None:
@@ -177,7 +180,8 @@ class Engine:
         for micro_step, batch in enumerate(batches):
             if micro_step and micro_step % together == 0:
                 self.losses.fold()
-            self.inputs.load(batch, self.seeds(step, micro_step), 1 / (loss_weight or 1))
+            scale = 1 / (loss_weight or 1)
+            self.inputs.load(batch, self.seeds(step, micro_step), scale, side_scale=1 / len(batches))
             self._micro_step(not self._sums_hold)
             self._sums_hold = True
 
@@ -196,6 +200,7 @@ class Engine:
             label_tokens=sum(b.label_tokens for b in batches),
             loss_weight=loss_weight,
             tokens=sum(b.tokens for b in batches),
+            micro_steps=len(batches),
         )
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
+from surogate_core.dsl.sides import SideSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
@@ -63,6 +64,7 @@ class Piece:
     specs: tuple[TensorSpec, ...]
     block: Block | None = None
     slots: tuple[LinearSlot, ...] = ()
+    sides: tuple[SideSpec, ...] = ()
 
 
 def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, ...]:
@@ -72,7 +74,7 @@ def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, 
     for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
         slots = block.linear_slots(lora)
         specs = block.tensor_specs(prefix, slots, train_base=train_base)
-        found.append(Piece(key=layer_key(index), specs=specs, block=block, slots=slots))
+        found.append(Piece(key=layer_key(index), specs=specs, block=block, slots=slots, sides=block.side_specs()))
     found.append(Piece(key=HEAD, specs=model.head_specs(train_base=train_base)))
     return tuple(found)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surogate_core.batch import WEIGHTS
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
+from surogate_core.dsl.sides import attached
 from surogate_core.dsl.slots import Join, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Program,
@@ -100,14 +101,18 @@ class ProgramBuilder:
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
-        return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), seed]
+        sides = [Signature(spec.shape, torch.float32, self.device, True) for spec in piece.sides]
+        if sides:
+            sides.append(Signature((), torch.float32, self.device))
+        return [*self._inputs(piece), *panels, *rows, *sides, activation, *self.plan.tables.values(), seed]
 
     def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
         block, names = piece.block, list(self.plan.tables)
         parameters, assembly = self.parameters, self.plan.assembly
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
-        count = len(piece.specs) + len(panels) + reads_rows
+        after_rows = len(piece.specs) + len(panels) + reads_rows
+        count = after_rows + (len(piece.sides) + 1 if piece.sides else 0)
         kept = self.parameters.packed
         names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
         packed = frozenset(s.name for s in piece.slots if f"{s.name}.weight" in names_of_packed)
@@ -123,10 +128,14 @@ class ProgramBuilder:
                 gemm=plain_gemm if plain else assembly.recipe.linear,
                 seed=seed if training else None,
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
-                rows=flat[count - 1].unbind(0) if reads_rows else (),
+                rows=flat[after_rows - 1].unbind(0) if reads_rows else (),
                 packed=packed,
             )
-            return bound.forward(x, tables)
+            y, sides = bound.outputs(x, tables)
+            if not piece.sides or not training:
+                return y
+            *carriers, scale = flat[after_rows:count]
+            return attached(y, sides, piece.sides, carriers, scale)
 
         return run
 
@@ -137,9 +146,13 @@ class ProgramBuilder:
         return type(piece.block), piece.slots, panels, joins, tuple(self._inputs(piece)), piece.key in self.plan.plain
 
     def layer(self, piece: Piece) -> Program:
-        """Forward and backward of a layer: ([*tensors, *panels, *joins(, rows), x_ND, *tables, seed]).
+        """Forward and backward of a layer.
 
-        The gradient of the rows contains the observations of their slots. A gradient may be a `dsl.products.Product`.
+        It takes [*tensors, *panels, *joins(, rows)(, *carriers, scale), x_ND, *tables, seed].
+
+        The gradient of the rows contains the observations of their slots, and the gradients of the carriers are the
+        side outputs of the block, whose terms of the loss `scale` multiplies. A gradient may be a
+        `dsl.products.Product`.
         """
         found = self._layers_by_key.get(piece.key)
         if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Optimizer, RangedState
+from surogate_core.dsl.sides import Role
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.gradient_norm import FlatNorm, StreamedNorm
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.step import LossSum, RecipeRows
+from surogate_core.engine.step import LossSum, RecipeRows, SideSums
 from surogate_core.kernels.cpu_updates import host_kernels
 from surogate_core.kernels.registry import using
 
@@ -25,21 +27,36 @@ class StepResult:
     label_tokens: int
     loss_weight: float
     tokens: int
+    micro_steps: int
     _figures: Tensor
     _ready: torch.cuda.Event | None
+    _sides: Mapping[str, tuple[Role, torch.Size]]
+    """Name of a side output → its role and [layers, *its shape], in the order of the figures."""
+
+    def sides(self) -> dict[str, tuple[Role, Tensor]]:
+        """Name of a side output → (role, [layers that have it, *its shape] fp32 on the host): sums over micro-steps."""
+        self._wait()
+        at, found = self._figures.numel() - sum(shape.numel() for _, shape in self._sides.values()), {}
+        for name, (role, shape) in self._sides.items():
+            found[name] = (role, self._figures[at : at + shape.numel()].view(shape))
+            at += shape.numel()
+        return found
+
+    def _wait(self) -> None:
+        if self._ready is not None:
+            self._ready.synchronize()
 
     def read(self) -> tuple[float, float]:
         """(mean loss per label token, each by its weight; gradient norm before clipping)."""
-        if self._ready is not None:
-            self._ready.synchronize()
+        self._wait()
         loss_sum, norm = self._figures[:2].tolist()
         return loss_sum / (self.loss_weight or 1), norm
 
     def used_range(self, columns: int) -> Tensor:
         """[P, K] fp32 on the host, of a recipe whose state is a `RangedState` with K `columns`."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return self._figures[2:].view(-1, columns)
+        self._wait()
+        sides = sum(shape.numel() for _, shape in self._sides.values())
+        return self._figures[2 : self._figures.numel() - sides].view(-1, columns)
 
 
 def norm_of(parameters: Parameters, assembly: Assembly, *, streams_gradients: bool) -> FlatNorm:
@@ -63,6 +80,7 @@ class Update:
         norm: FlatNorm,
         losses: LossSum,
         rows: RecipeRows | None,
+        sides: SideSums,
         rounding_seed: Tensor,
         clears_gradients: bool,
     ):
@@ -71,6 +89,8 @@ class Update:
         self._settings, self._parameters, self._norm = settings, parameters, norm
         self._losses, self.rows, self._clears = losses, rows, clears_gradients
         self._rounding_seed = rounding_seed
+        self._sides = sides
+        self._side_shapes = {name: (sides.roles[name], total.shape) for name, total in sides.sums.items()}
         self._groups = parameters.host_groups if settings.update_on_cpu else parameters.groups
         with placement.allocating("optimizer"):
             self.optimizer: Optimizer = assembly.optimizer.build(self._groups, assembly.optimizer_options)
@@ -78,7 +98,9 @@ class Update:
         self._kernels = host_kernels(compiled=settings.compiler == "inductor") if on_cpu else assembly.kernels
         self._lr = torch.zeros((), dtype=torch.float32, device="cpu" if on_cpu else settings.device)
         ranges = rows.state.rows.numel() if rows is not None and isinstance(rows.state, RangedState) else 0
-        self._figures = torch.zeros(2 + ranges, dtype=torch.float32, device=settings.device)
+        self._ranges = ranges
+        figures = 2 + ranges + sum(total.numel() for total in sides.sums.values())
+        self._figures = torch.zeros(figures, dtype=torch.float32, device=settings.device)
 
     def set(self, *, lr: float, step: int) -> None:
         """Set the learning rate of the next update and, from the step's number, its rounding seed."""
@@ -107,9 +129,12 @@ class Update:
         self._figures[:2].copy_(torch.stack((self._losses.take().float(), norm.to(settings.device))))
         if self.rows is not None:
             if isinstance(self.rows.state, RangedState):
-                self._figures[2:].copy_(self.rows.state.used_range(self.rows.observed).view(-1))
+                self._figures[2 : 2 + self._ranges].copy_(self.rows.state.used_range(self.rows.observed).view(-1))
             self.rows.state.update(self.rows.observed, skip.to(settings.device))
             self.rows.observed.zero_()
+        if self._sides.sums:
+            self._figures[2 + self._ranges :].copy_(self._sides.flat())
+            self._sides.clear()
         self._parameters.refresh(on_host=on_host)
         if self._clears:
             for group in self._groups:
@@ -122,12 +147,14 @@ class Update:
             group.grad[:1].fill_(float("nan"))
         self._norm.spoil()
 
-    def result(self, *, label_tokens: int, loss_weight: float, tokens: int) -> StepResult:
+    def result(self, *, label_tokens: int, loss_weight: float, tokens: int, micro_steps: int) -> StepResult:
         """The figures of the last update, being copied to the host."""
+        ready = None
         if self._settings.device.type != "cuda":
-            return StepResult(label_tokens, loss_weight, tokens, self._figures.clone(), None)
-        figures = torch.empty(self._figures.shape, dtype=torch.float32, pin_memory=True)
-        figures.copy_(self._figures, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return StepResult(label_tokens, loss_weight, tokens, figures, ready)
+            figures = self._figures.clone()
+        else:
+            figures = torch.empty(self._figures.shape, dtype=torch.float32, pin_memory=True)
+            figures.copy_(self._figures, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        return StepResult(label_tokens, loss_weight, tokens, micro_steps, figures, ready, self._side_shapes)

@@ -255,7 +255,7 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
             assert piece.block is not None
             tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}
             bound = piece.block.bind(tensors, piece.slots, gemm=record, seed=None)
-            x_ND = bound.forward(x_ND, tables)
+            x_ND, _ = bound.outputs(x_ND, tables)
             layer += 1
         head = engine.plan.head
         tensors = {s.name: t for s, t in zip(head.specs, engine.parameters.inputs(head), strict=True)}

@@ -15,6 +15,7 @@ from surogate_core.bundles import Monitor, MonitorSpec
 from surogate_core.errors import MachineError
 from surogate_core.events import (
     Advice,
+    BlockFigures,
     CheckpointSaved,
     Control,
     EvalEnd,
@@ -59,6 +60,7 @@ def events() -> list[Event]:
             step=2, utilization=0.9, memory_used_bytes=1 << 30, memory_total_bytes=1 << 36, power_watts=400.0,
             temperature_celsius=50.0, sm_clock_mhz=1800.0,
         ),
+        BlockFigures(step=2, figures={"router.entropy": 1.2}),
         RoutingStats(step=2, imbalance=1.5, utilization=0.9, aux_loss=1.0),
         PrecisionStats(
             step=2, steps=2, saturated={"activation": 0.1, "gradient": 0.0}, underflowed={"activation": 0.0},

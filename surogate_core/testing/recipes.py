@@ -26,7 +26,7 @@ truncated.
 """
 
 SLOT = TracedSlot(
-    name="q", module="self_attn.q_proj", inputs=64, outputs=32, bias=False, group="qkv", adapter=None, index=0
+    name="q", module="self_attn.q_proj", inputs=64, outputs=32, bias=False, region="qkv", adapter=None, index=0
 )
 
 

@@ -74,13 +74,13 @@ class TinyBlock(Block):
 
     heads, eps = H, EPS
     norm = Param("norm.weight", D)
-    q = Linear("q_proj", D, D, group="qkv")
-    k = Linear("k_proj", D, D, group="qkv")
-    v = Linear("v_proj", D, D, group="qkv")
-    o = Linear("o_proj", D, D, group="att")
-    gate = Linear("gate_proj", D, F, group="ffn")
-    up = Linear("up_proj", D, F, group="ffn")
-    down = Linear("down_proj", F, D, group="ffn")
+    q = Linear("q_proj", D, D, region="qkv")
+    k = Linear("k_proj", D, D, region="qkv")
+    v = Linear("v_proj", D, D, region="qkv")
+    o = Linear("o_proj", D, D, region="att")
+    gate = Linear("gate_proj", D, F, region="ffn")
+    up = Linear("up_proj", D, F, region="ffn")
+    down = Linear("down_proj", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
@@ -106,8 +106,8 @@ class SmallBlock(Block):
 
     eps = EPS
     norm = Param("norm.weight", D)
-    up = Linear("up_proj", D, F, group="ffn")
-    down = Linear("down_proj", F, D, group="ffn")
+    up = Linear("up_proj", D, F, region="ffn")
+    down = Linear("down_proj", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""

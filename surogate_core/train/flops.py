@@ -11,12 +11,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.batch import MicroBatch
-from surogate_core.dsl.declare import Model
+from surogate_core.bundles import Kernel
+from surogate_core.dsl.declare import Block, Model
+from surogate_core.dsl.slots import LinearSlot
+from surogate_core.kernels.registry import KernelTable, using
 
 ATTENTION_PASSES = 3.5
 """Cost of attention's forward and backward together, in forwards (arXiv 2307.08691, section 4.1)."""
@@ -38,17 +43,17 @@ class Work:
 
     @classmethod
     def of(cls, model: Model, *, frozen: bool) -> Work:
-        """`frozen`: whether the base is frozen. Without `num_attention_heads` no attention is counted."""
-        weights, attending = model.vocab_size * model.width, 0
+        """`frozen`: whether the base is not trained."""
+        products, attention = model.vocab_size * model.width, 0
+        counted: dict[int, tuple[int, int]] = {}
         for _, block in model.blocks(0):
-            slots = block.linear_slots(None)
-            weights += sum(slot.inputs * slot.outputs for slot in slots)
-            attending += any(slot.group == "qkv" for slot in slots)
-        heads = int(model.config.get("num_attention_heads") or 0)
-        features = int(model.config.get("head_dim") or (model.width // heads if heads else 0))
+            if id(block) not in counted:
+                counted[id(block)] = _of_block(model, block)
+            products += counted[id(block)][0]
+            attention += counted[id(block)][1]
         return cls(
-            products_per_token=float(weights * (4 if frozen else 6)),
-            attention_per_pair=ATTENTION_PASSES * 4 * heads * features * attending,
+            products_per_token=float(products * (4 if frozen else 6)),
+            attention_per_pair=ATTENTION_PASSES * 4 * attention,
         )
 
     def per_token(self, pairs: float) -> float:
@@ -60,6 +65,31 @@ class Work:
         tokens = sum(b.tokens for b in batches)
         pairs = sum(b.tokens * mean_pairs(b.positions) if b.pairs is None else b.pairs for b in batches)
         return self.products_per_token * tokens + self.attention_per_pair * pairs
+
+
+def _of_block(model: Model, block: Block) -> tuple[int, int]:
+    """(multiplications of a token in the linear slots, features of all query heads), by running it on fake tensors."""
+    tokens, found = 2, [0, 0]
+
+    def linear(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
+        found[0] += x_NI.shape[0] * slot.inputs * slot.outputs // tokens
+        return x_NI.new_empty(x_NI.shape[0], slot.outputs)
+
+    def attention(q_NHE: Tensor, *others: Any) -> Tensor:
+        found[1] += q_NHE.shape[1] * q_NHE.shape[2]
+        return torch.empty_like(q_NHE)
+
+    here = torch.device("cpu")
+    recorder = Kernel(op="attention", name="recorder", function=attention, supports=lambda device, dtype: True)
+    table = KernelTable(device=here, kernels=(recorder,))
+    slots = block.linear_slots(None)
+    specs = block.tensor_specs("", slots, train_base=False)
+    with FakeTensorMode(), torch.no_grad(), using(table):
+        tensors = {spec.name: torch.empty(spec.shape) for spec in specs}
+        tables = {**model.tables(torch.zeros(tokens, dtype=torch.int32), torch.float32)}
+        tables["cu_seqlens"] = torch.zeros(2, dtype=torch.int32)
+        block.bind(tensors, slots, gemm=linear, seed=None).outputs(torch.empty(tokens, model.width), tables)
+    return found[0], found[1]
 
 
 def mean_pairs(positions_N: Tensor) -> float:

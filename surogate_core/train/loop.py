@@ -26,6 +26,7 @@ from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.lr import faded, rate_of
 from surogate_core.train.precision import WINDOW, PrecisionWatch
+from surogate_core.train.sides import side_events
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.telemetry import GpuTelemetry
 
@@ -377,6 +378,8 @@ class Loop:
                 speed_of_light=launched.flops / seconds / self._gemm_rate if self._gemm_rate else None,
             )
         )
+        for event in side_events(step, launched.result.sides(), launched.result.micro_steps):
+            self.emit(event)
         self._watch_gpu(step)
         self._watch_precision(launched, step)
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.events import EvalEnd, Event, GpuStats, PrecisionStats, RoutingStats, StepEnd
+from surogate_core.events import BlockFigures, EvalEnd, Event, GpuStats, PrecisionStats, RoutingStats, StepEnd
 
 STEP_SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes", "speed_of_light")
 """Fields of a step, named ``train/FIELD``."""
@@ -26,6 +26,8 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
             return event.step, _named("eval", event, EVAL_SCALARS)
         case GpuStats():
             return event.step, _named("gpu", event, GPU_SCALARS)
+        case BlockFigures():
+            return event.step, {f"block/{name}": value for name, value in event.figures.items()}
         case RoutingStats():
             return event.step, _named("routing", event, ROUTING_SCALARS)
         case PrecisionStats():

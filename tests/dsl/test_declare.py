@@ -21,8 +21,8 @@ CONFIG = {"width": 4, "inner": 6, "vocab": 10, "layers": 2, "more": 1, "bias": T
 
 class Base(Block):
     norm = Param("norm.weight", D)
-    up = Linear("mlp.up", D, F, group="ffn", bias=Setting("bias", default=False))
-    down = Linear("mlp.down", F, D, group="ffn")
+    up = Linear("mlp.up", D, F, region="ffn", bias=Setting("bias", default=False))
+    down = Linear("mlp.down", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         return x + self.down(self.up(x * self.norm))
@@ -30,7 +30,7 @@ class Base(Block):
 
 class Wider(Base):
     gain = Param("gain", D * 2, init="zeros")
-    out = Linear("out", D, D + F, group="att", bias=True)
+    out = Linear("out", D, D + F, region="att", bias=True)
 
 
 class Toy(Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from surogate_model_qwen3.presets import PRESETS
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.data.sampler import collate
+from surogate_core.testing import tiny
 from surogate_core.train.flops import Work, gemm_flops_per_second, mean_pairs
 
 
@@ -68,17 +70,22 @@ def test_the_length_of_padding_is_no_work() -> None:
 
 
 def test_a_layer_without_attention_has_none_counted() -> None:
-    def block(*groups: str) -> tuple[str, Any]:
-        slots = tuple(SimpleNamespace(inputs=2, outputs=3, group=group) for group in groups)
-        return "layer", SimpleNamespace(linear_slots=lambda lora: slots)
+    class Feed(tiny.Block):
+        up = tiny.Linear("up_proj", tiny.D, tiny.F, region="ffn")
+        down = tiny.Linear("down_proj", tiny.F, tiny.D, region="ffn")
 
-    blocks = [block("qkv", "qkv", "att"), block("ffn")]
-    config = {"num_attention_heads": 4, "head_dim": 8}
-    model: Any = SimpleNamespace(vocab_size=10, width=7, config=config, blocks=lambda max_seqlen: iter(blocks))
-    work = Work.of(model, frozen=True)
-    assert work == Work(products_per_token=4.0 * (70 + 4 * 6), attention_per_pair=3.5 * 4 * 4 * 8 * 1)
-    model.config = {}
-    assert Work.of(model, frozen=True).attention_per_pair == 0
+        def forward(self, x: torch.Tensor, tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(x)))
+
+    class Mixed(tiny.TinyModel):
+        layers = (tiny.Stack(Feed, tiny.Dim("num_hidden_layers"), "layers.{i}."), tiny.TinyModel.layers)  # type: ignore
+
+    width, wide, both = 32, 64, 2
+    attending = 4 * width * width + 3 * width * wide
+    work = Work.of(Mixed(tiny.CONFIG), frozen=True)
+    head = tiny.CONFIG["vocab_size"] * width
+    assert work.products_per_token == 4.0 * (head + both * (2 * width * wide) + both * attending)
+    assert work.attention_per_pair == 3.5 * 4 * width * both
 
 
 def test_the_rate_is_measured_once() -> None:

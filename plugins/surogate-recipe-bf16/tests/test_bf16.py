@@ -12,7 +12,7 @@ from surogate_core.dsl.slots import TracedSlot
 from surogate_core.testing import tiny
 
 SLOT = TracedSlot(
-    name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, group="qkv", adapter=None, index=0
+    name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, region="qkv", adapter=None, index=0
 )
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
 """Of the relative error in norm. bf16: half a unit in the last place is 2⁻⁹ of a value at most, and the inputs are

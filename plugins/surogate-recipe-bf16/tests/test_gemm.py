@@ -16,7 +16,7 @@ from surogate_core.dsl.slots import TracedSlot
 from surogate_core.testing import tiny
 
 SLOT = TracedSlot(
-    name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, group="qkv", adapter=None, index=0
+    name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, region="qkv", adapter=None, index=0
 )
 CPU = torch.device("cpu")
 MODEL = {"fp32": torch.float32, "bf16": torch.bfloat16}

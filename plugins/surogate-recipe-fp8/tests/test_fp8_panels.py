@@ -85,7 +85,7 @@ def test_a_panel_is_the_recipes_products_and_the_adapters(delayed: bool, dropout
         found = []
         for number, outputs in enumerate(shape.outputs):
             slot = LinearSlot(
-                name="a", module="a", inputs=256, outputs=outputs, bias=False, group="qkv", adapter=None, index=number
+                name="a", module="a", inputs=256, outputs=outputs, bias=False, region="qkv", adapter=None, index=number
             )
             traced = TracedSlot.of(slot, seed=None, row=tensors[number], packed=True)
             y = RECIPE.linear(x, RECIPE.pack(weights[number], slot), traced)

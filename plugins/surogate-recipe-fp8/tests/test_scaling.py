@@ -19,7 +19,7 @@ from surogate_core.formats.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, FP32_MAX, 
 MILLION = 1_000_000
 HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]
 RECIPE = FP8Hybrid(native=False, margin=0, history=1, note="")
-SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
+SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, region="qkv", adapter=None, index=0)
 
 
 def magnitudes(format: torch.dtype) -> list[float]:

@@ -23,7 +23,7 @@ from surogate_core.testing.recipes import built
 CPU = torch.device("cpu")
 SPEC = surogate_recipe()
 RECIPE = built(SPEC, CPU, FP8Options(amax_history=3))
-SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, group="qkv", adapter=None, index=0)
+SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, region="qkv", adapter=None, index=0)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
 

@@ -86,7 +86,7 @@ def test_native_and_emulated_products_agree(monkeypatch: pytest.MonkeyPatch, fro
     """Forward and both gradients, with a product of the described layout in the place of torch's."""
     monkeypatch.setattr(native, "product", described_product)
     settings = {"four_over_six": True, "stochastic": True, "note": ""}
-    slot = LinearSlot(name="q", module="q", inputs=64, outputs=160, bias=False, group="qkv", adapter=None, index=1)
+    slot = LinearSlot(name="q", module="q", inputs=64, outputs=160, bias=False, region="qkv", adapter=None, index=1)
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((32, 64), (160, 64), (32, 160)))
     results = []
@@ -109,7 +109,7 @@ def test_sides_that_tensor_cores_do_not_take_are_emulated() -> None:
     assert native.fits(4096, 64, 96)
     assert not native.fits(4096, 64, 100)
     recipe = NVFP4(native=True, four_over_six=True, stochastic=False, note="")
-    slot = LinearSlot(name="q", module="q", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=1)
+    slot = LinearSlot(name="q", module="q", inputs=40, outputs=24, bias=False, region="qkv", adapter=None, index=1)
     traced = TracedSlot.of(slot, seed=None, row=None, packed=False)
     y = recipe.linear(torch.randn(20, 40), torch.randn(24, 40), traced)
     assert y.isfinite().all()

@@ -32,7 +32,7 @@ def recipe_on(device: torch.device, **options: Any) -> NVFP4:
 
 SPEC = surogate_recipe()
 RECIPE = recipe_on(CPU)
-SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, group="qkv", adapter=None, index=5)
+SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, region="qkv", adapter=None, index=5)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
 

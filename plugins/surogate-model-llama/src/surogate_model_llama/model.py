@@ -34,13 +34,13 @@ class LlamaBlock(Block):
     heads, kv_heads, head_dim, eps = H, K, E, EPS
     input_norm = Param("input_layernorm.weight", D)
     post_norm = Param("post_attention_layernorm.weight", D)
-    q = Linear("self_attn.q_proj", D, H * E, group="qkv", bias=ATTENTION_BIAS)
-    k = Linear("self_attn.k_proj", D, K * E, group="qkv", bias=ATTENTION_BIAS)
-    v = Linear("self_attn.v_proj", D, K * E, group="qkv", bias=ATTENTION_BIAS)
-    o = Linear("self_attn.o_proj", H * E, D, group="att", bias=ATTENTION_BIAS)
-    gate = Linear("mlp.gate_proj", D, F, group="ffn", bias=MLP_BIAS)
-    up = Linear("mlp.up_proj", D, F, group="ffn", bias=MLP_BIAS)
-    down = Linear("mlp.down_proj", F, D, group="ffn", bias=MLP_BIAS)
+    q = Linear("self_attn.q_proj", D, H * E, region="qkv", bias=ATTENTION_BIAS)
+    k = Linear("self_attn.k_proj", D, K * E, region="qkv", bias=ATTENTION_BIAS)
+    v = Linear("self_attn.v_proj", D, K * E, region="qkv", bias=ATTENTION_BIAS)
+    o = Linear("self_attn.o_proj", H * E, D, region="att", bias=ATTENTION_BIAS)
+    gate = Linear("mlp.gate_proj", D, F, region="ffn", bias=MLP_BIAS)
+    up = Linear("mlp.up_proj", D, F, region="ffn", bias=MLP_BIAS)
+    down = Linear("mlp.down_proj", F, D, region="ffn", bias=MLP_BIAS)
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""

@@ -32,13 +32,13 @@ class Qwen2Block(Block):
     heads, kv_heads, head_dim, eps = H, K, E, EPS
     input_norm = Param("input_layernorm.weight", D)
     post_norm = Param("post_attention_layernorm.weight", D)
-    q = Linear("self_attn.q_proj", D, H * E, group="qkv", bias=True)
-    k = Linear("self_attn.k_proj", D, K * E, group="qkv", bias=True)
-    v = Linear("self_attn.v_proj", D, K * E, group="qkv", bias=True)
-    o = Linear("self_attn.o_proj", H * E, D, group="att")
-    gate = Linear("mlp.gate_proj", D, F, group="ffn")
-    up = Linear("mlp.up_proj", D, F, group="ffn")
-    down = Linear("mlp.down_proj", F, D, group="ffn")
+    q = Linear("self_attn.q_proj", D, H * E, region="qkv", bias=True)
+    k = Linear("self_attn.k_proj", D, K * E, region="qkv", bias=True)
+    v = Linear("self_attn.v_proj", D, K * E, region="qkv", bias=True)
+    o = Linear("self_attn.o_proj", H * E, D, region="att")
+    gate = Linear("mlp.gate_proj", D, F, region="ffn")
+    up = Linear("mlp.up_proj", D, F, region="ffn")
+    down = Linear("mlp.down_proj", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""

@@ -35,13 +35,13 @@ class Qwen3Block(Block):
     q_norm = Param("self_attn.q_norm.weight", E)
     k_norm = Param("self_attn.k_norm.weight", E)
     post_norm = Param("post_attention_layernorm.weight", D)
-    q = Linear("self_attn.q_proj", D, H * E, group="qkv", bias=BIAS)
-    k = Linear("self_attn.k_proj", D, K * E, group="qkv", bias=BIAS)
-    v = Linear("self_attn.v_proj", D, K * E, group="qkv", bias=BIAS)
-    o = Linear("self_attn.o_proj", H * E, D, group="att", bias=BIAS)
-    gate = Linear("mlp.gate_proj", D, F, group="ffn")
-    up = Linear("mlp.up_proj", D, F, group="ffn")
-    down = Linear("mlp.down_proj", F, D, group="ffn")
+    q = Linear("self_attn.q_proj", D, H * E, region="qkv", bias=BIAS)
+    k = Linear("self_attn.k_proj", D, K * E, region="qkv", bias=BIAS)
+    v = Linear("self_attn.v_proj", D, K * E, region="qkv", bias=BIAS)
+    o = Linear("self_attn.o_proj", H * E, D, region="att", bias=BIAS)
+    gate = Linear("mlp.gate_proj", D, F, region="ffn")
+    up = Linear("mlp.up_proj", D, F, region="ffn")
+    down = Linear("mlp.down_proj", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
