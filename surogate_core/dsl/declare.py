@@ -84,9 +84,9 @@ class LoRA:
 class Block:
     """Base of a family's blocks: class attributes declare, `forward` computes.
 
-    `forward(self, x, tables)` maps x_ND to y_ND, both in the compute dtype, or to (y_ND, side outputs by name) where the
-    class declares a `Side`; `tables` is what
-    `Model.tables` returned plus ``cu_seqlens`` [S] int32. `self.max_seqlen` bounds a document.
+    `forward(self, x, tables)` maps x_ND to y_ND, both in the compute dtype, or to (y_ND, side outputs by name)
+    if the class declares a `Side`. `tables` is what `Model.tables` returned plus ``cu_seqlens`` [S] int32.
+    `self.max_seqlen` bounds a document.
     """
 
     _params: ClassVar[tuple[Param, ...]] = ()

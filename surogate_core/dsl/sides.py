@@ -49,14 +49,14 @@ class SideSpec:
 
 
 class _Attach(torch.autograd.Function):
-    """y as it is. The gradient of each carrier is its value; a term of the loss gets its gradient as a part of the loss.
+    """y as it is; the gradient of each carrier is its value, and a term of the loss gets its gradient as a part of it.
 
     y is copied, because AOTAutograd exports no output that is a view; Inductor fuses the copy with what makes y.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, scale: Tensor, coefficients: Sequence[float | None], *tensors: Tensor) -> Tensor:
-        """`coefficients`: of each value, None if it is no term of the loss. `tensors`: the carriers, then the values."""
+        """`coefficients`: one a value, None if it is no term of the loss. `tensors`: the carriers, then the values."""
         ctx.save_for_backward(scale, *tensors[len(coefficients) :])
         ctx.coefficients = coefficients
         return y.clone()
