@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pages import Block, Shell, blocks
 
-from surogate_core import hookspecs
+from surogate_core import API_VERSION, hookspecs
 from surogate_core.bundles import KINDS
 from surogate_core.config.docs import field_docs, key_docs
 from surogate_core.config.resolve import load_run_config
@@ -199,7 +199,9 @@ def test_hook_examples_train_together(shell):
             hook = re.findall(r"^def (surogate_\w+)\(", block.text, re.MULTILINE)
             assert len(hook) == 1, f"{block} must implement one hook"
             modules.append(hook[0].removeprefix("surogate_"))
-            (package / f"{modules[-1]}.py").write_text(block.text, encoding="utf-8")
+            # The page says once that a plugin states its API; its examples leave it out.
+            text = f'{block.text}\nSUROGATE_API = ">={API_VERSION},<{API_VERSION + 1}"\n'
+            (package / f"{modules[-1]}.py").write_text(text, encoding="utf-8")
     assert {f"surogate_{m}" for m in modules} == set(hook_names())
     (package / "__init__.py").touch()
     (package / "conf/recipe").mkdir(parents=True)
