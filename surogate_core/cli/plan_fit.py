@@ -237,7 +237,7 @@ def best(budget: int, ordered: list[Proposal], *, room: Room) -> list[Proposal]:
 
 def _line(proposal: Proposal, room: Room) -> str:
     parts = (
-        f"{' '.join(proposal.changes) or 'the configuration as it is'}: {totals(proposal.prediction)}, "
+        f"{' '.join(proposal.changes) or 'the unchanged configuration'}: {totals(proposal.prediction)}, "
         f"about {proposal.seconds:.2g} s more a step",
         *room.short_of(proposal.prediction).values(),
     )

@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
     verifying = commands.add_parser(
         "verify",
         help="compare the installed set with the file",
-        description="Compare the installed plugins with a lock. Exit code 0: equal; 1: not equal; 2: no sound lock.",
+        description="Compare the installed plugins with a lock. Exit code 0: equal; 1: not equal; 2: no valid lock.",
     )
     verifying.add_argument("--lock", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
     verifying.add_argument("--allow-editable", action="store_true", help="accept editable installs")

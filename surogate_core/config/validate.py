@@ -291,7 +291,7 @@ class _Validator:
             )
         if lora is True and not spec.adapters:
             able = " or ".join(name for name, other in specs.items() if other.adapters)
-            message = f"{chosen.name} trains whole matrices, and with `lora` there are adapters alone."
+            message = f"{chosen.name} trains whole matrices, and with `lora` only adapters are trained."
             self._problem("optimizer", message, f"optimizer: {able}, or lora: false" if able else "lora: false")
 
     def recipe(self, built: Mapping[str, Any]) -> None:

@@ -216,8 +216,8 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
             yield under_way.popleft().result()
     except BrokenProcessPool as error:
         raise MachineError(
-            "A process that tokenises was killed, most likely for want of memory; what was done is kept. "
-            "Fix: run it again with a smaller `dataloader_num_workers` (0 is this process alone)."
+            "A process that tokenises was killed, most likely because memory ran out; the finished part is kept. "
+            "Fix: run it again with a smaller `dataloader_num_workers` (0 uses only this process)."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -56,7 +56,7 @@ def check_task(entry: DatasetEntry, task: str) -> None:
     takers = " and ".join(entry.format.tasks)
     raise UserError(
         f"{entry.key}: data set {entry.source.path} is of type {entry.format.name}, which task {task} cannot train on; "
-        + (f"it is for {takers}. Fix: set `task`." if takers else "its trainer comes in a later version.")
+        + (f"it is for {takers}. Fix: set `task`." if takers else "a later version will have its trainer.")
     )
 
 

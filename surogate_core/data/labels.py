@@ -365,7 +365,7 @@ def _content_span(chat: Chat, messages: Messages, tools: Tools, text: str, turn:
     end = len(text) - _common(text[::-1], other[::-1])
     if other.count(_MARKER) != 1 or text[start:end] not in _forms(messages[turn]["content"]):
         raise RowError(
-            f"message {turn + 1} ({messages[turn]['role']}) weighs other than its neighbours, "
+            f"message {turn + 1} ({messages[turn]['role']}) has another weight than its neighbours, "
             f"but the chat template does not show where its content is"
         )
     return start, end

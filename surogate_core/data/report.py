@@ -91,7 +91,7 @@ class DatasetReport:
         )
         if len(self.unread) > UNREAD_SHOWN:
             names += f" and {len(self.unread) - UNREAD_SHOWN} more"
-        keys = f" ({', '.join(self.could_read)} say what is read)" if self.could_read else ""
+        keys = f" ({', '.join(self.could_read)} choose what is read)" if self.could_read else ""
         return f"Type {self.type} does not read {names} of {self.key} ({self.path}){keys}."
 
     @property

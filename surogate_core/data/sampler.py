@@ -119,7 +119,7 @@ class StepLoader:
             raise UserError(
                 f"The checkpoint was made with other training rows or another order of them "
                 f"({', '.join(f'{key} {_short(state.get(key))}, now {_short(mine[key])}' for key in changed)}): "
-                f"its place in the data cannot be continued. Fix: restore `datasets`, the tokenizer, `sequence_len`, "
+                f"its position in the data cannot be restored. Fix: restore `datasets`, the tokenizer, `sequence_len`, "
                 f"packing and `train_seed` to what they were, or start anew with resume_from_checkpoint=false."
             )
         self._taken = int(state["rows_taken"])

@@ -103,7 +103,7 @@ def _why() -> str:
 def _how(repo: str, revision: str | None) -> str:
     command = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
     unset = "unset HF_HUB_OFFLINE, or " if _offline() else ""
-    return f"{unset}run `{command}` where the hub can be reached, or give a local directory."
+    return f"{unset}run `{command}` on a machine that reaches the hub, or give a local directory."
 
 
 def _repo_cache(repo: str) -> Path:

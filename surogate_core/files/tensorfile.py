@@ -302,7 +302,7 @@ class TensorWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor that `fits`."""
         assert self.fits(name, tensor)
-        assert name not in self.entries, f"tensor {name} comes twice"
+        assert name not in self.entries, f"tensor {name} appears twice"
         self._header_bytes += self._cost(name, tensor)
         self.entries[name] = _entry(tensor, self.data_bytes)
         self.data_bytes += nbytes(tensor)

@@ -179,7 +179,7 @@ def check_contents(saved: Mapping[str, Any], files: Mapping[str, str], *, frozen
         return f"The base changed since {path} was saved ({found}). The checkpoint has all weights: the run continues."
     raise UserError(
         f"{path}: the adapter was trained on a base with different weights: {found}. That base was "
-        f"{saved.get('base_model')}. Fix: set model to that base as it was, or resume_from_checkpoint=false to start "
+        f"{saved.get('base_model')}. Fix: set model to the original base, or resume_from_checkpoint=false to start "
         f"anew."
     )
 

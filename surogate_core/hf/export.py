@@ -236,7 +236,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
     for number, shard in enumerate(shards, start=1):
         final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard.path.rename(directory / final)
-        assert not where.keys() & shard.entries.keys(), "a tensor comes twice"
+        assert not where.keys() & shard.entries.keys(), "a tensor appears twice"
         where.update(dict.fromkeys(shard.entries, final))
     total = sum(shard.data_bytes for shard in shards)
     _write_json(

@@ -93,7 +93,7 @@ class LoraAdapter:
         if not (path / WEIGHTS).exists():
             pickles = sorted(p.name for pattern in ("*.bin", "*.pt") for p in path.glob(pattern))
             why = f"; {pickles[0]} is a pickle, which is never read" if pickles else ""
-            fix = "load it with PEFT and save_pretrained it again" if pickles else "copy the adapter again, whole"
+            fix = "load it with PEFT and save_pretrained it again" if pickles else "copy the complete adapter again"
             raise UserError(f"{key} {path}: {WEIGHTS} is missing{why}. Fix: {fix}.")
         file = TensorFile(path / WEIGHTS)
         if problems := _wrong_tensors(file, PREFIX, rank):
@@ -262,7 +262,9 @@ def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
     # Check the extremes, because isfinite would copy the tensor; a NaN is both of them.
     if not all(extreme.isfinite() for extreme in torch.aminmax(total)):
         sources = ", ".join(adapter.source for adapter in hits)
-        raise UserError(f"{name}: is not finite with {sources} folded in. Fix: use an adapter of a sound run.")
+        raise UserError(
+            f"{name}: is not finite with {sources} folded in. Fix: use an adapter of a run that did not diverge."
+        )
     return total
 
 

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 _SMALL_FILES = ("config.json", "generation_config.json", INDEX)
 
-_COPY_AGAIN = "Fix: download or copy the model again, whole."
+_COPY_AGAIN = "Fix: download or copy the complete model again."
 
 _OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
 """Ends of names of scales that quantised checkpoints have for inference."""

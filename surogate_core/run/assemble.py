@@ -129,7 +129,9 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         values = dict(weights.config) if weights else _read_config(place)
         title = chosen.path if commit is None else f"{split_revision(chosen.path)[0]}@{commit[:12]}"
     elif chosen.revision is not None:
-        raise UserError("model.revision: a preset has none; it is of a hub id. Fix: set model=OWNER/NAME, or leave it.")
+        raise UserError(
+            "model.revision: only a hub id has a revision. Fix: set model=OWNER/NAME, or remove model.revision."
+        )
     else:
         if chosen.name not in families or chosen.preset is None:
             raise UserError(
@@ -303,7 +305,7 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
     kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
     stepped = kinds & {"master", "gradients", "optimizer"}
     if stepped and not offloader.addressable and not config.cpu_training and resolve_device(config).type == "cuda":
-        message = f"{offloader.name} keeps {', '.join(sorted(stepped))} where no GPU can address them."
+        message = f"{offloader.name} keeps {', '.join(sorted(stepped))} in memory that no GPU can address."
         problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offloader_of_keys()}")
         raise ConfigError([problem])
     return replace(offloader, kinds=kinds)

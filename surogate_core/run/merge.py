@@ -97,7 +97,7 @@ def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
     rank, alpha = essential.get("lora_rank"), essential.get("lora_alpha")
     if not essential.get("lora") or not rank or not alpha:
         raise UserError(
-            f"{key} {checkpoint.path}: a checkpoint without LoRA has nothing to merge; its masters are whole weights."
+            f"{key} {checkpoint.path}: a checkpoint without LoRA has nothing to merge; its masters are full weights."
             f" Fix: let the run finish, which exports them."
         )
     below: list[LoraAdapter] = []
@@ -216,7 +216,7 @@ def _base_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path) -> 
         return (f"{used} was trained on commit {top.base_commit} of {name}, and is folded into {model.commit}.",)
     files = contents_of(model.files, digest_cache(None)) if top.base_files else {}
     if (other := lora_files.another_base(top, base, files)) is not None:
-        return (f"{other} It is folded into {base}, which may give a model that nobody trained.",)
+        return (f"{other} It is folded into {base}, so the result may differ from the trained model.",)
     was = top.base_fingerprint
     if was is not None and not model.fingerprint().startswith(was):
         return (f"{used} was trained on a base of other files or another configuration than {base}.",)

@@ -64,7 +64,7 @@ def _rms_norm() -> Iterator[Inputs]:
     yield made(48, 40, what="40 features")
     yield made(6, 8, 64, what="x of 3 dimensions")
     yield made(48, 64, what="eps as large as the mean square", eps=1e-4, size=1e-2)
-    yield made(48, 64, what="rows that lie apart", apart=True)
+    yield made(48, 64, what="gaps between rows", apart=True)
     yield made(48, 512, what="512 features")
 
 
@@ -77,7 +77,7 @@ def _swiglu() -> Iterator[Inputs]:
     yield made(200, 64, what="200 rows")
     yield made(1, 64, what="one row")
     yield made(48, 40, what="40 features")
-    yield made(48, 64, what="rows that lie apart", apart=True)
+    yield made(48, 64, what="gaps between rows", apart=True)
 
 
 def _rope() -> Iterator[Inputs]:
@@ -87,7 +87,7 @@ def _rope() -> Iterator[Inputs]:
 
     yield made(48)
     yield made(1, what="one token")
-    yield made(48, what="rows that lie apart", apart=True)
+    yield made(48, what="gaps between rows", apart=True)
 
 
 def _norm_rope() -> Iterator[Inputs]:
@@ -100,7 +100,7 @@ def _norm_rope() -> Iterator[Inputs]:
     yield made(200, what="200 tokens")
     yield made(1, what="one token")
     yield made(48, what="eps as large as the mean square", eps=1e-4, size=1e-2)
-    yield made(48, what="rows that lie apart", apart=True)
+    yield made(48, what="gaps between rows", apart=True)
 
 
 def _attention() -> Iterator[Inputs]:
@@ -113,7 +113,7 @@ def _attention() -> Iterator[Inputs]:
         return Inputs(leaves=leaves, call=call, what=what, apart=apart)
 
     yield made()
-    yield made(what="rows that lie apart", apart=True)
+    yield made(what="gaps between rows", apart=True)
 
 
 def _cross_entropy() -> Iterator[Inputs]:

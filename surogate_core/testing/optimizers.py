@@ -87,7 +87,7 @@ def _ensure_padding(groups: list[ParamGroup]) -> None:
             number = int(moved.nonzero()[0])
             raise AssertionError(
                 f"group {group.name}: a step wrote {float(group.master[number]):.3g} to element {number} of `master`, "
-                f"which lies between parameters; it must stay 0"
+                f"which is padding between parameters; it must stay 0"
             )
 
 

@@ -421,7 +421,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, pa
         name = before.get("optimizer")
         other = name is not None and now.get("optimizer") != name
         raise UserError(
-            f"{path}: this checkpoint is of another run, which differs in:\n{listed}\n"
+            f"{path}: this checkpoint belongs to another run, which differs in:\n{listed}\n"
             "Fix: set resume_from_checkpoint=false to start anew, choose another output_dir, or restore the settings"
             f"{f': optimizer={name}' if other else ''}."
         )

@@ -104,6 +104,6 @@ def test_for_people(capsys: Any) -> None:
     assert main(["plan", *SMALL, "--fit", "10GiB"]) == 0
     out = capsys.readouterr().out
     assert "# fit into 10 GiB" in out
-    assert "the configuration as it is: device" in out
+    assert "the unchanged configuration: device" in out
     assert main(["plan", *SMALL, "--fit"]) == 2
     assert "Fix: --fit 24GiB" in capsys.readouterr().err

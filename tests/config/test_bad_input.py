@@ -407,7 +407,7 @@ def test_an_optimizer_that_is_not_for_adapters_is_refused_with_lora(problems: Pr
     (problem,) = problems(file="lora: true\noptimizer: normuon\n")
     assert problem.key == "optimizer"
     assert "run.yaml:2" in problem.where
-    assert problem.message == "normuon trains whole matrices, and with `lora` there are adapters alone."
+    assert problem.message == "normuon trains whole matrices, and with `lora` only adapters are trained."
     assert problem.fix == "optimizer: adamw or adamw_8bit, or lora: false"
 
 

@@ -91,7 +91,7 @@ def test_a_gpu_does_not_step_in_files(load: Any, registry: Registry, monkeypatch
             resolve_offloader(load(*arguments), registry)
         (problem,) = caught.value.problems
         assert problem.key == "offload"
-        assert "where no GPU can address them" in problem.message
+        assert "in memory that no GPU can address" in problem.message
         assert problem.fix == "cpu_training: true, or offload: host"
     assert resolve_offloader(load("offload=disk", "cpu_training=true"), registry).name == "disk"
     quants = ["offload=disk", "offload_quants=true", "persistent_quants=true", "lora=true", "recipe=fp8-hybrid"]

@@ -134,7 +134,7 @@ def test_fields_that_nobody_reads_are_named(tmp_path: Path, formats: Any) -> Non
     report = prepared(tmp_path, rows, formats).report
     note = (
         f"Type conversation does not read 'score' (in 1 of 2 rows), 'source' of datasets[0] ({tmp_path}/rows.jsonl) "
-        f"(messages_field, system_field, tools_field say what is read)."
+        f"(messages_field, system_field, tools_field choose what is read)."
     )
     assert report.datasets[0].unread_note == note
     assert note in report.summary()

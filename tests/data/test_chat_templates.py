@@ -369,7 +369,7 @@ def test_a_file_replaces_it(tmp_path: Path) -> None:
         ("x.jinja", "", "the file is empty"),
         ("x.jinja", "{% for m in messages %}\n{{ m.content }", "line 2: the chat template refuses"),
         ("x.jinja", "{{ raise_exception('no') }}", "refuses the conversation: no"),
-        ("x.jinja", "{{ messages[0].content }}", "leaves out what the user or the assistant says"),
+        ("x.jinja", "{{ messages[0].content }}", "drops the text of the user or of the assistant"),
         ("x.jinja", "<|nope|>", r"lacks special tokens that it needs: <\|nope\|>\."),
         ("llama3", None, r"lacks special tokens that it needs: <\|start_header_id\|>, .*bos_token\. Fix: take"),
         ("mistral", None, r"\[INST\], \[/INST\]"),

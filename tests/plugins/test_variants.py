@@ -110,7 +110,7 @@ OPTIMIZERS: Mapping[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "padding moves with lr": (
         {"direction": lambda self, m: torch.where(m >= 0, 1.0, -1.0)},
         ("steps",),
-        "which lies between parameters; it must stay 0",
+        "which is padding between parameters; it must stay 0",
     ),
     "padding moves by itself": (
         {"step": _adds(1e-3)},
@@ -417,8 +417,8 @@ KERNELS: Mapping[str, tuple[str, Any, torch.dtype, str, str]] = {
         "eps as large as the mean square: error",
     ),
     "3 dimensions": ("rms_norm", _only(lambda x: x.ndim == 2), F32, EQUAL, "x of 3 dimensions: error"),
-    "x with gaps": ("rms_norm", _only(lambda x: x.is_contiguous()), F32, EQUAL, "rows that lie apart: error"),
-    "dy with gaps": ("swiglu", _Dense.apply, F32, EQUAL, "rows that lie apart: error"),
+    "x with gaps": ("rms_norm", _only(lambda x: x.is_contiguous()), F32, EQUAL, "gaps between rows: error"),
+    "dy with gaps": ("swiglu", _Dense.apply, F32, EQUAL, "gaps between rows: error"),
     "one row": ("rms_norm", _only(lambda x: len(x) > 1), F32, EQUAL, "one row: error"),
     "odd sizes": ("rms_norm", _only(lambda x: x.shape[-1] % 16 == 0), F32, EQUAL, "40 features: error"),
     "bf16 statistics": (

@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_run_is_refused(
         with pytest.raises(UserError) as caught:
             run_here(tmp_path, *base, *LORA, "max_steps=2", *change)
         message = str(caught.value)
-        assert "checkpoint-2: this checkpoint is of another run, which differs in:" in message
+        assert "checkpoint-2: this checkpoint belongs to another run, which differs in:" in message
         assert "resume_from_checkpoint=false" in message
         for text in named:
             assert text in message

@@ -106,6 +106,6 @@ def _check(tokenizer: PreTrainedTokenizerBase, template: str, text: str) -> None
         ) from error
     if asked not in rendered or answered not in rendered:
         raise UserError(
-            f"template {template}: it leaves out what the user or the assistant says. "
+            f"template {template}: it drops the text of the user or of the assistant. "
             f"Fix: make it write `message.content` of each of `messages`."
         )

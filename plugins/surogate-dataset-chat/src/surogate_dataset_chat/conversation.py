@@ -73,8 +73,8 @@ def encode(row: Mapping[str, Any], options: ConversationOptions, context: Encode
 
     if not context.use_chat_template:
         raise UserError(
-            "use_chat_template is false, but conversations have turns that only a chat template can tell apart. "
-            "Fix: use_chat_template: true (with `template: chatml`, say, for a tokenizer without one); "
+            "use_chat_template is false, but conversations have turns that only a chat template can distinguish. "
+            "Fix: use_chat_template: true (for example with `template: chatml`, for a tokenizer without one); "
             "or type instruction or text for data that is not conversations."
         )
     messages = read_messages(row, options)

@@ -36,7 +36,7 @@ RULES: Mapping[str, Rule] = {
     "loss_spike": Rule(
         key="auto_lr_reduction",
         message="The loss or the gradient norm jumped far above its recent mean.",
-        suggestion="auto_lr_reduction=true halves the rate by itself; else lower learning_rate or max_grad_norm",
+        suggestion="auto_lr_reduction=true halves the rate itself; otherwise lower learning_rate or max_grad_norm",
     ),
     "divergence": Rule(
         key="learning_rate",
@@ -107,7 +107,7 @@ RULES: Mapping[str, Rule] = {
     "lr_reductions_not_helping": Rule(
         key="datasets",
         message="The learning rate was reduced repeatedly and the loss is no lower than before.",
-        suggestion="look at the rows of these steps; if they are sound, resume from before with a lower learning_rate",
+        suggestion="look at the rows of these steps; if they are right, resume from before with a lower learning_rate",
     ),
     "warmup_too_short": Rule(
         key="warmup_steps",

@@ -32,7 +32,7 @@ from surogate_monitor_adaptive.phases import PhaseDetector, PlateauDetector, imp
 from surogate_monitor_adaptive.routing import RoutingMonitor
 from surogate_monitor_adaptive.windows import Detector, mean
 
-GUARDED = "the guard halves the rate; if this comes again, lower learning_rate or max_grad_norm"
+GUARDED = "the guard halves the rate; if this happens again, lower learning_rate or max_grad_norm"
 """The suggestion of `loss_spike` if `auto_lr_reduction` is already on."""
 
 

@@ -66,7 +66,7 @@ class NVFP4(Recipe):
         if is_native and options.backend != "cutlass":
             raise UserError(
                 f"fp4_backend={options.backend}: torch {torch.__version__} multiplies NVFP4 through cuBLASLt, "
-                f"and has no cuDNN product. Fix: leave fp4_backend at cutlass, which stands for torch's own choice."
+                f"and has no cuDNN product. Fix: leave fp4_backend at cutlass, which is torch's own choice."
             )
         note = "recipe nvfp4 multiplies in e2m1 forward and backward; model_dtype applies to everything else."
         if is_native:
