@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
         name="quants_of_trained_weights",
         key="persistent_quants",
         wrong=lambda v: v["persistent_quants"] and not v["lora"],
-        message="applies to frozen weights, and there are none without `lora`: trained ones are quantised for each use.",
+        message="applies to frozen weights, and there are none without `lora`: trained ones are quantised on each use.",
         fix="persistent_quants: false, or lora: true",
     ),
     Rule(
