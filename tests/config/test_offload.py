@@ -46,10 +46,10 @@ def test_keys_choose_an_offloader_and_its_kinds(
     [
         (["offload_quants=true", "lora=true"], {"offload_quants": "without `persistent_quants` none are"}),
         (["persistent_quants=true", "lora=true"], {"persistent_quants": "recipe bf16 quantises no frozen weight"}),
-        (["persistent_quants=true", "recipe=fp8-hybrid"], {"persistent_quants": "without `lora` there are none"}),
+        (["persistent_quants=true", "recipe=fp8-hybrid"], {"persistent_quants": "there are none without `lora`"}),
         (
             ["persistent_quants=true", "qlora_fp8=true", "lora=false"],
-            {"persistent_quants": "without `lora` there are none", "lora": "not kept quantised"},
+            {"persistent_quants": "there are none without `lora`", "lora": "not kept quantised"},
         ),
         (
             ["cpu_training=true", "offload_optimizer=true", "offload_master=true", "offload_grads=true"],
