@@ -108,7 +108,7 @@ def test_what_is_not_in_the_cache_says_what_to_do(cached: Path) -> None:
     text = str(caught.value)
     assert "model acme/tiny@v2: not in the local cache, and HF_HUB_OFFLINE is set." in text
     assert f"The cache has refs/pr/3 = v1 ({OLD}), main ({NEW})." in text
-    assert "Fix: unset HF_HUB_OFFLINE, or run `hf download acme/tiny --revision v2` where the hub can be" in text
+    assert "Fix: unset HF_HUB_OFFLINE, or run `hf download acme/tiny --revision v2` on a machine that reaches" in text
     with pytest.raises(MachineError, match=r"model acme/other: not in the local cache, .*Fix: unset"):
         ModelDir.open("acme/other")
     # A commit that was cut off is not guessed.

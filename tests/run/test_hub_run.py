@@ -98,7 +98,7 @@ def test_a_merge_with_another_commit_is_told(
     [
         (["model.revision=v9"], "model acme/tiny@v9: not in the local cache, and HF_HUB_OFFLINE is set"),
         (["model=acme/tiny@v9", "model.revision=v1"], "the revision v1 is given besides"),
-        (["model=qwen3-0.6b", "model.revision=v1"], "a preset has none"),
+        (["model=qwen3-0.6b", "model.revision=v1"], "only a hub id has a revision"),
     ],
 )
 def test_bad_revisions(
