@@ -184,12 +184,8 @@ class Parameters:
         """(compute copy, the range of masters from which it is cast)."""
         self.host_copies: list[tuple[Tensor, Tensor]] = []
         """The same for the CPU, if both are in its memory."""
-        for name, members, decay in (
-            ("decayed", [s for s in trainable if s.decayed], weight_decay),
-            ("undecayed", [s for s in trainable if not s.decayed], 0.0),
-        ):
-            if members:
-                self._add_group(name, members, decay)
+        self._add_group("decayed", [s for s in trainable if s.decayed], weight_decay)
+        self._add_group("undecayed", [s for s in trainable if not s.decayed], 0.0)
         self._frozen: dict[str, Tensor] = {}
         self.shared: list[Tensor] = []
         """The workspaces, panels or matrices, into which weights in a weight format are unpacked, one layer at a
@@ -203,6 +199,8 @@ class Parameters:
         self._rooms = self._allocate_rooms()
 
     def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
+        if not members:
+            return
         # Adapters and base weights may be computed in different dtypes, and a compute copy is
         # one cast of a contiguous range: members are ordered by dtype.
         members = sorted(members, key=lambda s: str(self.compute_dtype(s)))

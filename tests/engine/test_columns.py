@@ -30,7 +30,7 @@ def preferred(loss_N: Tensor, positions_N: Tensor, columns: Mapping[str, Tensor]
     """DPO: documents 0 and 2 are chosen over 1 and 3, by their log-probabilities beside those of a reference model."""
     document_N = (positions_N == 0).cumsum(0) - 1
     ratio_N = torch.where(loss_N > 0, columns["reference"] - loss_N, 0.0)
-    ratio_P = torch.zeros(8).index_add(0, document_N, ratio_N)
+    ratio_P = ratio_N.new_zeros(8).index_add(0, document_N, ratio_N)
     return -torch.nn.functional.logsigmoid(BETA * (ratio_P[:4:2] - ratio_P[1:4:2])).sum()
 
 

@@ -99,4 +99,4 @@ def test_a_gpu_takes_micro_batches_in_pinned_memory() -> None:
         assert value.is_pinned()
         assert not source.is_pinned()
         assert torch.equal(value, source)
-    assert (taken.tokens, taken.label_tokens, taken.weights) == (given.tokens, given.label_tokens, None)
+    assert (taken.tokens, taken.label_tokens, taken.columns) == (given.tokens, given.label_tokens, {})
