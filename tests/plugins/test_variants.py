@@ -115,9 +115,13 @@ OPTIMIZERS: Mapping[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "padding moves by itself": (
         {"step": _adds(1e-3)},
         ("steps",),
-        "wrote 0.001 to element 289 of `master`, which lies",
+        "wrote 0.001 to element 289 of `master`, which is padding",
     ),
-    "padding is NaN": ({"step": _adds(float("nan"))}, ("steps",), "wrote nan to element 289 of `master`, which lies"),
+    "padding is NaN": (
+        {"step": _adds(float("nan"))},
+        ("steps",),
+        "wrote nan to element 289 of `master`, which is padding",
+    ),
     "clip is ignored": (
         {"gradient": lambda self, g, clip, skip: torch.where(skip > 0, 0.0, g.grad)},
         ("multiplies gradients by clip",),
