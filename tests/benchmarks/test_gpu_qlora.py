@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+import bench
 import gpu_lora
 import gpu_peers
 import gpu_qlora
@@ -30,7 +31,7 @@ def test_every_line_is_one_that_gpu_lora_takes() -> None:
         options = gpu_lora.make_parser().parse_args(shlex.split(words))
         assert options.base == name.partition(",")[0]
         assert bool(options.recompute) == any(word in name for word in ("recompute", "lean"))
-        assert gpu_lora.offloader(options.offload).kinds >= set(options.offload)
+        assert bench.registry().get("offload", "host").kinds >= set(options.offload)
     assert set(gpu_qlora.LIKE.values()) <= set(gpu_qlora.OURS)
     assert {like for like, _ in gpu_qlora.PEERS.values()} <= set(gpu_qlora.OURS)
 

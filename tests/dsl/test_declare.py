@@ -78,7 +78,7 @@ def test_defaults_are_values_or_read_other_keys() -> None:
 def test_declarations_keep_their_order_over_inheritance() -> None:
     block = Wider(CONFIG)
     slots = block.linear_slots(None)
-    assert [(s.name, s.inputs, s.outputs, s.bias, s.group, s.index) for s in slots] == [
+    assert [(s.name, s.inputs, s.outputs, s.bias, s.region, s.index) for s in slots] == [
         ("up", 4, 6, True, "ffn", 0),
         ("down", 6, 4, False, "ffn", 1),
         ("out", 4, 10, True, "att", 2),

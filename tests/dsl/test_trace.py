@@ -47,7 +47,7 @@ MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 def slot(name: str, group: str, index: int, adapter: Adapter | None = None) -> LinearSlot:
     return LinearSlot(
-        name=name, module=name, inputs=D, outputs=D, bias=False, group=group, adapter=adapter, index=index
+        name=name, module=name, inputs=D, outputs=D, bias=False, region=group, adapter=adapter, index=index
     )
 
 

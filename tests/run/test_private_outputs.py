@@ -65,12 +65,12 @@ def test_a_finished_run_shows_no_secret_and_can_be_repeated(
 def test_a_failed_run_shows_no_secret(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surogate_core.run import run
+    from surogate_core.run import prepare
 
     def fails(*given: object, **named: object) -> None:
         raise RuntimeError(f"cannot open {URL}")
 
-    monkeypatch.setattr(run, "prepare", fails)
+    monkeypatch.setattr(prepare, "prepare", fails)
     out = tmp_path / "out"
     assert command(out) == 1
     said = capsys.readouterr().err

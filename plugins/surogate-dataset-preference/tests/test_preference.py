@@ -97,6 +97,6 @@ def test_no_task_trains_on_it_yet(templated: Callable[..., Any], tmp_path: Path,
     path.write_text(json.dumps(ROW))
     entry = {"path": str(path), "type": "preference"}
     keys: Any = {"datasets": [entry], "data_cache_dir": str(tmp_path / "cache"), key: [entry]}
-    with pytest.raises(UserError, match=rf"type preference, which task {task} cannot train on; its trainer comes in"):
+    with pytest.raises(UserError, match=rf"type preference, which task {task} cannot train on; a later version"):
         prepare(RunConfig(task=task, **keys), templated("own")[0], {"preference": FORMAT})
     assert not (tmp_path / "cache").exists()
