@@ -42,7 +42,8 @@ class Inputs:
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),
             labels=torch.zeros(n, dtype=torch.int64, device=device),
-            positions=torch.zeros(n, dtype=torch.int32, device=device),
+            # Programs run on these before the first micro-batch: rows of one document, as an objective may expect.
+            positions=torch.arange(n, dtype=torch.int32, device=device) % settings.max_seqlen,
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
             seeds_L=torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, 0],
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
