@@ -37,7 +37,7 @@ class Inputs:
 
     @classmethod
     def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
-        """Zeroed tensors with the shapes of a run."""
+        """Tensors with the shapes of a run: zeros, and positions of rows with one document each."""
         n, device = settings.tokens, settings.device
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),

@@ -95,7 +95,10 @@ def gradients(kind: str, like: Tensor, number: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["random", "huge", "tiny", "smaller", "zero", "mixed"])
+@pytest.mark.parametrize(
+    "kind",
+    ["tiny", "mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("random", "huge", "smaller", "zero"))],
+)
 def test_bits_of_steps(kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rule.CHUNK, device.type, 2048)
     group, twin = make_group(device, dtype), make_group(torch.device("cpu"), dtype)
