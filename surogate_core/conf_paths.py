@@ -12,7 +12,7 @@ CONFIG_NAME = "config"
 @cache
 def conf_dir() -> Path:
     """The core's ``conf``: inside the package when it was installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
