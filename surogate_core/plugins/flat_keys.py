@@ -26,7 +26,7 @@ class Setting:
 
     kind: str
     name: str
-    """Of the bundle."""
+    """Name of the bundle."""
     option: str | None
     """None: the key is a switch that chooses the bundle."""
     default: Any
