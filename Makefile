@@ -33,7 +33,7 @@ help: ## This list
 setup: $(STAMP) ## Make .venv with torch, the tools and every plugin; again when a pyproject.toml changed
 
 train: $(STAMP) ## Train the embedded example; ARGS= are overrides
-	$(BIN)/surogate $(ARGS)
+	$(BIN)/surogate demo $(ARGS)
 
 test: lint types ## Lint, types and the tests; WORKERS=0 for one process
 	$(SHARED) $(BIN)/python -m pytest $(PYTEST)

@@ -52,6 +52,7 @@ file and line, the nearest valid name and the fix. Numbers are written without q
 | `monitor=[console,jsonl]` | choose several |
 | `model=DIR_OR_HUB_ID` | short for `model=hf model.path=…` |
 | `'datasets=[{path: my.jsonl, type: text}]'` | lists and mappings, in quotes for the shell |
+| `datasets=my.jsonl`, `lora_target_modules=q_proj,v_proj` | one string, or several with commas, where a list is meant |
 | `~key` | reset to the default |
 | `learning_rate=1e-3,1e-4 --multirun` | one run for each value, in `output_dir/0`, `output_dir/1`, … |
 | `--cfg job` | show the composed config and stop |

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 CORE_TASKS = ("sft", "pt")
-COMMANDS = (*CORE_TASKS, "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
+DEMO = "demo"
+"""The command that trains the embedded example."""
+COMMANDS = (*CORE_TASKS, DEMO, "tokenize", "merge", "report", "numerics", "plan", "plugins", "doctor")
 PEERS_COMMANDS = {
     **dict.fromkeys(("train", "finetune", "fine-tune", "finetuning", "fit", "run", "lora", "qlora"), "sft"),
     **dict.fromkeys(("pretrain", "pre-train"), "pt"),

@@ -10,15 +10,21 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
-from surogate_core.cli.commands import COMMANDS, CORE_TASKS, PEERS_COMMANDS, installed_tasks
+from surogate_core.cli.commands import COMMANDS, CORE_TASKS, DEMO, PEERS_COMMANDS, installed_tasks
 from surogate_core.cli.failure import report_bug
 from surogate_core.errors import PluginError, SurogateError, UserError
 
 HELP = """\
 surogate: train language models at the practical limit of NVIDIA GPUs
 
+start here:
+  surogate demo                                         train the embedded example, minutes on a CPU
+  surogate sft model=Qwen/Qwen3-0.6B datasets=my.jsonl  fine-tune on your own data
+  surogate plan model=Qwen/Qwen3-0.6B datasets=my.jsonl will it fit, how fast, how long
+
 usage:
-  surogate [KEY=VALUE …]                       train; the embedded example if nothing is set
+  surogate KEY=VALUE …                         train; the embedded example where model and data are not set
+  surogate demo [KEY=VALUE …]                  the same; without keys, the embedded example as it is
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
@@ -27,7 +33,7 @@ usage:
   surogate report DIR… [--output FILE|--serve] curves and figures of runs, as files or as a live page
   surogate numerics [KEY=VALUE …] [--recipes A,B]
                                                the same training under each precision recipe, compared
-  surogate plan [KEY=VALUE …]                  show schedule, placement and memory; nothing is trained
+  surogate plan [FILE.yaml] [KEY=VALUE …]      will it fit, how fast, how long; nothing is trained
   surogate plugins list|show NAME|lock|verify|sbom
                                                what is installed, and whether it matches the lock
   surogate plugins new NAME --kind KIND        write a plugin package of your own
@@ -36,9 +42,7 @@ usage:
   surogate --version
 
 examples:
-  surogate                                     the embedded example, minutes on a CPU
   surogate +recipe=bf16 +model=qwen3
-  surogate sft model=Qwen/Qwen3-0.6B 'datasets=[{path: my.jsonl, type: conversation}]'
   surogate sft run.yaml learning_rate=1e-4 output_dir=runs/a
   surogate sft run.yaml learning_rate=1e-3,1e-4 --multirun
 
@@ -86,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
-    if first in ("--help", "-h", "help"):
+    if first in ("", "--help", "-h", "help"):
         print(HELP, end="")
         return 0
     if first == "--version":
@@ -94,8 +98,10 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"surogate {__version__}")
         return 0
-    if not first or first.startswith(PREFIXES) or "=" in first:
+    if first.startswith(PREFIXES) or "=" in first:
         return _train(arguments, None)
+    if first == DEMO:
+        return _train(arguments[1:], None)
     commands: dict[str, Callable[[list[str]], int]] = {
         "tokenize": _tokenize,
         "merge": _merge,

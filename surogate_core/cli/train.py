@@ -63,13 +63,14 @@ def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[
     model = next((config.model.path for config in configs if config.model.path is not None), None)
     if model is None:
         return
-    settings = gather(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
+    multirun, file = arguments.multirun, arguments.config_file
+    settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=multirun)
     named = any(value.key.startswith("datasets") for value in settings.values)
     # An option of the user's own may name the data too.
     if "dataset" in settings.choices or named or settings.where("datasets"):
         return
     message = f"no data set is named, and the default is a toy example that {model} should not learn."
-    fix = "'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded to train on the example"
+    fix = "datasets=my.jsonl, or dataset=embedded to train on the example"
     raise ConfigError([Problem(key="datasets", message=message, fix=fix)])
 
 
@@ -157,7 +158,7 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
     for _, config in every:
         check_model_is_there(config)
     _require_own_data(arguments, task, [config for _, config in every], registry)
-    settings = gather(arguments.overrides, task=task, config_file=file, registry=registry)
+    settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
     sweep = _Sweep(settings, registry)
     try:
         code = _hydra_exit(lambda: run_hydra(["--multirun"], sweep.overrides(), registry, sweep.job))

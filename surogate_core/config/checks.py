@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
         key="datasets",
         wrong=lambda v: not v["datasets"],
         message="there is no training data.",
-        fix="'datasets=[{path: my.jsonl, type: conversation}]', or dataset=embedded",
+        fix="datasets=my.jsonl, or dataset=embedded",
     ),
     Rule(
         name="no_target_modules",

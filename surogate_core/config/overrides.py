@@ -28,6 +28,7 @@ from surogate_core.config.names import (
 )
 from surogate_core.config.own_options import add_directories, own_file
 from surogate_core.config.schema import INSTANTIATE_KEYS
+from surogate_core.config.typed import split_names
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
 from surogate_core.plugins.registry import ConfigOption, Registry
@@ -78,6 +79,8 @@ class Settings:
     """The settings of the user."""
 
     registry: Registry
+    multirun: bool = False
+    """Whether values with commas between them are a sweep also where a list is meant."""
     choices: dict[str, Choice] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     deletions: list[Value] = field(default_factory=list)
@@ -201,6 +204,8 @@ class Settings:
             else:
                 message = "a run needs one; choose another option instead of removing it."
                 self.problems.append(Problem(key=f"~{group}", message=message, where=COMMAND_LINE))
+        elif group in LIST_GROUPS and self._is_list(override):
+            self._choose_many(group, [part.strip() for part in _right_hand_side(override).split(",")], COMMAND_LINE)
         elif override.is_sweep_override():
             self._choose_sweep(override)
         else:
@@ -249,9 +254,16 @@ class Settings:
             problem = Problem(key=key, message=message, where=COMMAND_LINE, fix=f"{key}=VALUE,VALUE")
             self.problems.append(problem)
             return
-        if not override.is_sweep_override() and self._wrong_shape(key, override.value(), COMMAND_LINE):
+        is_list = isinstance(_schema_default(key), list) or key == "report_to"
+        if is_list and self._is_list(override):
+            self.put(key, [part.strip().strip("'\"") for part in text.split(",")], COMMAND_LINE)
+        elif override.is_sweep_override():
+            self.values.append(Value(key, text, COMMAND_LINE, sweep=True))
+        elif self._wrong_shape(key, override.value(), COMMAND_LINE):
             return
-        self.values.append(Value(key, text, COMMAND_LINE, sweep=override.is_sweep_override()))
+        else:
+            in_list = key in DATA_KEYS and isinstance(override.value(), Mapping)
+            self.values.append(Value(key, f"[{text}]" if in_list else text, COMMAND_LINE))
         self.places = {k: w for k, w in self.places.items() if not k.startswith(f"{key}.")}
         self.places[key] = COMMAND_LINE
 
@@ -346,6 +358,7 @@ class Settings:
         if not KEY.fullmatch(key):
             self.problems.append(Problem(key=key, message="is not a config key.", where=where))
             return
+        value = [value] if key in DATA_KEYS and isinstance(value, Mapping) else value
         if self._wrong_shape(key, value, where):
             return
         try:
@@ -357,11 +370,9 @@ class Settings:
     def _wrong_shape(self, key: str, value: Any, where: str) -> bool:
         """Refuse a list for a mapping and the reverse, which Hydra would end on before it reads the other keys."""
         default = _schema_default(key)
-        if isinstance(default, list) and isinstance(value, Mapping):
-            what = "a list of mappings" if key in DATA_KEYS else "a list"
-            first = f"{key}: [{', '.join(encode(v) for v in value.values())}]"
-            fix = f"{key}: [{{{', '.join(f'{k}: {v}' for k, v in value.items())}}}]" if key in DATA_KEYS else first
-            problem = Problem(key=key, message=f"must be {what}; got one mapping.", where=where, fix=fix)
+        if isinstance(default, list) and isinstance(value, Mapping) and key not in DATA_KEYS:
+            fix = f"{key}: [{', '.join(encode(v) for v in value.values())}]"
+            problem = Problem(key=key, message="must be a list; got one mapping.", where=where, fix=fix)
         elif isinstance(default, Mapping) and not isinstance(value, Mapping) and not _is_interpolation(value):
             fix = f"{key}: {{{next(iter(default), 'KEY')}: VALUE}}"
             problem = Problem(key=key, message=f"must be a mapping; got {value!r}.", where=where, fix=fix)
@@ -391,9 +402,10 @@ class Settings:
         self._check_defaults()
 
     def _add_reported_to(self) -> None:
-        """`report_to` names further monitors; what is not a list of names is left to the schema."""
+        """`report_to` names further monitors; what is no list of names is left to the schema."""
         given = [v for v in self.values if v.key == "report_to" and not v.sweep]
         names = parse_override(f"report_to={given[-1].text}").value() if given else None
+        names = split_names(names) if isinstance(names, str) else names
         chosen = self.choices.get("monitor")
         if not isinstance(names, list) or (chosen is not None and chosen.sweep):
             return
@@ -474,6 +486,10 @@ class Settings:
         return None
 
     # --------------------------------------------------------------------------- details
+
+    def _is_list(self, override: Override) -> bool:
+        """Whether ``a,b``, which Hydra reads as a sweep, is a list here."""
+        return not self.multirun and override.is_choice_sweep() and "(" not in _right_hand_side(override)
 
     def _clear_group(self, group: str, chosen: set[str]) -> None:
         """Forget what the file said of a group that the command line chooses anew."""

@@ -44,7 +44,7 @@ def load_many(
     """
     from surogate_core.config.overrides import Settings
 
-    settings = gather(args, task=task, config_file=config_file, registry=registry)
+    settings = gather(args, task=task, config_file=config_file, registry=registry, multirun=multirun)
     assert isinstance(settings, Settings)
     if not multirun:
         _refuse_sweeps(settings)
@@ -68,12 +68,14 @@ def load_many(
     return loaded
 
 
-def gather(args: Sequence[str], *, task: str | None, config_file: Path | None, registry: Registry) -> Any:
+def gather(
+    args: Sequence[str], *, task: str | None, config_file: Path | None, registry: Registry, multirun: bool = False
+) -> Any:
     """File and command line as one `Settings`; its `problems` are not raised yet."""
     from surogate_core.config.overrides import COMMAND_LINE, Settings
     from surogate_core.config.yamlfile import read_yaml
 
-    settings = Settings(registry)
+    settings = Settings(registry, multirun=multirun)
     # The file may choose what a directory offers that the command line names.
     directories = [argument for argument in args if argument.startswith("hydra.searchpath=")]
     settings.add_arguments(directories)

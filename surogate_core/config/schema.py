@@ -231,7 +231,7 @@ class RunConfig:
 
     # ----------------------------------------------------------------------------- data
     datasets: list[dict[str, Any]] = field(default_factory=list)
-    """Training data: each entry has `path`, `type`, and the fields of its type."""
+    """Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its fields."""
     validation_datasets: list[dict[str, Any]] = field(default_factory=list)
     """Held-out data, same form; empty takes `validation_split_ratio` of the training documents."""
     validation_split_ratio: Annotated[float, Interval(ge=0, lt=1)] = 0.1

@@ -64,6 +64,8 @@ class Builder:
         inner = _holds_dataclass(hint)
         if inner is not None:
             return self._nested(hint, inner, value, key)
+        if isinstance(value, str) and value and _is_list_of_text(hint):
+            value = split_names(value)
         if isinstance(value, int) and not isinstance(value, bool) and _takes(hint, str) and not _takes_number(hint):
             value = str(value)
         if (reason := _unusable(value)) is not None:
@@ -108,6 +110,16 @@ class Builder:
 
     def _problem(self, key: str, message: str, fix: str = "") -> None:
         self.problems.append(Problem(key=key, message=message, where=self.where(key), fix=fix))
+
+
+def split_names(text: str) -> list[str]:
+    """The names in ``a`` or ``a, b``, as people write a list."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
+def _is_list_of_text(hint: Any) -> bool:
+    parts = _parts(hint)
+    return str not in parts and any(get_origin(p) is list and _takes(get_args(p)[0], str) for p in parts)
 
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
@@ -179,8 +191,6 @@ def _fix(hint: Any, value: Any) -> str:
             return "false"
         if _takes_number(hint) and _is_number(value):
             return f"{value}, without quotes" if not _takes(hint, int) or value.lstrip("+-").isdigit() else ""
-        if any(get_origin(part) is list and _takes(get_args(part)[0], str) for part in _parts(hint)):
-            return f"[{value}]"
     if isinstance(value, bool | float) and _takes(hint, str) and not _takes_number(hint):
         return "put it in quotes"
     if isinstance(value, float) and value.is_integer() and _takes(hint, int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
@@ -16,7 +17,7 @@ from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.names import LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
-from surogate_core.config.typed import Builder
+from surogate_core.config.typed import Builder, split_names
 from surogate_core.errors import PluginError, Problem
 from surogate_core.plugins.registry import Registry
 
@@ -71,6 +72,22 @@ def validate(
     if not wrong_keys & PLACES_READ:
         check.problems += check_places(config, where)
     return (None, check.problems) if check.problems else (expand_home(config), [])
+
+
+DEFAULT_TYPE = "auto"
+"""The type of a data set that names none: found from its rows."""
+
+
+def entries_of(value: Any) -> list[Any] | None:
+    """The entries of a list of data sets, also written as one path, paths with commas, or one mapping."""
+    if isinstance(value, str):
+        # A file's name may have a comma.
+        value = [value] if Path(value).exists() else split_names(value)
+    elif isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        return None
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
 
 
 class _Validator:
@@ -204,21 +221,22 @@ class _Validator:
         """The entries of a list of data sets, checked against the options of their type."""
         from surogate_core.data.sources import SourceSpec
 
-        if not isinstance(value, list):
-            self._problem(key, "must be a list of mappings.", f"{key}: [{{path: my.jsonl, type: conversation}}]")
+        value = entries_of(value)
+        if value is None:
+            self._problem(key, "must be a path or a list of paths and mappings.", f"{key}: [{{path: my.jsonl}}]")
             return []
         common = field_types(SourceSpec)
         entries = []
         for index, entry in enumerate(value):
             path = f"{key}.{index}"
             if not isinstance(entry, Mapping):
-                self._problem(path, f"must be a mapping with `path` and `type`; got {entry!r}.")
+                self._problem(path, f"must be a path, or a mapping with `path`; got {entry!r}.", "{path: my.jsonl}")
                 continue
-            type_name = entry.get("type")
+            entry = {**entry, "type": DEFAULT_TYPE} if entry.get("type") is None else entry
+            type_name = entry["type"]
+            format_ = None
             if not isinstance(type_name, str):
-                known = ", ".join(self.registry.names("dataset")) or "none: no dataset plugin is installed"
-                self._problem(f"{path}.type", f"must be set; known types: {known}.")
-                format_ = None
+                self._problem(f"{path}.type", f"must be text; got {type_name!r}.", DEFAULT_TYPE)
             else:
                 format_ = self._bundle("dataset", type_name, f"{path}.type")
             self.builder.dataclass(SourceSpec, {k: v for k, v in entry.items() if k in common}, f"{path}.")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.encoded import RowError
 
 if TYPE_CHECKING:
     pass
+
+INSTRUCTIONS = ("instruction", "prompt", "question", "query")
+INPUTS = ("input", "context")
+OUTPUTS = ("output", "response", "completion", "answer")
+"""Usual names of the fields of an instruction, its input and its output; the first that fits is taken."""
 
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a message that is a system prompt."""
@@ -35,6 +40,11 @@ def required_text(row: Mapping[str, Any], field: str) -> str:
         raise RowError(f"field {field!r} is empty")
     require_unicode(value, f"field {field!r}")
     return value
+
+
+def first_with_text(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The first of the names under which the row has text that is not blank."""
+    return next((name for name in names if isinstance(value := row.get(name), str) and value.strip()), None)
 
 
 def optional_text(row: Mapping[str, Any], field: str | None) -> str:

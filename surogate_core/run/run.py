@@ -258,6 +258,7 @@ def _next_steps(config: RunConfig) -> str:
         return ""
     return (
         "This was the embedded example. With a model and data of your own:\n"
-        "  surogate sft model=DIR_OR_HUB_ID 'datasets=[{path: my.jsonl, type: conversation}]' output_dir=my-run\n"
-        '  where each line of my.jsonl is {"messages": [{"role": "user", "content": …}, …]}'
+        "  surogate sft model=DIR_OR_HUB_ID datasets=my.jsonl\n"
+        '  where each line of my.jsonl is {"messages": [{"role": "user", "content": …}, …]}\n"
+        '  or {"prompt": …, "completion": …}'
     )

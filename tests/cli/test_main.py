@@ -76,6 +76,28 @@ def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "surogate" in capsys.readouterr().out
 
 
+def test_without_words_it_prints_help_with_the_next_commands(
+    run: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bare `surogate` trains nothing and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 0
+    first = capsys.readouterr().out.split("\n\n")[1]
+    commands = [line.split()[:2] for line in first.splitlines()[1:]]
+    assert commands == [["surogate", "demo"], ["surogate", "sft"], ["surogate", "plan"]]
+    assert not run
+    assert not list(tmp_path.iterdir())
+
+
+def test_demo_and_a_bare_override_train_the_embedded_example(run: list[Any], tmp_path: Path) -> None:
+    place = f"output_dir={tmp_path}/out"
+    assert main(["demo", place]) == main([place]) == main(["+recipe=bf16", "+model=qwen3", place]) == 0
+    assert main(["demo", place, "max_steps=3"]) == 0
+    assert run[0] == run[1] == run[2]
+    assert [d["path"].startswith("pkg://") for d in run[0].datasets] == [True]
+    assert run[3].max_steps == 3
+
+
 def test_help_of_a_task_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     from surogate_core.config.overrides import KEYS
 
@@ -102,6 +124,7 @@ def test_help_of_argparse(args: list[str], capsys: pytest.CaptureFixture[str]) -
         (["plugin"], "Fix: surogate plugins"),
         (["zzz"], "no such command"),
         (["run.yaml"], "Fix: surogate sft run.yaml"),
+        *((([word, "run.yaml"], "Fix: surogate sft run.yaml")) for word in ("train", "finetune", "fit")),
         (["grpo"], "not available in this version"),
         (["plugins", "show", "recipe-bf61"], "Fix: surogate plugins show recipe-bf16"),
         (["sft", "absent.yaml"], "absent.yaml: there is no such file"),
@@ -458,13 +481,13 @@ def test_a_model_of_ones_own_is_not_trained_on_the_example(
     assert not run
     error = capsys.readouterr().err
     assert "datasets: no data set is named, and the default is a toy example that own should not learn." in error
-    assert "Fix: 'datasets=[{path: my.jsonl, type: auto}]', or dataset=embedded" in error
+    assert "Fix: datasets=my.jsonl, or dataset=embedded" in error
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        [],
+        ["demo"],
         ["sft"],
         ["model=qwen3", "lora=true"],
         ["sft", "model=own", "dataset=embedded"],

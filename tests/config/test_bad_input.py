@@ -77,7 +77,8 @@ Problems = Callable[..., list[Problem]]
         (["learning_rate=inf"], "learning_rate", "got inf", ""),
         (["learning_rate=null"], "learning_rate", "got null", ""),
         (["lr_scheduler_type=cosin"], "lr_scheduler_type", "one of linear, cosine", "cosine"),
-        (["lora_target_modules=q_proj"], "lora_target_modules", "a list of text; got 'q_proj'", ""),
+        (["lora_target_modules=3"], "lora_target_modules", "a list of text; got 3", ""),
+        (["report_to=wandbb"], "report_to", "no such monitor", "wandb"),
         (["run_name=1.5"], "run_name", "text", "put it in quotes"),
         (["learning_rate=1e-3,1e-4"], "learning_rate", "needs --multirun", "add --multirun"),
         (["recipe=bf16,fp8"], "recipe=fp8", "no such recipe", ""),
@@ -92,9 +93,9 @@ Problems = Callable[..., list[Problem]]
         (["output_dir=${nothing}"], "output_dir", "nothing", ""),
         (["objective=cros_entropy"], "objective=cros_entropy", "no such objective", "cross_entropy"),
         (["datasets=[]"], "datasets", "no training data", ""),
-        (["datasets=x"], "datasets", "list of mappings", ""),
-        (["datasets=[x]"], "datasets.0", "`path` and `type`", ""),
-        (["datasets=[{path: a}]"], "datasets.0.type", "must be set; known types: ", ""),
+        (["datasets=3"], "datasets", "a list of paths", ""),
+        (["datasets=[3]"], "datasets.0", "a path, or a mapping with `path`", ""),
+        (["datasets=[{path: a, type: 3}]"], "datasets.0.type", "must be text; got 3", "auto"),
         (["datasets=[{type: text}]"], "datasets.0.path", "must be set", ""),
         (["datasets=[{path: a, type: txt}]"], "datasets.0.type", "no such type", "text"),
         (["datasets=[{path: a, type: text, splt: x}]"], "datasets.0.splt", "no such key", "datasets.0.split"),
@@ -350,7 +351,7 @@ def test_the_policy_is_read_before_anything_is_imported(tmp_path: Path) -> None:
     file.write_text("plugins:\n  policy: allowlist\n  allow: [a]\n")
     policy = peek_policy(["+plugins.block=[b]", "plugins.allow=[a,c]"], file)
     assert (policy.policy, policy.allow, policy.block) == ("allowlist", ["a", "c"], ["b"])
-    for bad in (["plugins.policy=allowed"], ["plugins.block=b"], ["plugins=x"], ["plugins.block=["]):
+    for bad in (["plugins.policy=allowed"], ["plugins.block=3"], ["plugins=x"], ["plugins.block=["]):
         with pytest.raises(ConfigError):
             peek_policy(bad, None)
 

@@ -198,3 +198,52 @@ def surogate_monitor():
     assert config.optimizer.options.momentum == 0.9
     assert [m.name for m in config.monitor] == ["jsonl", "eye"]
     assert load(file=to_yaml(config), task="sft", fresh=True) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("a.jsonl", [{"path": "a.jsonl", "type": "auto"}]),
+        ("a.jsonl,b.jsonl", [{"path": "a.jsonl", "type": "auto"}, {"path": "b.jsonl", "type": "auto"}]),
+        (
+            "[a.jsonl,{path: b.csv, type: text}]",
+            [{"path": "a.jsonl", "type": "auto"}, {"path": "b.csv", "type": "text"}],
+        ),
+        ("{path: a.jsonl, samples: 3}", [{"path": "a.jsonl", "type": "auto", "samples": 3}]),
+    ],
+)
+@pytest.mark.parametrize("key", ["datasets", "validation_datasets"])
+def test_data_sets_are_named_by_their_paths(load: Any, key: str, text: str, entries: list[Any]) -> None:
+    """One path, paths with commas, a list of them or one mapping; the type is found from the rows if none is given."""
+    spaced = text.replace(",b", ", b").replace(",{", ", {")
+    sorted_entries = [dict(sorted(e.items())) for e in entries]
+    for config in (load(f"{key}={text}"), load(file=f"{key}: {spaced}\n")):
+        assert [dict(sorted(e.items())) for e in getattr(config, key)] == sorted_entries
+
+
+def test_a_path_with_a_comma_is_one_path(load: Any, tmp_path: Path) -> None:
+    (tmp_path / "a,b.jsonl").write_text("{}")
+    config = load(file=f"datasets: {tmp_path}/a,b.jsonl\n")
+    assert [e["path"] for e in config.datasets] == [f"{tmp_path}/a,b.jsonl"]
+
+
+@pytest.mark.parametrize("form", ["{0}={1}", "{0}=[{1}]"])
+def test_a_string_is_a_list_where_a_list_is_meant(load: Any, form: str) -> None:
+    def both(key: str, text: str) -> list[Any]:
+        return [load(form.format(key, text)), load(file=form.format(key, text).replace("=", ": ", 1) + "\n")]
+
+    for config in both("lora_target_modules", "q_proj,v_proj"):
+        assert config.lora_target_modules == ["q_proj", "v_proj"]
+    for config in both("lora_target_modules", "all"):
+        assert config.lora_target_modules == ["all"]
+    for config in both("report_to", "web,wandb"):
+        assert config.report_to == ["web", "wandb"]
+        assert [m.name for m in config.monitor][-2:] == ["web", "wandb"]
+    for config in (load(form.format("monitor", "jsonl,console")), load(file="monitor: [jsonl, console]\n")):
+        assert [m.name for m in config.monitor] == ["jsonl", "console"]
+
+
+def test_without_the_plugin_of_the_default_type_the_message_names_it(problems: Any) -> None:
+    (problem,) = problems("datasets=a.jsonl", "plugins.block=dataset-auto", fresh=True)
+    assert problem.key == "datasets.0.type"
+    assert "surogate-dataset-auto" in problem.message

@@ -31,13 +31,8 @@ FILES = [
     ("stage: sft", "stage", "surogate sft, or task: sft"),
     ("stage: pt", "stage", "surogate pt, or task: pt"),
     ("chat_template: chatml", "chat_template", "template"),
-    ("report_to: wandb", "report_to", "[wandb]"),
-    ("lora_target_modules: q_proj", "lora_target_modules", "[q_proj]"),
     ("seed: 3", "seed", "train_seed"),
     # shapes
-    ("datasets: {path: x}", "datasets", "datasets: [{path: x}]"),
-    ("datasets: {path: x, type: text}", "datasets", "datasets: [{path: x, type: text}]"),
-    ("validation_datasets: {path: x}", "validation_datasets", "validation_datasets: [{path: x}]"),
     ("lora_target_modules: {a: q_proj}", "lora_target_modules", "lora_target_modules: [q_proj]"),
     ("monitor: {jsonl: x}", "monitor.jsonl", "monitor: [jsonl]"),
     # empty text, as from an unset shell variable

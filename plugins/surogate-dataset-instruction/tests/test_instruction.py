@@ -199,9 +199,35 @@ def test_contradicting_fields_are_refused(options: Any, reason: str) -> None:
     assert reason in str(caught.value)
 
 
-def test_both_fields_are_required() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)instruction_field.*output_field"):
-        parse_entries([{"path": "x.jsonl", "type": "instruction"}], {"instruction": FORMAT}, key="datasets")
+USUAL = [
+    {"instruction": "Add.", "input": "1 2", "output": "3"},
+    {"prompt": "Add.", "context": "1 2", "completion": "3"},
+    {"instruction": "Add.", "input": "1 2", "response": "3"},
+    {"instruction": None, "question": "Add.", "input": "1 2", "output": "", "answer": "3"},
+]
+
+
+@pytest.mark.parametrize("row", USUAL)
+def test_usual_names_of_fields_need_no_options(templated: Callable[..., Any], row: Any) -> None:
+    context = EncodeContext(tokenizer=templated("own")[0], sequence_len=64)
+    document = FORMAT.encode(row, InstructionOptions(), context)
+    assert document.input_ids.tolist() == encoded(templated("own")[0], ROW, input_field="input").input_ids.tolist()
+    assert {name for name, value in row.items() if value} <= FORMAT.columns(InstructionOptions())
+
+
+def test_a_named_instruction_field_has_no_input_unless_that_is_named_too(templated: Callable[..., Any]) -> None:
+    context = EncodeContext(tokenizer=templated("own")[0], sequence_len=64)
+    document = FORMAT.encode(ROW, InstructionOptions(instruction_field="instruction"), context)
+    assert document.input_ids.tolist() == encoded(templated("own")[0], ROW).input_ids.tolist()
+    assert "input" not in FORMAT.columns(InstructionOptions(instruction_field="instruction"))
+
+
+def test_a_row_without_any_usual_name_is_a_bad_row(templated: Callable[..., Any]) -> None:
+    context = EncodeContext(tokenizer=templated("own")[0], sequence_len=64)
+    with pytest.raises(RowError, match="field 'instruction' is missing, the row has 'a'"):
+        FORMAT.encode({"a": "x"}, InstructionOptions(), context)
+    with pytest.raises(RowError, match="field 'output' is missing"):
+        FORMAT.encode({"prompt": "x"}, InstructionOptions(), context)
 
 
 def test_the_configuration_reaches_instructions(templated: Callable[..., Any]) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 
 from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
 from surogate_core.data.encoded import RowError
+from surogate_core.data.fields import INPUTS, INSTRUCTIONS, OUTPUTS
 
 Row = Mapping[str, Any]
 
 MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
 PROMPTS = ("prompt", "instruction", "question", "query")
 CHOSEN, REJECTED = ("chosen", "rejected")
-INSTRUCTIONS = ("instruction", "prompt", "question", "query")
-INPUTS = ("input", "context")
-OUTPUTS = ("output", "response", "completion", "answer")
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools",)
 TEXTS = ("text", "content")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.data.chat import with_default_system
-from surogate_core.data.fields import optional_text, required_text
+from surogate_core.data.fields import INPUTS, INSTRUCTIONS, OUTPUTS, first_with_text, optional_text, required_text
 from surogate_core.errors import UserError
 from surogate_dataset_instruction import prompts
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 class InstructionOptions:
     """Fields of a data set of type `instruction`."""
 
-    instruction_field: str
-    """Field of the row that holds the instruction."""
-    output_field: str
-    """Field that holds the output, which is trained."""
+    instruction_field: str | None = None
+    """Field of the row that holds the instruction; null: `instruction`, `prompt`, `question` or `query`."""
+    output_field: str | None = None
+    """Field that holds the output, which is trained; null: `output`, `response`, `completion` or `answer`."""
     input_field: str | None = None
-    """Field that holds the instruction's input; null, and a row in which it is empty, have none."""
+    """Field that holds the instruction's input, which may be empty; null: none if `instruction_field` is set, otherwise
+    `input` or `context`.
+    """
     system_prompt_type: Literal["field", "fixed"] | None = None
     """Source of the system prompt: a field of the row, or `system_prompt`; null is no system prompt."""
     system_prompt_field: str | None = None
@@ -47,6 +49,8 @@ class InstructionOptions:
         has_system = self.system_prompt_type is not None
         if self.prompt_format is not None:
             has_input = self.input_field is not None
+            if self.instruction_field is None:
+                has_input = has_input or "{input}" in self.prompt_format
             prompts.check_format("prompt_format", self.prompt_format, has_input=has_input, has_system=has_system)
         if self.prompt_format_no_input is not None:
             if self.prompt_format is None:
@@ -59,7 +63,10 @@ class InstructionOptions:
 def columns(options: InstructionOptions) -> set[str]:
     """The fields of a row that are read."""
     named = (options.instruction_field, options.output_field, options.input_field, options.system_prompt_field)
-    return {name for name in named if name is not None}
+    found = {name for name in named if name is not None}
+    if options.instruction_field is None:
+        found.update(INSTRUCTIONS, () if options.input_field else INPUTS)
+    return found if options.output_field else found.union(OUTPUTS)
 
 
 def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeContext) -> Encoded:
@@ -71,9 +78,12 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     from surogate_core.data.encoded import Encoded
     from surogate_core.data.labels import tokenize_completion, tokenize_conversation
 
-    instruction = required_text(row, options.instruction_field)
-    output = required_text(row, options.output_field)
-    given = optional_text(row, options.input_field)
+    instruction = _text(row, options.instruction_field, INSTRUCTIONS)
+    output = _text(row, options.output_field, OUTPUTS)
+    field = options.input_field
+    if field is None and options.instruction_field is None:
+        field = first_with_text(row, INPUTS)
+    given = optional_text(row, field)
     system = options.system_prompt or optional_text(row, options.system_prompt_field)
     if options.prompt_format is None and context.tokenizer.chat_template and context.use_chat_template:
         messages = [{"role": "system", "content": system}] if system else []
@@ -95,6 +105,11 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     return Encoded.from_mask(document.input_ids) if context.loss_scale == "all" else document
 
 
+def _text(row: Mapping[str, Any], field: str | None, names: tuple[str, ...]) -> str:
+    """The text of a field, or of the first of the usual names if none is set. Raises `RowError` where there is none."""
+    return required_text(row, field or first_with_text(row, names) or next((n for n in names if n in row), names[0]))
+
+
 def _prompt(options: InstructionOptions, instruction: str, given: str, system: str) -> str:
     text, no_input = options.prompt_format, options.prompt_format_no_input
     if text is None:
@@ -114,6 +129,7 @@ FORMAT = DatasetFormat(
     columns=columns,
     version=3,
     examples=(
+        ({"prompt": "Add.", "completion": "3"}, {}),
         ({"instruction": "Add.", "output": "3"}, _FIELDS),
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, {**_FIELDS, "input_field": "input"}),
     ),
