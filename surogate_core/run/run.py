@@ -259,6 +259,6 @@ def _next_steps(config: RunConfig) -> str:
     return (
         "This was the embedded example. With a model and data of your own:\n"
         "  surogate sft model=DIR_OR_HUB_ID datasets=my.jsonl\n"
-        '  where each line of my.jsonl is {"messages": [{"role": "user", "content": …}, …]}\n"
+        '  where each line of my.jsonl is {"messages": [{"role": "user", "content": …}, …]}\n'
         '  or {"prompt": …, "completion": …}'
     )
