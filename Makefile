@@ -24,7 +24,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-fuzz test-gpu lint format types docs native clean
+.PHONY: help setup train test test-slow test-fuzz test-gpu lint format types docs site native clean
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -61,12 +61,18 @@ types: $(STAMP) ## mypy
 native: $(STAMP) ## Compile the CUDA kernels ahead of time with nvcc; without it that is done at first use
 	$(BIN)/python scripts/build_native.py
 
-docs: $(STAMP) ## Write docs/config.md from the schema
+docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python scripts/make_config_docs.py
 	$(BIN)/python scripts/make_hook_tables.py
+	$(BIN)/python scripts/make_plugins_page.py
+	$(BIN)/python scripts/make_reference.py
+
+site: $(STAMP) ## Build the documentation into site/; its links are checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'site/index.html; to read and search it: $(BIN)/python -m http.server -d site'
 
 clean: ## Remove .venv and what the tools left
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: nothing else may choose its build. The plugins are built with the tools of the venv
@@ -77,7 +83,8 @@ $(STAMP): Makefile $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || $(PIP) install $(TORCH)
 	$(BIN)/python -c 'import tomllib; \
-	  print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], "editables", sep="\n")' \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], \
+	  *tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["docs"], "editables", sep="\n")' \
 	  > $(VENV)/dev-requirements.txt
 	$(PIP) install -r $(VENV)/dev-requirements.txt
 	$(PIP) install --no-build-isolation -e . $(addprefix -e ,$(PLUGINS))

@@ -449,7 +449,7 @@ def test_every_package_of_the_core_is_importable():
 
 
 @pytest.mark.parametrize(
-    "script", ["make_catalogue.py", "make_config_docs.py", "make_hook_tables.py", "make_plugins_page.py"]
+    "script", ["make_catalogue.py", "make_config_docs.py", "make_hook_tables.py", "make_plugins_page.py", "make_reference.py"]
 )
 def test_generated_files_are_current(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--check"])
