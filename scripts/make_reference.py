@@ -30,8 +30,8 @@ CLI = """\
 
 <!-- Made by scripts/make_reference.py from the help of each command; change that. -->
 
-Every command answers `--help`. Those that take the configuration of a run accept a YAML file, `KEY=VALUE` overrides, or both;
-the override wins. [config.md](config.md) lists the keys, and the forms of an override.
+Every command answers `--help`. Those that take the configuration of a run accept a YAML file, `KEY=VALUE` overrides, or
+both; the override wins. [config.md](config.md) lists the keys, and the forms of an override.
 
 | exit code | meaning |
 | --- | --- |
@@ -47,10 +47,10 @@ METRICS = """\
 
 <!-- Made by scripts/make_reference.py from surogate_core/events.py; change that. -->
 
-A run appends one JSON object a line to `metrics.jsonl` in its directory. `event` names the kind, the other fields are below.
-Times are in seconds, losses are natural-log cross-entropies per label token. NaN and infinities are the strings `"NaN"`,
-`"Infinity"` and `"-Infinity"`. A resumed run continues the file. Fields are added in new versions, so ignore those that you do
-not know.
+A run appends one JSON object a line to `metrics.jsonl` in its directory. `event` names the kind, the other fields are
+below. Times are in seconds, losses are natural-log cross-entropies per label token. NaN and infinities are the strings
+`"NaN"`, `"Infinity"` and `"-Infinity"`. A resumed run continues the file. Fields are added in new versions, so ignore
+those that you do not know.
 
 <!-- fragment: needs a run -->
 ```python

@@ -1,6 +1,6 @@
 """Hooks of mkdocs. Pages of the repository outside docs/ join the site, and links to them lead to their pages there.
 
-On a forge `../plugins/surogate-quant-nf4/README.md` is a file; on the site it is the page `plugins/surogate-quant-nf4.html`.
+`../plugins/surogate-quant-nf4/README.md` is a file on a forge, and the page `plugins/surogate-quant-nf4.html` here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def relinked(markdown: str, source: str, places: dict[str, str]) -> str:
-    """The text with its links changed: ``source`` is the page's path in the repository, ``places`` repository → site."""
+    """The text with its links changed. ``source``: the page's path in the repository; ``places``: repository → site."""
 
     def link(match: re.Match[str]) -> str:
         path, anchor = match[2], match[3] or ""

@@ -448,9 +448,10 @@ def test_every_package_of_the_core_is_importable():
     run_python("import importlib\n" + "".join(f"importlib.import_module({p!r})\n" for p in packages))
 
 
-@pytest.mark.parametrize(
-    "script", ["make_catalogue.py", "make_config_docs.py", "make_hook_tables.py", "make_plugins_page.py", "make_reference.py"]
-)
+MAKERS = ["make_catalogue", "make_config_docs", "make_hook_tables", "make_plugins_page", "make_reference"]
+
+
+@pytest.mark.parametrize("script", [f"{name}.py" for name in MAKERS])
 def test_generated_files_are_current(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--check"])
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-import subprocess
-import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
