@@ -1,4 +1,4 @@
-"""The site of the documentation builds without a warning, its links lead somewhere, it fetches nothing, it is accessible."""
+"""The site of the documentation builds, its links lead somewhere, it fetches nothing from elsewhere, it is accessible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. A warning of mkdocs fails the build: a link or an anchor without a target, a page outside the nav."""
+    """The built site. Any warning fails the build, such as a link without a target or a page outside the nav."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 

@@ -1,7 +1,7 @@
 """axe-core in a browser: the rules of accessibility that a page breaks.
 
-axe-core is a package of npm and is not kept here: `npm install axe-core` at the root of the repository, or in the directory
-that `AXE_CORE` names.
+axe-core is a package of npm and is not kept here: `npm install axe-core` at the root of the repository, or in the
+directory that `AXE_CORE` names.
 """
 
 from __future__ import annotations
