@@ -1,4 +1,4 @@
-"""The site of the documentation builds, its links lead somewhere, it fetches nothing from elsewhere, it is accessible."""
+"""The site of the documentation builds, its links lead somewhere, it fetches nothing, and it is accessible."""
 
 from __future__ import annotations
 
