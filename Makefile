@@ -19,12 +19,12 @@ SHARED := OMP_NUM_THREADS=1 $(if $(filter-out 0,$(WORKERS)),PYTEST_ADDOPTS='-n $
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PROJECTS := pyproject.toml native/pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
+PROJECTS := pyproject.toml core/pyproject.toml native/pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)))
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-fuzz test-gpu lint format types docs site native clean
+.PHONY: help setup train test test-slow test-fuzz test-gpu lint format types docs site dist native clean
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -57,6 +57,10 @@ format: $(STAMP) ## Let ruff rewrite what it can
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+dist: $(STAMP) ## Wheels and sdists of all distributions in dist/, with their digests
+	rm -rf dist
+	$(BIN)/python scripts/release.py --output dist
 
 native: $(STAMP) ## Compile the CUDA kernels ahead of time with nvcc; without it that is done at first use
 	$(BIN)/python scripts/build_native.py

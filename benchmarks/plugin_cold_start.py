@@ -122,7 +122,7 @@ def make_plugins(site: Path, count: int) -> None:
             site / module / f"conf/recipe/{name}.yaml": f"name: {name}\nstrength: 1.0\n",
             site / module / "conf/monitor/__init__.py": "",
             site / module / f"conf/monitor/{name}.yaml": f"# @package monitor.{name}\nname: {name}\n",
-            info / "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: surogate>=0.1\n",
+            info / "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\nRequires-Dist: surogate-core>=0.1\n",
             info / "entry_points.txt": f"[surogate]\n{name} = {module}\n",
         }
         for file, text in files.items():

@@ -154,11 +154,11 @@ def make() -> str:
     """The page's text."""
     lines = [INTRODUCTION.format(unstated=UNSTATED, matrix=MATRIX), "## Compatibility", ""]
     versions = range(1, API_VERSION + 1)
-    heads = ["plugin", "version", "surogate", *(f"API {v}" for v in versions), "offers"]
+    heads = ["plugin", "version", "surogate-core", *(f"API {v}" for v in versions), "offers"]
     lines += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for pyproject in sorted(ROOT.glob("plugins/*/pyproject.toml")):
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-        core = next(r for r in project["dependencies"] if r.startswith("surogate>="))
+        core = next(r for r in project["dependencies"] if r.startswith("surogate-core>="))
         for module in project["entry-points"]["surogate"].values():
             package = pyproject.parent / "src" / module.partition(":")[0].partition(".")[0]
             view = view_files(package / "__init__.py", package)
@@ -166,7 +166,7 @@ def make() -> str:
             offers = ", ".join(f"{kind} `{name}`" for kind, name in view.bundles) or "options only"
             fits = ["yes" if stated.contains(str(v)) else "no" for v in versions]
             name = f"[`{project['name']}`](../plugins/{project['name']}/README.md)"
-            row = [name, project["version"], f"`{core.removeprefix('surogate')}`", *fits, offers]
+            row = [name, project["version"], f"`{core.removeprefix('surogate-core')}`", *fits, offers]
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 

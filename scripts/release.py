@@ -1,10 +1,11 @@
-"""Build the wheels of the core, surogate-native and every plugin, with digests and a statement of how they were built.
+"""Build wheels and sdists of all distributions, with their digests and a statement of how they were built.
 
     python scripts/release.py [--output dist] [--only DIRECTORY …] [--repository URL] [--builder ID]
 
-The output has the wheels, ``SHA256SUMS`` (for ``sha256sum --check``) and ``provenance.intoto.json``: an in-toto
+The output has the archives, ``SHA256SUMS`` (for ``sha256sum --check``) and ``provenance.intoto.json``: an in-toto
 statement (https://in-toto.io/Statement/v1) with SLSA provenance (https://slsa.dev/provenance/v1) over the same digests.
-Nothing is fetched: build and hatchling must be installed. The statement is not signed; whoever publishes signs it.
+``pip install surogate --find-links dist`` installs
+from it. Nothing is fetched: hatchling must be installed. The statement is not signed; whoever publishes signs it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
 PROVENANCE = "provenance.intoto.json"
-TOOLS = ("build", "hatchling")
+TOOLS = ("hatchling",)
+PATTERNS = ("*.whl", "*.tar.gz")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     projects = arguments.only or [
         ROOT,
+        ROOT / "core",
         ROOT / "native",
         *(p.parent for p in sorted(ROOT.glob("plugins/*/pyproject.toml"))),
     ]
@@ -62,15 +68,17 @@ def source() -> tuple[str, str, bool]:
 
 
 def build(project: Path, output: Path, seconds: str) -> None:
-    """The wheel of one directory. Files have the commit's time, so that equal sources give equal wheels."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(output), str(project)]
-    environ = {**os.environ, "SOURCE_DATE_EPOCH": seconds}
-    subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL)
+    """Wheel and sdist of one directory. Files have the commit's time, so that equal sources give equal archives."""
+    os.environ["SOURCE_DATE_EPOCH"] = seconds
+    # Hatchling itself, not the project's backend: scripts/checkout_build.py would name directories of this machine.
+    for builder in (WheelBuilder(str(project.resolve())), SdistBuilder(str(project.resolve()))):
+        list(builder.build(directory=str(output.resolve()), versions=["standard"]))
 
 
 def attest(directory: Path, **origin: Any) -> None:
-    """Write ``SHA256SUMS`` and the statement for the wheels of a directory; `origin` as of `statement`."""
-    digests = {w.name: hashlib.sha256(w.read_bytes()).hexdigest() for w in sorted(directory.glob("*.whl"))}
+    """Write ``SHA256SUMS`` and the statement for the archives of a directory; `origin` as of `statement`."""
+    archives = sorted(file for pattern in PATTERNS for file in directory.glob(pattern))
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in archives}
     (directory / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
     (directory / PROVENANCE).write_text(json.dumps(statement(digests, **origin), indent=1) + "\n")
 
@@ -84,7 +92,7 @@ def statement(digests: dict[str, str], *, commit: str, clean: bool, repository: 
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": "urn:surogate:build:wheel:1",
+                "buildType": "urn:surogate:build:archives:1",
                 "externalParameters": {"script": "scripts/release.py", "uncommittedChanges": not clean},
                 "internalParameters": {"python": platform.python_version(), **{t: version(t) for t in TOOLS}},
                 "resolvedDependencies": [source_of],

@@ -111,7 +111,7 @@ def test_plugins_are_distributions_of_their_own():
         checks = {
             "the name is the directory's": project["name"] == plugin.name,
             f"the entry points are {points}": project["entry-points"]["surogate"] == points,
-            "it depends on surogate>=": any(r.startswith("surogate>=") for r in project["dependencies"]),
+            "it depends on surogate-core>=": any(r.startswith("surogate-core>=") for r in project["dependencies"]),
             f"the package is {relative(package)}": (package / "__init__.py").is_file(),
             "the README says something": len((plugin / "README.md").read_text(encoding="utf-8").split()) > 20,
             "it has tests": bool(list((plugin / "tests").glob("test_*.py"))),
@@ -458,3 +458,19 @@ def test_generated_files_are_current(script, monkeypatch):
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
     assert end.value.code in (None, 0)
+
+
+def test_the_front_door_requires_every_plugin_by_default_or_by_an_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    sources, project = project["tool"]["uv"]["sources"], project["project"]
+    required = {extra: {re.match(r"[\w-]+", r)[0] for r in found} for extra, found in requirements(project).items()}
+    trackers = {p.name for p in PLUGINS if p.name.endswith(("-mlflow", "-tensorboard", "-trackio", "-wandb"))}
+    assert required["trackers"] == trackers
+    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - trackers
+    assert sources.keys() == required[""] | trackers
+    assert (ROOT / "core" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def requirements(project):
+    """Name of the extra, or empty → its requirements."""
+    return {"": project["dependencies"], **project["optional-dependencies"]}

@@ -16,8 +16,8 @@ from typing import Any
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 
-PACKAGES = ("surogate", "torch", "transformers", "datasets", "tokenizers", "safetensors", "hydra-core", "pluggy")
-OPTIONAL_PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "peft", "wandb")
+PACKAGES = ("surogate-core", "torch", "transformers", "datasets", "tokenizers", "safetensors", "hydra-core", "pluggy")
+OPTIONAL_PACKAGES = ("surogate", "triton", "cupy-cuda13x", "cupy-cuda12x", "peft", "wandb")
 
 
 def main(argv: Sequence[str]) -> int:

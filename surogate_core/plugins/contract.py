@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from surogate_core import API_VERSION
 from surogate_core.errors import PluginError
-from surogate_core.plugins.discovery import ImportPolicy, InstalledPlugin, canonical
+from surogate_core.plugins.discovery import CORE_DISTRIBUTION, ImportPolicy, InstalledPlugin, canonical
 from surogate_core.plugins.static import module_api
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ def remedy(plugin: InstalledPlugin, api: int = API_VERSION) -> str:
     if fits is None:
         return f"{newer}."
     is_old = any(fits.contains(str(version)) for version in range(1, api))
-    surogate = "an older surogate: pip install 'surogate<VERSION'" if is_old else "a newer one: pip install -U surogate"
-    return f"{newer}; or {surogate}."
+    core = f"an older core: pip install '{CORE_DISTRIBUTION}<VERSION'"
+    core = core if is_old else f"a newer core: pip install -U {CORE_DISTRIBUTION}"
+    return f"{newer}; or {core}."
 
 
 def _range(stated: str) -> SpecifierSet | None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 GROUP = "surogate"
 """The entry-point group that plugins register under."""
 
+CORE_DISTRIBUTION = "surogate-core"
+"""The distribution of the core, which every plugin requires."""
+
 CORE = "core"
 """Name of the plugin that holds the core's own built-ins; never blocked."""
 
@@ -65,7 +68,7 @@ def core_plugin() -> InstalledPlugin:
     from surogate_core import __version__
 
     return InstalledPlugin(
-        name=CORE, module="surogate_core.builtin", distribution="surogate", version=__version__, entry_point=None
+        name=CORE, module="surogate_core.builtin", distribution=CORE_DISTRIBUTION, version=__version__, entry_point=None
     )
 
 

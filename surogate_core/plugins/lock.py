@@ -15,8 +15,8 @@ from typing import Any
 
 from surogate_core.errors import UserError
 from surogate_core.plugins.digests import LINK, MISSING, digest_of, direct_url, installed_files
-from surogate_core.plugins.discovery import InstalledPlugin, canonical
-from surogate_core.plugins.surroundings import CORE_DISTRIBUTION, SCOPES, Scope, in_scope, installed_twice, started_code
+from surogate_core.plugins.discovery import CORE_DISTRIBUTION, InstalledPlugin, canonical
+from surogate_core.plugins.surroundings import FRONT_DOOR, SCOPES, Scope, in_scope, installed_twice, started_code
 
 VERSION = 2
 """Version of the file's format."""
@@ -94,8 +94,8 @@ def installed_distributions(
 
 
 def _distribution(name: str, dist: Distribution, plugins: Sequence[InstalledPlugin]) -> LockedDistribution:
-    # An editable core has no module of its own in its RECORD.
-    modules = ["surogate_core"] if name == CORE_DISTRIBUTION else [p.module for p in plugins]
+    # The RECORD of an editable install does not name its modules.
+    modules = [name.replace("-", "_")] if name in (CORE_DISTRIBUTION, FRONT_DOOR) else [p.module for p in plugins]
     installed = installed_files(dist, modules)
     archive = direct_url(dist).get("archive_info", {})
     hashes = archive.get("hashes", {}) if isinstance(archive, dict) else {}
@@ -257,8 +257,8 @@ def differences(lock: Lock, installed: Lock, *, allow_editable: bool, may_lack: 
         text = f"the hook API is version {installed.api}, the lock has {lock.api}"
         found.append(Difference(distribution="", text=text))
     if lock.core != installed.core:
-        text = f"surogate is {installed.core}, the lock has {lock.core}"
-        found.append(Difference(distribution="surogate", text=text))
+        text = f"{CORE_DISTRIBUTION} is {installed.core}, the lock has {lock.core}"
+        found.append(Difference(distribution=CORE_DISTRIBUTION, text=text))
     absent = lock.distributions.keys() - installed.distributions.keys() - set(may_lack)
     twice = installed_twice(installed.distributions)
     for name in sorted(absent | installed.distributions.keys()):

@@ -9,8 +9,8 @@ from importlib.metadata import Distribution
 from typing import Any
 
 from surogate_core.plugins.digests import direct_url
-from surogate_core.plugins.discovery import GROUP, canonical
-from surogate_core.plugins.surroundings import CORE_DISTRIBUTION, Scope, in_scope, required_by
+from surogate_core.plugins.discovery import CORE_DISTRIBUTION, GROUP, canonical
+from surogate_core.plugins.surroundings import Scope, in_scope, required_by
 
 SPEC_VERSION = "1.6"
 
@@ -23,7 +23,7 @@ def bill_of_materials(plugins: Sequence[str], scope: Scope) -> dict[str, Any]:
     dists = {n: d for n, d in required_by([CORE_DISTRIBUTION, *plugins]).items() if n in {CORE_DISTRIBUTION, *plugins}}
     dists = dict(sorted((dists | in_scope(scope, plugins)).items()))
     components = [_component(name, dist) for name, dist in dists.items()]
-    core = next((c for c in components if c["name"] == CORE_DISTRIBUTION), {"type": "application", "name": "surogate"})
+    core = next((c for c in components if c["name"] == CORE_DISTRIBUTION), {"name": CORE_DISTRIBUTION})
     bill: dict[str, Any] = {
         "$schema": f"http://cyclonedx.org/schema/bom-{SPEC_VERSION}.schema.json",
         "bomFormat": "CycloneDX",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from surogate_core.plugins.digests import digest_of
-from surogate_core.plugins.discovery import GROUP, canonical
+from surogate_core.plugins.discovery import CORE_DISTRIBUTION, GROUP, canonical
 
 Scope = Literal["plugins", "core", "dependencies", "environment"]
 SCOPES: tuple[Scope, ...] = ("plugins", "core", "dependencies", "environment")
 
-CORE_DISTRIBUTION = "surogate"
+FRONT_DOOR = "surogate"
+"""The distribution of the command. It requires the core and the default plugins."""
 
 _UNUSED_GROUPS = frozenset(
     """
@@ -33,12 +35,11 @@ def in_scope(scope: Scope, plugins: Iterable[str]) -> dict[str, Distribution]:
         return {}
     if scope == "environment":
         return {canonical(d.name): d for d in reversed(list(distributions())) if d.name}
-    if scope == "dependencies":
-        return required_by([CORE_DISTRIBUTION, *plugins])
-    try:
-        return {CORE_DISTRIBUTION: distribution(CORE_DISTRIBUTION)}
-    except PackageNotFoundError:
-        return {}
+    core = {}
+    for name in (CORE_DISTRIBUTION, FRONT_DOOR):
+        with suppress(PackageNotFoundError):
+            core[name] = distribution(name)
+    return core if scope == "core" else {**required_by([CORE_DISTRIBUTION, *plugins]), **core}
 
 
 def required_by(names: Iterable[str]) -> dict[str, Distribution]:

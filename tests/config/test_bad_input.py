@@ -435,7 +435,7 @@ def test_every_key_is_documented_and_the_page_is_current() -> None:
 
 
 def test_a_plugin_of_an_earlier_run_that_is_gone_is_named(tmp_path: Path) -> None:
-    had = [("acme", "acme-surogate", "1.2"), ("core", "surogate", "0.1.0")]
+    had = [("acme", "acme-surogate", "1.2"), ("core", "surogate-core", "0.1.0")]
     plugins = [{"name": name, "distribution": dist, "version": version} for name, dist, version in had]
     (tmp_path / "run.json").write_text(json.dumps({"plugins": plugins}))
     (tmp_path / "config.yaml").write_text("optimizer: signsgd\n")

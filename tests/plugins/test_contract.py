@@ -64,7 +64,10 @@ def test_a_plugin_that_states_nothing_was_written_for_version_one(install_plugin
 
 @pytest.mark.parametrize(
     ("stated", "surogate"),
-    [(">=1,<2", "an older surogate: pip install 'surogate<VERSION'"), (">=3", "a newer one: pip install -U surogate")],
+    [
+        (">=1,<2", "an older core: pip install 'surogate-core<VERSION'"),
+        (">=3", "a newer core: pip install -U surogate-core"),
+    ],
 )
 def test_the_remedy_is_another_plugin_or_another_surogate(install_plugin: Any, stated: str, surogate: str) -> None:
     install_plugin("old", f'SUROGATE_API = "{stated}"' + BODY)

@@ -330,19 +330,21 @@ def test_a_lock_that_is_no_file_or_huge_ends_at_once(place: Path) -> None:
 def test_a_lock_of_the_core_sees_an_altered_core(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = place / "surogate.lock"
     lock = installed_lock(installed_plugins(), "core")
-    assert "surogate_core/plugins/lock.py" in lock.distributions["surogate"].files
-    assert any(f.startswith("surogate-") and f.endswith("METADATA") for f in lock.distributions["surogate"].files)
+    files = lock.distributions["surogate-core"].files
+    assert "surogate_core/plugins/lock.py" in files
+    assert any(f.startswith("surogate_core-") and f.endswith("METADATA") for f in files)
+    assert "surogate/__main__.py" in lock.distributions["surogate"].files
     write_lock(lock, file)
     load(place)
     text = file.read_text()
-    digest = lock.distributions["surogate"].files["surogate_core/plugins/lock.py"]
-    old, files = lock.distributions["surogate"].sha256, dict(lock.distributions["surogate"].files)
+    digest = lock.distributions["surogate-core"].files["surogate_core/plugins/lock.py"]
+    old, files = lock.distributions["surogate-core"].sha256, dict(lock.distributions["surogate-core"].files)
     files["surogate_core/plugins/lock.py"] = "0" * 64
-    new = type(lock.distributions["surogate"])(
-        name="surogate", version="", entry_points={}, editable=False, files=files
+    new = type(lock.distributions["surogate-core"])(
+        name="surogate-core", version="", entry_points={}, editable=False, files=files
     ).sha256
     file.write_text(text.replace(digest, "0" * 64).replace(old, new))
-    with pytest.raises(SurogateError, match=r"surogate .*: surogate_core/plugins/lock\.py was altered"):
+    with pytest.raises(SurogateError, match=r"surogate-core .*: surogate_core/plugins/lock\.py was altered"):
         load(place)
 
 
@@ -367,7 +369,7 @@ def test_a_lock_of_dependencies_holds_what_the_plugins_require() -> None:
     from surogate_core.plugins.surroundings import in_scope
 
     found = in_scope("dependencies", ["surogate-optimizer-adamw"])
-    assert {"surogate", "torch", "hydra-core", "omegaconf", "antlr4-python3-runtime"} <= found.keys()
+    assert {"surogate", "surogate-core", "torch", "hydra-core", "omegaconf", "antlr4-python3-runtime"} <= found.keys()
     assert "pytest" not in found
     assert in_scope("plugins", ["surogate-optimizer-adamw"]) == {}
 

@@ -34,7 +34,7 @@ def built(project: Path, out: Path) -> tuple[Path, Path]:
 def shared_wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The wheels of the core and of what kernel packs share."""
     out = tmp_path_factory.mktemp("wheels")
-    return [built(project, out / str(number))[0] for number, project in enumerate((ROOT, ROOT / "native"))]
+    return [built(project, out / str(number))[0] for number, project in enumerate((ROOT / "core", ROOT / "native"))]
 
 
 def sources(names: Iterable[str]) -> set[str]:

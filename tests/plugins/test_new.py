@@ -89,4 +89,4 @@ def test_a_name_that_an_installed_plugin_offers_is_refused(tmp_path: Path, capsy
 def test_a_new_package_wants_the_core_that_it_was_made_with(tmp_path: Path, capsys: Any) -> None:
     assert main(["plugins", "new", "other", "--kind", "recipe", "--output", str(tmp_path)]) == 0
     text = (tmp_path / "surogate-recipe-other/pyproject.toml").read_text()
-    assert 'dependencies = ["surogate>=0.1,<0.2"]' in text
+    assert 'dependencies = ["surogate-core>=0.1,<0.2"]' in text

@@ -51,17 +51,17 @@ def check(found: dict[str, Any]) -> None:
 def test_the_bill_lists_core_plugins_and_all_that_they_require(capsys: pytest.CaptureFixture[str]) -> None:
     found = bill(capsys)
     check(found)
-    assert found["metadata"]["component"]["name"] == "surogate"
+    assert found["metadata"]["component"]["name"] == "surogate-core"
     names = {c["name"] for c in found["components"]}
     assert {canonical(p.distribution) for p in installed_plugins()} <= names
-    assert names | {"surogate"} == in_scope("dependencies", names).keys()
+    assert names | {"surogate-core"} == in_scope("dependencies", names).keys()
     adamw = next(c for c in found["components"] if c["name"] == "surogate-optimizer-adamw")
     assert adamw["properties"] == [
         {"name": "surogate:entry_point", "value": "optimizer-adamw = surogate_optimizer_adamw"}
     ]
     assert adamw["licenses"] == [{"expression": "Apache-2.0"}]
     uses = next(d for d in found["dependencies"] if d["ref"].startswith("pkg:pypi/surogate-optimizer-adamw@"))
-    assert [r.split("@")[0] for r in uses["dependsOn"]] == ["pkg:pypi/surogate"]
+    assert [r.split("@")[0] for r in uses["dependsOn"]] == ["pkg:pypi/surogate-core"]
 
 
 def test_equal_sets_have_equal_bills(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

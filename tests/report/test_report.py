@@ -66,7 +66,7 @@ def make_run(directory: Path, *, steps: int = 30, end: str | None = "finished") 
         "train": {**counts, "deleted": 11, "truncated": 12},
         "eval": None,
     }
-    plugins = [{"name": "core", "distribution": "surogate", "version": "0.1.0"}]
+    plugins = [{"name": "core", "distribution": "surogate-core", "version": "0.1.0"}]
     (directory / "run.json").write_text(json.dumps({"plugins": plugins, "data_report": data}))
     return directory
 

@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import json
 import re
+import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -41,7 +43,7 @@ def test_the_statement_is_over_the_wheels_and_the_commit(release: ModuleType, tm
     assert found["predicate"]["runDetails"]["builder"] == {"id": "urn:b"}
 
 
-def test_a_wheel_is_built_twice_with_equal_bytes(
+def test_archives_are_built_twice_with_equal_bytes(
     release: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(release, "source", lambda: ("c" * 40, "1700000000", True))
@@ -51,5 +53,27 @@ def test_a_wheel_is_built_twice_with_equal_bytes(
         assert release.main(["--output", str(tmp_path / place), "--only", str(project)]) == 0
         sums.append((tmp_path / place / "SHA256SUMS").read_text())
     assert sums[0] == sums[1]
-    assert re.fullmatch(r"[0-9a-f]{64}  surogate_monitor_web-\S+\.whl\n", sums[0])
+    name = "surogate_monitor_web-0.1.0"
+    assert re.fullmatch(rf"\w{{64}}  {name}-py3-none-any\.whl\n\w{{64}}  {name}\.tar\.gz\n", sums[0])
     assert release.main(["--output", str(tmp_path / "first"), "--only", str(project)]) == 2
+
+
+def test_the_core_is_packed_from_the_checkout_and_from_its_sdist(release: ModuleType, tmp_path: Path) -> None:
+    release.build(ROOT / "core", tmp_path / "dist", "1700000000")
+    with tarfile.open(tmp_path / "dist" / "surogate_core-0.1.0.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    release.build(tmp_path / "surogate_core-0.1.0", tmp_path / "again", "1700000000")
+    wheels = [tmp_path / place / "surogate_core-0.1.0-py3-none-any.whl" for place in ("dist", "again")]
+    names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    assert names[0] == names[1]
+    expected = {"surogate_core/conf/config.yaml", "surogate_core/py.typed", "surogate_core/plugins/catalogue.json"}
+    assert expected | {"surogate_core-0.1.0.dist-info/licenses/LICENSE"} <= set(names[0])
+    assert not [name for name in names[0] if "__pycache__" in name or name.startswith("tests")]
+
+
+def test_a_wheel_for_others_names_no_directory_of_the_checkout(release: ModuleType, tmp_path: Path) -> None:
+    release.build(ROOT, tmp_path, "1700000000")
+    with zipfile.ZipFile(tmp_path / "surogate-0.1.0-py3-none-any.whl") as wheel:
+        metadata = wheel.read("surogate-0.1.0.dist-info/METADATA").decode()
+    assert "Requires-Dist: surogate-core<0.2,>=0.1\n" in metadata
+    assert "file:" not in metadata
