@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from surogate_core.config import planned, schema
+from surogate_core.config import peers, planned, schema
 from surogate_core.config.choices import default_groups
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.errors import PluginError, Problem
@@ -16,41 +17,11 @@ from surogate_core.plugins.registry import Registry
 
 KEYS = frozenset(schema.KEYS)
 """The flat keys of the core."""
+COMMAND_LINE = "command line"
+"""The place of what is set by an override."""
+DATA_KEYS = ("datasets", "validation_datasets")
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
-PEERS_NAMES = {
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "steps": "max_steps",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "max_seq_length": "sequence_len",
-    "cutoff_len": "sequence_len",
-    "val_set_size": "validation_split_ratio",
-    "val_size": "validation_split_ratio",
-    "chat_template": "template",
-    "base_model": "model",
-    "model_name_or_path": "model",
-    "lora_r": "lora_rank",
-    "gradient_checkpointing": "recompute",
-    "packing": "sample_packing",
-    "seed": "train_seed",
-}
-"""Name of a key in other trainers → its name here."""
-
-PEERS_SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "adapter": {"lora": "lora: true", "qlora": "lora: true and qlora_bnb: true", "": "lora: true, or lora: false"},
-    "finetuning_type": {"lora": "lora: true", "": "lora: false"},
-    "stage": {"sft": "surogate sft, or task: sft", "pt": "surogate pt, or task: pt"},
-    "bf16": {"true": "recipe: bf16", "": "torch_dtype: float32"},
-    "fp16": {"true": "recipe: bf16; fp16 is not available", "": "remove it"},
-    "tf32": {"": "remove it"},
-    "load_in_4bit": {"true": "qlora_bnb: true", "": "qlora_bnb: false"},
-    "load_in_8bit": {"true": "qlora_fp8: true", "": "qlora_fp8: false"},
-}
-"""Key of other trainers → its value (``""``: any other) → the settings that do the same here, if it is not one key."""
 
 
 def flat_keys(registry: Registry) -> Mapping[str, FlatKey]:
@@ -70,9 +41,10 @@ def unknown_key(
 ) -> Problem:
     """The problem of a key that does not exist: planned, of a missing plugin, or misspelt."""
     root = key.partition(".")[0]
-    if known is None and key in PEERS_SETTINGS:
-        meant = PEERS_SETTINGS[key]
-        fix = meant.get(str(value).lower(), meant.get("", ""))
+    if known is None and (peer := peers.of_key(key, value) or peers.of_key(root, None)) is not None:
+        # Of a swept value, or of a part of a mapping, only the key is known.
+        bare = value is None and not peer.reason
+        fix = next(iter(peer.settings)) if bare else peer.fix(command_line=where == COMMAND_LINE)
         return Problem(key=key, message="there is no such key.", where=where, fix=fix)
     if known is None and (missing := registry.explain_missing_key(root)) is not None:
         return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
@@ -81,8 +53,10 @@ def unknown_key(
     every = KEYS | flat_keys(registry).keys() | default_groups().keys() | registry.options.keys()
     names = sorted(known if known is not None else every)
     last = key.rpartition(".")[2] if known is not None else root
-    near = [PEERS_NAMES[last]] if known is None and last in PEERS_NAMES else []
-    near = near or get_close_matches(last, names, n=1, cutoff=0.7)
+    if known is not None and key.startswith(DATA_KEYS) and (field := peers.of_field(last)):
+        fix = field if field.startswith("remove") else f"{key[: len(key) - len(last)]}{field}"
+        return Problem(key=key, message="there is no such field.", where=where, fix=fix)
+    near = get_close_matches(last, names, n=1, cutoff=0.7)
     message = "there is no such key."
     if not near and known is not None:
         message = f"there is no such key; known here: {', '.join(names) or 'none'}."
@@ -109,7 +83,22 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
         )
     if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
         return Problem(key=key, message=planned.MESSAGE, where=where)
-    return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
+    fix = missing.fix
+    if not fix.startswith("pip install"):
+        fix = _peers_fix(group, name, where, key) or fix
+    return Problem(key=key, message=missing.message, where=where, fix=fix)
+
+
+def _peers_fix(group: str, name: str, where: str, key: str) -> str:
+    """What to write instead of a name that other trainers have for an option or a type; empty where none has it."""
+    command_line = where == COMMAND_LINE
+    if key.startswith(DATA_KEYS):
+        found = peers.of_type(name)
+        return ", ".join(f"{k}: {v}" for k, v in found.items()) if found else ""
+    if group == "dataset" and (Path(name.partition(",")[0]).suffix or "/" in name or "," in name):
+        return peers.Peer(settings={"datasets": name}).fix(command_line=command_line)
+    peer = peers.of_value(key.partition("=")[0], name)
+    return peer.fix(command_line=command_line) if peer is not None else ""
 
 
 def schema_defaults() -> dict[str, Any]:

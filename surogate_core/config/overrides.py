@@ -19,6 +19,8 @@ from surogate_core.config.choices import default_groups
 from surogate_core.config.defaults_list import choose_defaults
 from surogate_core.config.grammar import KEY, LimitError, NotWritableError, encode, parse_override
 from surogate_core.config.names import (
+    COMMAND_LINE,
+    DATA_KEYS,
     KEYS,
     LIST_GROUPS,
     flat_keys,
@@ -33,10 +35,8 @@ from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
 from surogate_core.plugins.registry import ConfigOption, Registry
 
-COMMAND_LINE = "command line"
 HUB_OPTION = "hf"
 """The option of `model` that reads a directory or hub id."""
-DATA_KEYS = ("datasets", "validation_datasets")
 HYDRA_KEYS = (
     "hydra.sweep.dir",
     "hydra.sweep.subdir",

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
-from surogate_core.config import offload
+from surogate_core.config import offload, peers
 from surogate_core.config.checks import RULES, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
-from surogate_core.config.names import LIST_GROUPS, unknown_key, unknown_name
+from surogate_core.config.names import COMMAND_LINE, LIST_GROUPS, unknown_key, unknown_name
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
 from surogate_core.config.typed import Builder, split_names
@@ -54,7 +54,7 @@ def validate(
         elif key in ("datasets", "validation_datasets"):
             built[key] = check.datasets(key, value)
         else:
-            built[key] = check.builder.value(hints[key], value, key)
+            built[key] = check.value(hints[key], value, key)
     check.defaults(built)
     if isinstance(built["objective"], str) and built["objective"] not in registry.bundles("objective"):
         names = registry.names("objective")
@@ -122,6 +122,14 @@ class _Validator:
                 if isinstance(default, Selection):
                     default = self.selection(field.name, {"name": default.name}, field.name)
                 built[field.name] = default
+
+    def value(self, hint: Any, value: Any, key: str) -> Any:
+        """A value of the key's type; one that other trainers have for it is a mistake with a fix."""
+        peer = peers.of_value(key, value)
+        if peer is not None:
+            self._problem(key, f"{value!r} is not known here.", peer.fix(command_line=self.where(key) == COMMAND_LINE))
+            return None
+        return self.builder.value(hint, value, key)
 
     # ------------------------------------------------------------------------ selections
 

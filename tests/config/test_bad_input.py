@@ -31,8 +31,8 @@ Problems = Callable[..., list[Problem]]
     ("args", "key", "words", "fix"),
     [
         (["learning_rte=1"], "learning_rte", "no such key", "learning_rate"),
-        (["lr=1"], "lr", "no such key", "learning_rate"),
-        (["seed=1"], "seed", "no such key", "train_seed"),
+        (["lr=1"], "lr", "no such key", "learning_rate=1"),
+        (["seed=1"], "seed", "no such key", "train_seed=1"),
         (["zzzzzz=1"], "zzzzzz", "no such key", ""),
         (["recipe=bf61"], "recipe=bf61", "no such recipe; known: bf16", "bf16"),
         (["model=qwn3"], "model=qwn3", "no such model", "qwen3"),

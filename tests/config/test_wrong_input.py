@@ -17,21 +17,6 @@ from surogate_core.errors import ConfigError, Problem
 Problems = Callable[..., list[Problem]]
 
 FILES = [
-    # what other trainers call it
-    ("val_set_size: 0.05", "val_set_size", "validation_split_ratio"),
-    ("val_size: 0.05", "val_size", "validation_split_ratio"),
-    ("adapter: qlora", "adapter", "lora: true and qlora_bnb: true"),
-    ("adapter: lora", "adapter", "lora: true"),
-    ("bf16: true", "bf16", "recipe: bf16"),
-    ("fp16: true", "fp16", "recipe: bf16; fp16 is not available"),
-    ("load_in_4bit: true", "load_in_4bit", "qlora_bnb: true"),
-    ("load_in_8bit: true", "load_in_8bit", "qlora_fp8: true"),
-    ("finetuning_type: lora", "finetuning_type", "lora: true"),
-    ("finetuning_type: full", "finetuning_type", "lora: false"),
-    ("stage: sft", "stage", "surogate sft, or task: sft"),
-    ("stage: pt", "stage", "surogate pt, or task: pt"),
-    ("chat_template: chatml", "chat_template", "template"),
-    ("seed: 3", "seed", "train_seed"),
     # shapes
     ("lora_target_modules: {a: q_proj}", "lora_target_modules", "lora_target_modules: [q_proj]"),
     ("monitor: {jsonl: x}", "monitor.jsonl", "monitor: [jsonl]"),
