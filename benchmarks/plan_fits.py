@@ -67,7 +67,8 @@ def train(name: str, proposal: dict[str, Any]) -> Result:
     from surogate_core.batch import MicroBatch
     from surogate_core.cli.arguments import load, parse
     from surogate_core.engine.prediction import CUDA_CONTEXT
-    from surogate_core.run.assemble import build_engine, resolve_model
+    from surogate_core.run.assemble import resolve_model
+    from surogate_core.run.build import build_engine
 
     overrides, gib = BUDGETS[name]
     budget = gib * 2**30

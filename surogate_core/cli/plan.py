@@ -104,12 +104,15 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.native import assumed
     from surogate_core.run.assemble import resolve_device, resolve_model
-    from surogate_core.run.fitting import assembly_of, placed
+    from surogate_core.run.build import free_memory
+    from surogate_core.run.fitting import assembly_of, placed, settled_for
     from surogate_core.train.flops import gemm_flops_per_second
 
     budget = None if fit is None else plan_fit.parse_size(fit)
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
+    room_there = budget if budget is not None else None if assumed() else free_memory(device)
+    config = settled_for(config, registry, resolved, room=room_there)
 
     def count(config: RunConfig) -> Counts:
         return Counts.of(assembly_of(config, registry, resolved))

@@ -76,7 +76,7 @@ def proposals(
     the rate of what is computed again, in FLOP/s. Nothing that the configuration asks for is taken back.
     """
 
-    def key(changed: RunConfig) -> tuple[bool, float, bool]:
+    def key(changed: RunConfig) -> tuple[bool | str, float, bool]:
         return changed.recompute, changed.recompute_budget, changed.cpu_training or changed.offload_quants
 
     traced = {key(config): counts}
@@ -102,6 +102,7 @@ def proposals(
 
 def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     """The configuration with every set of changes that contradicts nothing."""
+    assert config.lmhead_chunks != "auto"
     tokens = config.per_device_train_batch_size * config.sequence_len
     chunks = [config.lmhead_chunks * n for n in (1, 4, 16)]
     chunks = chunks[:1] + [c for c in chunks[1:] if tokens // c >= FEWEST_TOKENS]
@@ -156,6 +157,7 @@ def _placed(config: RunConfig, registry: Registry) -> bool:
 
 def _policies(config: RunConfig) -> list[tuple[bool, float]]:
     """(recompute, recompute_budget) as it is, and those that keep less."""
+    assert config.recompute != "auto"
     if config.recompute:
         return [(True, config.recompute_budget)]
     less = [budget for budget in BUDGETS if budget < config.recompute_budget]
@@ -177,6 +179,7 @@ def _seconds(config: RunConfig, prediction: Prediction, flops: float, cpu_cost: 
 
     `cpu_cost`: that of the optimizer's spec.
     """
+    assert config.lmhead_chunks != "auto"
     size = {h.kind: h.nbytes for h in prediction.held}
     times = config.gradient_accumulation_steps
     gradients, masters = size.get("gradients", 0), size.get("masters", 0)

@@ -26,7 +26,7 @@ def _recompute_part(part: str) -> Rule:
     return Rule(
         name=f"recompute_{part}_without_effect",
         key=f"recompute_{part}",
-        wrong=lambda v: v["recompute"] and v[f"recompute_{part}"],
+        wrong=lambda v: v["recompute"] is True and v[f"recompute_{part}"],
         message="has no effect while `recompute` is true, which computes the whole block again.",
         fix="recompute: false",
     )
@@ -35,7 +35,7 @@ def _recompute_part(part: str) -> Rule:
 RECOMPUTE_BUDGET = Rule(
     name="recompute_budget_without_effect",
     key="recompute_budget",
-    wrong=lambda v: v["recompute"] and v["recompute_budget"] != 1,
+    wrong=lambda v: v["recompute"] is True and v["recompute_budget"] != 1,
     message="has no effect while `recompute` is true, which computes the whole block again.",
     fix="recompute: false",
 )

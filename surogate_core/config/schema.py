@@ -134,10 +134,10 @@ class RunConfig:
     """On CUDA, capture the micro-step and the optimizer step as graphs."""
     deterministic: bool = True
     """Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on some GPUs."""
-    lmhead_chunks: Annotated[int, Interval(ge=1, le=2**16)] = 1
-    """Number of chunks of the micro-batch's tokens; the logits of only one chunk exist at a time."""
-    recompute: bool = True
-    """Keep only each block's input and compute the block again in the backward pass."""
+    lmhead_chunks: Literal["auto"] | Annotated[int, Interval(ge=1, le=2**16)] = "auto"
+    """Chunks of the micro-batch's tokens; only one chunk's logits exist at a time. auto: the fewest that fit."""
+    recompute: Literal["auto"] | bool = "auto"
+    """Keep only each block's input and compute the block again in the backward pass. auto: the least that fits."""
     recompute_att: bool = False
     """Without `recompute`: compute attention outputs again instead of keeping them."""
     recompute_ffn: bool = False

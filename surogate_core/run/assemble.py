@@ -32,7 +32,6 @@ from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.files.hub import commit_of, split_revision
@@ -44,7 +43,6 @@ from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
 
 if TYPE_CHECKING:
-    from surogate_core.batch import MicroBatch
     from surogate_core.plugins.registry import Registry
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -261,7 +259,8 @@ def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
 
 
 def resolve_recompute(config: RunConfig) -> Recompute:
-    """The recompute policy of the config's switches and budget."""
+    """The recompute policy of the config's switches and budget, none of which is open."""
+    assert config.recompute != "auto"
     switches = ("att", "ffn", "qkv", "swiglu", "rmsnorm")
     return Recompute(
         block=config.recompute,
@@ -274,6 +273,7 @@ def engine_settings(
     config: RunConfig, *, device: torch.device, borders: int, columns: tuple[str, ...] = ()
 ) -> EngineSettings:
     """The engine's settings for micro-batches with this many document borders and these columns."""
+    assert config.lmhead_chunks != "auto"
     return EngineSettings(
         device=device,
         dtype=resolve_dtype(config, device),
@@ -424,23 +424,6 @@ def check_columns(objective: Objective, columns: Collection[str], *, task: str) 
         )
 
 
-def build_engine(
-    config: RunConfig,
-    registry: Registry,
-    resolved: ResolvedModel,
-    *,
-    sample: MicroBatch,
-    progress: Callable[[str, int, int], None],
-) -> Engine:
-    """Load or draw the weights, differentiate and compile; `sample` has the shapes of every micro-batch."""
-    borders, columns = sample.cu_seqlens.numel(), tuple(sorted(sample.columns))
-    assembly = assemble(config, registry, resolved, borders=borders, columns=columns)
-    directory = config.offload_dir or config.output_dir
-    stores = assembly.offloader.build(config.offload.options, directory, assembly.settings.device)
-    source = _source(config, registry, resolved, assembly)
-    return Engine(replace(assembly, stores=stores), source, progress=progress)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the host ran out of memory; the CPU allocator raises a plain `RuntimeError`."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -497,7 +480,7 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
     return weight_format.adopts(scheme.block)
 
 
-def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
+def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
     """The source of the initial values: random numbers, or files with the adapter folded in."""
     device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
     std = float(resolved.model.config.get("initializer_range") or 0.02)

@@ -18,6 +18,7 @@ from surogate_core.engine.prediction import Counts, Prediction, predict
 from surogate_core.errors import MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.run.assemble import ResolvedModel, assemble, resolve_device, resolve_model, resolve_offloader
+from surogate_core.run.build import settled, smallest
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -39,8 +40,15 @@ def assembly_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
     return assemble(config, registry, resolved, borders=config.per_device_train_batch_size * BORDERS_PER_ROW)
 
 
+def settled_for(config: RunConfig, registry: Registry, resolved: ResolvedModel, *, room: int | None) -> RunConfig:
+    """The configuration with what a run with `room` bytes of memory would choose; None: the fastest choice."""
+    borders = config.per_device_train_batch_size * BORDERS_PER_ROW
+    return settled(config, registry, resolved, room=room, borders=borders)
+
+
 def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
     """The prediction for such counts, with the tensors where the configuration puts them."""
+    assert config.lmhead_chunks != "auto"
     counted = counts.assembly
     settings = replace(counted.settings, head_chunks=config.lmhead_chunks, update_on_cpu=config.cpu_training)
     optimizer = registry.get("optimizer", config.optimizer.name)
@@ -52,7 +60,7 @@ class _Search:
     """Changes of a configuration that ran out of memory in one place."""
 
     def __init__(self, config: RunConfig, registry: Registry, *, on_gpu: bool):
-        self.config, self.registry = config, registry
+        self.config, self.registry = smallest(config), registry
         self.device = resolve_device(config)
         self.resolved = resolve_model(config, registry, weights_needed=False)
         # Without a GPU the device's memory is the host's.

@@ -25,7 +25,8 @@ from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.kernels import ops
-from surogate_core.run.assemble import build_engine, resolve_device, resolve_model, resolve_recipe
+from surogate_core.run.assemble import resolve_device, resolve_model, resolve_recipe
+from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.drive import drive
 from surogate_core.train.precision import PrecisionWatch
@@ -123,10 +124,13 @@ def measure(
         if recipe.rounded is not None:
             roundings.setdefault(recipe.name, recipe.rounded)
     trainings: list[Training] = []
+    prefer: Choice | None = None
     found: list[Rounded] = []
     parameters = 0
     for name, config in runs:
-        engine, training = _train(name, config, registry, data, progress)
+        engine, training = _train(name, config, registry, data, progress, prefer=prefer)
+        # All of them compute the same values again, if memory allows it.
+        prefer = prefer or Choice.taken(engine.settings)
         trainings.append(training)
         if len(trainings) == 1:
             parameters = engine.parameters.counts()[0]
@@ -153,6 +157,8 @@ def _train(
     registry: Registry,
     data: PreparedData,
     progress: Callable[[Progress], None],
+    *,
+    prefer: Choice | None,
 ) -> tuple[Engine, Training]:
     task = registry.get("task", config.task).build(config, data)
     engine = build_engine(
@@ -161,6 +167,7 @@ def _train(
         resolve_model(config, registry),
         sample=task.sample(),
         progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
+        prefer=prefer,
     )
     watch = PrecisionWatch.of(engine)
     held: list[tuple[int, float]] = []

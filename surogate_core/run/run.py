@@ -16,7 +16,8 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
-from surogate_core.run.assemble import adapter_notes, build_engine, is_out_of_memory, weight_format_spec
+from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
+from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.export import Trained, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
@@ -109,7 +110,8 @@ class _Run:
         checkpoints.run = checkpoint.run if checkpoint is not None else new_run_id()
         material = prepare_material(base, self.registry, checkpoint, self._show)
         self.notes += material.notes
-        engine = self._build(base, material)
+        engine = self._build(base, material, checkpoint)
+        identity["settled"] = Choice.taken(engine.settings).record()
         identity["base_files"] = base.files(self._show)
         self.notes += adapter_notes(self.config, base.resolved, identity["base_files"])
         loop = self.loop = Loop(
@@ -132,11 +134,17 @@ class _Run:
 
     # --------------------------------------------------------------------------- phases
 
-    def _build(self, base: Base, material: Material) -> Engine:
+    def _build(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> Engine:
         """The engine, with the weights loaded and everything compiled."""
         self.rate = measured_rate(base, self._show)
         engine = build_engine(
-            self.config, self.registry, base.resolved, sample=material.sample, progress=self._progress
+            self.config,
+            self.registry,
+            base.resolved,
+            sample=material.sample,
+            progress=self._progress,
+            prefer=None if checkpoint is None else Choice.of(checkpoint.state.get("settled")),
+            notes=self.notes,
         )
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
         # Kernel packs are looked up only now.
