@@ -111,8 +111,9 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
     budget = None if fit is None else plan_fit.parse_size(fit)
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
-    room_there = budget if budget is not None else None if assumed() else free_memory(device)
-    config = settled_for(config, registry, resolved, room=room_there)
+    # What --fit proposes is named as changes of the fastest setting.
+    free = None if budget is not None or assumed() else free_memory(device)
+    config = settled_for(config, registry, resolved, room=free)
 
     def count(config: RunConfig) -> Counts:
         return Counts.of(assembly_of(config, registry, resolved))
