@@ -68,6 +68,7 @@ native: $(STAMP) ## Compile the CUDA kernels ahead of time with nvcc; without it
 docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python scripts/make_config_docs.py
 	$(BIN)/python scripts/make_hook_tables.py
+	$(BIN)/python scripts/make_coming_from.py
 	$(BIN)/python scripts/make_plugins_page.py
 	$(BIN)/python scripts/make_reference.py
 

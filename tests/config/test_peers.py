@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pages import blocks
 
 from surogate_core.bundles.options import field_types
 from surogate_core.config import peers
@@ -104,7 +108,9 @@ def test_every_fix_composes(load: Any, settings: Mapping[str, Any]) -> None:
         nested = {key.removeprefix("model."): value for key, value in settings.items()}
         config = load(*(f"model.{key}={peers.shown(value, ',')}" for key, value in nested.items()), "model=owner/name")
     else:
-        config = load(file=yaml.safe_dump({**base, **settings}))
+        more = {"lora": False} if settings.get("optimizer") == "normuon" else {}
+        more |= {"model": "owner/name"} if "adapter_path" in settings else {}
+        config = load(file=yaml.safe_dump({**base, **more, **settings}))
     assert config.datasets
 
 
@@ -172,3 +178,43 @@ def test_types_and_fields_of_data_sets_exist(registry: Registry, name: str) -> N
     else:
         assert {row["to"] for row in TABLE["fields"].values() if "to" in row} <= fields
         assert not TABLE["fields"].keys() & fields
+
+
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").glob("coming-from-*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_converts_every_key_of_its_example(page: Path) -> None:
+    """Each key of the other trainer's example is the same here, or in the table; its fixes are in our example."""
+    theirs, ours = [block for block in blocks(page) if block.language in ("yaml", "python")][:2]
+    here = yaml.safe_load(ours.text)
+    if theirs.language == "yaml":
+        given = yaml.safe_load(theirs.text)
+    else:
+        calls = [node for node in ast.walk(ast.parse(theirs.text)) if isinstance(node, ast.Call)]
+        words = [word for call in calls for word in call.keywords if isinstance(word.value, ast.Constant | ast.List)]
+        given = {word.arg: ast.literal_eval(word.value) for word in words}
+        for of_loading in ("data_files", "split", "tokenizer"):
+            given.pop(of_loading, None)
+    for key, value in given.items():
+        peer = peers.of_key(key, value) or peers.of_value(key, value)
+        # It exists here too, with another meaning; the page says so.
+        assert peer is not None or key in here or key == "max_length", key
+        if peer is not None and key not in ("target_modules", "packing"):
+            missing = {
+                k: v for k, v in peer.settings.items() if here.get(k) not in (v, v[0] if isinstance(v, list) else v)
+            }
+            assert not missing or key == "report_to", (key, missing)
+
+
+def test_the_tables_of_the_pages_are_current() -> None:
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("make_coming_from", root / "scripts" / "make_coming_from.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(PAGES) == 4
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert module.make(text) == text, "run: python scripts/make_coming_from.py"
