@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from surogate_core.batch import MicroBatch
 from surogate_core.bundles import KernelPack, RecipeContext, TensorKind
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.slots import Adapter
@@ -75,4 +76,20 @@ def assemble(
         stores=offloader.build(offloader.options(), tempfile.gettempdir(), device),
         lora=lora,
         weight_format=None if packed is None else packed.build(packed.options()),
+    )
+
+
+def random_batch(vocab: int, *, rows: int, length: int, borders: int, seed: int) -> MicroBatch:
+    """A micro-batch of one document a row; every token is random, and a label."""
+    tokens = rows * length
+    ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(seed))
+    stops = [*range(0, tokens + 1, length), *[tokens] * (borders - rows - 1)]
+    return MicroBatch(
+        input_ids=ids,
+        labels=torch.roll(ids, -1),
+        positions=torch.arange(length, dtype=torch.int32).repeat(rows),
+        cu_seqlens=torch.tensor(stops, dtype=torch.int32),
+        max_seqlen=length,
+        tokens=tokens,
+        label_tokens=tokens,
     )

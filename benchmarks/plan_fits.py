@@ -16,6 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def surogate_plan(name: str, gpu: str | None) -> dict[str, Any]:
 
 def train(name: str, proposal: dict[str, Any]) -> Result:
     """Two steps within the budget."""
+    import bench
     import torch
 
-    from surogate_core.batch import MicroBatch
     from surogate_core.cli.arguments import load, parse
     from surogate_core.engine.prediction import CUDA_CONTEXT
     from surogate_core.run.assemble import resolve_model
@@ -77,26 +78,18 @@ def train(name: str, proposal: dict[str, Any]) -> Result:
     words = ["model=qwen3", *overrides, *SHAPE, *proposal["overrides"]]
     config, registry = load(parse(words, command="surogate plan"), None)
     resolved = resolve_model(config, registry)
-    rows, length = config.per_device_train_batch_size, config.sequence_len
-    tokens = rows * length
-    borders = [*range(0, tokens + 1, length), *[tokens] * (BORDERS - rows - 1)]
-
-    def batch(seed: int) -> MicroBatch:
-        ids = torch.randint(0, resolved.model.vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed))
-        return MicroBatch(
-            input_ids=ids,
-            labels=torch.roll(ids, -1),
-            positions=torch.arange(length, dtype=torch.int32).repeat(rows),
-            cu_seqlens=torch.tensor(borders, dtype=torch.int32),
-            max_seqlen=length,
-            tokens=tokens,
-            label_tokens=tokens,
-        )
-
-    engine = build_engine(config, registry, resolved, sample=batch(0), progress=lambda task, done, total: None)
+    batch = partial(
+        bench.random_batch,
+        resolved.model.vocab_size,
+        rows=config.per_device_train_batch_size,
+        length=config.sequence_len,
+        borders=BORDERS,
+    )
+    engine = build_engine(config, registry, resolved, sample=batch(seed=0), progress=lambda task, done, total: None)
     losses = []
     for step in range(STEPS):
-        made = [batch(step * config.gradient_accumulation_steps + i) for i in range(config.gradient_accumulation_steps)]
+        seeds = range(step * config.gradient_accumulation_steps, (step + 1) * config.gradient_accumulation_steps)
+        made = [batch(seed=seed) for seed in seeds]
         losses.append(engine.train_step(made, step=step, lr=1e-5).read()[0])
     return Result(
         name=name,
