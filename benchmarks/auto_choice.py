@@ -51,14 +51,6 @@ TRIED = (
     (True, 1.0, 1),
     (True, 1.0, 4),
 )
-    (False, 1.0, 1),
-    (False, 1.0, 4),
-    (False, 0.75, 1),
-    (False, 0.5, 1),
-    (False, 0.25, 1),
-    (True, 1.0, 1),
-    (True, 1.0, 4),
-)
 """(recompute, recompute_budget, lmhead_chunks) of the settings beside the choice."""
 BORDERS, WARM, STEPS = 512, 3, 8
 
