@@ -50,6 +50,8 @@ class Problem:
     message: str
     where: str = ""
     fix: str = ""
+    needs: str = ""
+    """The distribution of a plugin that is not installed and would mend it."""
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""

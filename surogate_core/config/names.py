@@ -47,7 +47,7 @@ def unknown_key(
         fix = next(iter(peer.settings)) if bare else peer.fix(command_line=where == COMMAND_LINE)
         return Problem(key=key, message="there is no such key.", where=where, fix=fix)
     if known is None and (missing := registry.explain_missing_key(root)) is not None:
-        return Problem(key=key, message=missing.message, where=where, fix=missing.fix)
+        return Problem(key=key, message=missing.message, where=where, fix=missing.fix, needs=missing.needs)
     if known is None and root in planned.KEYS:
         return Problem(key=key, message=planned.MESSAGE, where=where)
     every = KEYS | flat_keys(registry).keys() | default_groups().keys() | registry.options.keys()
@@ -81,12 +81,12 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
             where=where,
             fix=f"repair or update {missing.broken.plugin.distribution}; traceback: {path}",
         )
-    if (group, name) in planned.NAMES and not missing.fix.startswith("pip install"):
+    if (group, name) in planned.NAMES and not missing.needs:
         return Problem(key=key, message=planned.MESSAGE, where=where)
     fix = missing.fix
     if not fix.startswith("pip install"):
         fix = _peers_fix(group, name, where, key) or fix
-    return Problem(key=key, message=missing.message, where=where, fix=fix)
+    return Problem(key=key, message=missing.message, where=where, fix=fix, needs=missing.needs)
 
 
 def _peers_fix(group: str, name: str, where: str, key: str) -> str:

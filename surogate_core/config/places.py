@@ -88,6 +88,9 @@ def _model(config: RunConfig) -> Found:
         ).exists():
             key = "model" if inside[0] == "model" else "model=BASE adapter_path"
             yield "model.path", f"{source} is the output of a run, not a model.", f"{key}={path / inside[0]}"
+        elif (path / "run.json").exists():
+            message = f"{source} is the output of a run that has exported no model yet."
+            yield "model.path", message, f"run its command again to finish it: surogate sft {path / 'config.yaml'}"
 
 
 def _base_of(adapter: Path) -> str:

@@ -62,7 +62,7 @@ def load_many(
     if problems:
         places = [config_file.parent] if config_file else []
         places += [Path(v.text.strip("'\"")) for v in settings.values if v.key == "output_dir"]
-        raise ConfigError([*_without_echoes(problems), *_plugins_gone(places, registry)])
+        raise ConfigError(_installed_at_once([*_without_echoes(problems), *_plugins_gone(places, registry)]))
     for text in registry.untold():
         log.warning(text)
     return loaded
@@ -270,6 +270,18 @@ def _plugins_gone(directories: Sequence[Path], registry: Registry) -> list[Probl
                 fix=f"pip install '{had[name].replace(' ', '==')}'",
             )
     return [gone[name] for name in sorted(gone)]
+
+
+def _installed_at_once(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems; one command installs all missing plugins if there are several."""
+    from surogate_core.plugins.catalogue import install_command
+
+    missing = list(dict.fromkeys(p.needs for p in problems if p.needs))
+    if len(missing) < 2:
+        return list(problems)
+    kept = [dataclasses.replace(p, fix="") if p.needs else p for p in problems]
+    message = f"{len(missing)} plugins are not installed."
+    return [*kept, Problem(key="plugins", message=message, fix=install_command(*missing))]
 
 
 def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:

@@ -17,6 +17,8 @@ INPUTS = ("input", "context")
 OUTPUTS = ("output", "response", "completion", "answer")
 """Usual names of the fields of an instruction, its input and its output; the first that fits is taken."""
 
+MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
+"""Usual names of the field of messages."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a message that is a system prompt."""
 
@@ -26,6 +28,9 @@ def required(row: Mapping[str, Any], field: str) -> Any:
     if row.get(field) is None:
         close = difflib.get_close_matches(field, [name for name in row if row[name] is not None], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
+        if not hint and any(name in MESSAGES and isinstance(row[name], list) for name in row):
+            # ShareGPT has other names for messages and roles too.
+            hint = "; type: auto reads such rows"
         state = "is null" if field in row else f"is missing, the row has {', '.join(map(repr, row)) or 'no fields'}"
         raise RowError(f"field {field!r} {state}{hint}")
     return row[field]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,17 @@ class Catalogue:
         """Names of a group's options and of the kind's bundles."""
         prefix = f"{group}/"
         return sorted({k.removeprefix(prefix) for k in (*self.options, *self.bundles) if k.startswith(prefix)})
+
+
+def install_command(*distributions: str) -> str:
+    """What installs plugins of this project: from its checkout where the core runs from one, which needs no index."""
+    checkout = Path(__file__).resolve().parents[2] / "plugins"
+    directories = [checkout / name for name in distributions]
+    if all((directory / "pyproject.toml").is_file() for directory in directories):
+        return f"pip install --no-build-isolation {' '.join(map(str, directories))}"
+    names = " ".join(distributions)
+    wheels = os.environ.get("PIP_FIND_LINKS") or "DIRECTORY_OF_WHEELS"
+    return f"pip install {names}; without an index: pip install --no-index --find-links {wheels} {names}"
 
 
 @cache

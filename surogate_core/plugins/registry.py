@@ -19,7 +19,7 @@ from surogate_core import hookspecs
 from surogate_core.bundles import KINDS, Bundle
 from surogate_core.caches import use_private_caches
 from surogate_core.errors import PluginError
-from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.catalogue import catalogue, install_command
 from surogate_core.plugins.contract import incompatible, remedy, verify
 from surogate_core.plugins.discovery import (
     CORE,
@@ -72,6 +72,14 @@ class Missing:
     message: str
     fix: str
     broken: Broken | None = None
+    needs: str = ""
+    """The distribution to install."""
+
+    @classmethod
+    def of(cls, distribution: str) -> Missing:
+        """A plugin of this project that is not installed."""
+        message = f"its plugin {distribution} is not installed."
+        return cls(message=message, fix=install_command(distribution), needs=distribution)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,7 +201,7 @@ class Registry:
         distribution = catalogue().distribution_of(group, name)
         installed = {p.distribution for p in self.plugins.values()}
         if distribution is not None and distribution not in installed:
-            return Missing(message=f"its plugin {distribution} is not installed.", fix=f"pip install {distribution}")
+            return Missing.of(distribution)
         known = sorted(known)
         near = get_close_matches(name, known, n=1, cutoff=0.5)
         listed = ", ".join(known) or "none is installed"
@@ -219,7 +227,7 @@ class Registry:
         distribution = catalogue().keys.get(key)
         if distribution is None or distribution in {p.distribution for p in self.plugins.values()}:
             return None
-        return Missing(message=f"its plugin {distribution} is not installed.", fix=f"pip install {distribution}")
+        return Missing.of(distribution)
 
     def untold(self) -> list[str]:
         """What is to be said of plugins that failed or did something besides, and was not returned before.

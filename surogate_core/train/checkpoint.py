@@ -405,11 +405,17 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, pa
     Both mappings have ``essential`` (dotted key → JSON value that shapes the weights or the optimizer's
     state: the model's fingerprint, LoRA settings, the optimizer's name) and ``plugins`` (name → version).
     A differing essential value or set of plugin names raises one `UserError` that lists every
-    difference; a differing version is a warning.
+    difference; a differing version is a warning. Another base model is the cause of its configuration's differences,
+    which are then left out.
     """
     differences = []
     before, now = _as_json(saved.get("essential", {})), _as_json(current["essential"])
+    other_base = before.get("model") != now.get("model") and saved.get("base_model") is not None
+    if other_base:
+        differences.append(_bases(saved.get("base_model"), current.get("base_model")))
     for key in sorted(before.keys() | now.keys()):
+        if other_base and (key == "model" or key.startswith("model.")):
+            continue
         if key not in before or key not in now or before[key] != now[key]:
             differences.append(f"{key}: {shown(before, key)} in the checkpoint, {shown(now, key)} in this run")
     had, has = saved.get("plugins", {}), current["plugins"]
@@ -430,6 +436,12 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, pa
         for name in sorted(has)
         if had[name] != has[name]
     ]
+
+
+def _bases(before: Any, now: Any) -> str:
+    if before == now:
+        return f"the weights in {now} are other ones than when the checkpoint was made"
+    return f"the base model: {before} in the checkpoint, {now or 'random weights'} in this run"
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

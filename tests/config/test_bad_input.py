@@ -22,7 +22,7 @@ from surogate_core.config.typed import Builder, field_types
 from surogate_core.config.yamlfile import plain_scalar
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins import Registry, load_plugins
-from surogate_core.plugins.catalogue import catalogue
+from surogate_core.plugins.catalogue import catalogue, install_command
 
 Problems = Callable[..., list[Problem]]
 
@@ -331,7 +331,42 @@ def test_a_plugin_that_is_not_installed_is_named(registry: Registry, monkeypatch
     monkeypatch.setitem(catalogue().keys, "fp8_knob", "surogate-recipe-special")
     with pytest.raises(ConfigError) as raised:
         load_run_config(["recipe=fp8-special", "fp8_knob=1"], registry=registry)
-    assert {p.fix for p in raised.value.problems} == {"pip install surogate-recipe-special"}
+    (fix,) = {p.fix for p in raised.value.problems}
+    assert fix.startswith("pip install surogate-recipe-special; without an index: pip install --no-index --find-links ")
+
+
+def test_all_missing_plugins_come_at_once_with_one_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The core alone: everything that a run of one's own needs, monitors and the default type of data among it."""
+    monkeypatch.setattr("surogate_core.plugins.registry.installed_plugins", list)
+    monkeypatch.setattr("surogate_core.plugins.discovery.installed_plugins", list)
+    bare = load_plugins()
+    with pytest.raises(ConfigError) as raised:
+        load_run_config(["model=qwen3-0.6b", "datasets=a.jsonl", "qlora_bnb=true"], registry=bare)
+    *single, together = raised.value.problems
+    needed = {
+        f"surogate-{name}"
+        for name in (
+            "model-qwen3",
+            "recipe-bf16",
+            "optimizer-adamw-8bit",
+            "monitor-console",
+            "monitor-jsonl",
+            "monitor-adaptive",
+            "dataset-auto",
+            "quant-nf4",
+        )
+    }
+    assert {p.needs for p in single} == needed
+    assert not any(p.fix for p in single)
+    assert together.message == f"{len(needed)} plugins are not installed."
+    # From a checkout, its own directories; otherwise by name, or from wheels.
+    assert set(re.findall(r"plugins/(surogate-[\w-]+)", together.fix)) == needed
+    monkeypatch.setattr("surogate_core.plugins.catalogue.__file__", str(tmp_path / "a/b/catalogue.py"))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    assert (
+        install_command("a", "b")
+        == "pip install a b; without an index: pip install --no-index --find-links /wheels a b"
+    )
 
 
 def test_a_monitor_option_without_its_package(problems: Problems, install_plugin: Any) -> None:

@@ -38,6 +38,7 @@ FILES = [
     # places
     ("model: ./base/config.json", "model.path", ""),
     ("model: ./run", "model.path", "model=run/model"),
+    ("model: ./begun", "model.path", "run its command again to finish it: surogate sft begun/config.yaml"),
     ("{model: ./base, output_dir: base}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
     ("{model: ./base, checkpoint_dir: ./base}", "checkpoint_dir", "checkpoint_dir=ANOTHER_DIRECTORY"),
     ("{model: ./run/model, lora: false, output_dir: run}", "output_dir", "output_dir=ANOTHER_DIRECTORY"),
@@ -68,6 +69,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (place / name / "config.json").write_text("{}")
     (place / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./base"}))
     (place / "run" / "run.json").write_text("{}")
+    (place / "begun").mkdir()
+    (place / "begun" / "run.json").write_text("{}")
     (place / "data" / "a.jsonl").write_text('{"text": "x"}\n')
     monkeypatch.chdir(place)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))

@@ -18,6 +18,10 @@ from surogate_core.data.fields import required
         ({"messages": None, "message": []}, "field 'messages' is null; did you mean 'message'?"),
         ({"message": None}, "field 'messages' is missing, the row has 'message'"),
         ({}, "field 'messages' is missing, the row has no fields"),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}]},
+            "field 'messages' is missing, the row has 'conversations'; type: auto reads such rows",
+        ),
     ],
 )
 def test_a_hint_names_another_field_that_has_a_value(row: dict[str, Any], reason: str) -> None:

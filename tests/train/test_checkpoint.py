@@ -558,3 +558,19 @@ def test_text_of_a_manifest_is_shown_with_escapes(tmp_path: Path) -> None:
         CheckpointDir.load(path)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 3000
+
+
+def test_another_base_model_is_named_as_the_cause_and_not_each_of_its_keys(tmp_path: Path) -> None:
+    config = {f"model.config.{key}": 1 for key in ("hidden_size", "transformers_version", "vocab_size")}
+    saved = {"essential": {"model": "a", "lora_rank": 4, **config}, "plugins": {}, "base_model": "./one"}
+    other = dict.fromkeys(config, 2)
+    now = {"essential": {"model": "b", "lora_rank": 8, **other}, "plugins": {}, "base_model": "./two"}
+    with pytest.raises(UserError) as caught:
+        check_compatible(saved, now, path=tmp_path)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("  - ")]
+    assert lines == [
+        "  - the base model: ./one in the checkpoint, ./two in this run",
+        "  - lora_rank: 4 in the checkpoint, 8 in this run",
+    ]
+    with pytest.raises(UserError, match=r"the weights in \./one are other ones than when the checkpoint was made"):
+        check_compatible(saved, {**now, "base_model": "./one"}, path=tmp_path)

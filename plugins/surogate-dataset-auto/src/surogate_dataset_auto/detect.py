@@ -8,11 +8,10 @@ from typing import Any
 
 from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
 from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import INPUTS, INSTRUCTIONS, OUTPUTS
+from surogate_core.data.fields import INPUTS, INSTRUCTIONS, MESSAGES, OUTPUTS
 
 Row = Mapping[str, Any]
 
-MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
 PROMPTS = ("prompt", "instruction", "question", "query")
 CHOSEN, REJECTED = ("chosen", "rejected")
 SYSTEMS = ("system", "system_prompt")
