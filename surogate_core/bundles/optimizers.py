@@ -83,5 +83,7 @@ class OptimizerSpec:
     """
     cpu_cost: float = 1.0
     """Time of its step on a CPU as a multiple of the time of fused AdamW; for `surogate plan --fit`."""
+    rate_scale: float = 1.0
+    """Its usual learning rates as a multiple of AdamW's, for the warning about a rate far outside of them."""
     adapters: bool = True
     """Whether it supports adapters; otherwise it is refused with `lora`."""

@@ -32,6 +32,7 @@ from surogate_core.run.prepare import (
     resumed_note,
     with_adjusted_epochs,
 )
+from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
@@ -216,6 +217,15 @@ class _Run:
         config, resolved, engine = self.config, base.resolved, loop.engine
         parameters, trainable = engine.parameters.counts()
         notes = list(self.notes)
+        optimizer = self.registry.get("optimizer", config.optimizer.name)
+        unusual = rate_note(
+            config.learning_rate,
+            lora=config.lora,
+            from_scratch=resolved.weights is None,
+            optimizer=optimizer.name,
+            scale=optimizer.rate_scale,
+        )
+        notes += [unusual] if unusual is not None else []
         if config.lora and resolved.weights is None:
             notes.append("The base is random and stays so: adapters on random weights only make sense for benchmarks.")
         if resolved.adapter and resolved.adapter.folded and not config.merge_adapter:

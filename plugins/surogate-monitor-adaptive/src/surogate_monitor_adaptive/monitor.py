@@ -75,6 +75,7 @@ class AdaptiveMonitor:
     def __init__(self, options: AdaptiveOptions, info: RunInfo):
         config = info.config
         self._options = options
+        self._from_nothing = info.task == "pt"
         self._reduces = options.auto_lr_reduction
         self._stops = options.early_stop
         self._peak_lr = float(config.get("learning_rate", 0.0))
@@ -118,7 +119,7 @@ class AdaptiveMonitor:
         steps, ratio = self._warmup_keys
         self._warmup = warmup_length(total_steps=event.steps, warmup_steps=steps, warmup_ratio=ratio)
         self._parameters = event.parameters
-        if not self._options.advice:
+        if not self._options.advice or not self._from_nothing:
             return None
         budget, planned = token_budget(event.parameters), event.train_tokens * event.epochs
         message = (
