@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import example_commands
 import pytest
-import torch
+from example_commands import SHORT, SMALL
 
 from surogate_core.cli.main import main
-
-SHORT = (
-    "max_steps=2",
-    "save_steps=0",
-    "eval_steps=0",
-    "sequence_len=128",
-    "per_device_train_batch_size=1",
-    "gradient_accumulation_steps=1",
-    "device=cpu",
-    "monitor=[jsonl]",
-)
-SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
-FAMILIES = {"Qwen3-0.6B": "Qwen3", "Qwen2.5-0.5B-Instruct": "Qwen2", "Llama-3.2-1B-Instruct": "Llama"}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user who types the commands has around them."""
-    import transformers
-
-    from surogate_core.files.paths import resolve_package_path
-
     here = tmp_path_factory.mktemp("examples")
-    (here / "examples").symlink_to(example_commands.ROOT / "examples")
-    embedded = Path(resolve_package_path("pkg://surogate_dataset_chat/embedded"))
-    for name, family in FAMILIES.items():
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**SMALL)
-        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(here / name)
-        shutil.copytree(embedded / "tokenizer", here / name, dirs_exist_ok=True)
-    lines = (embedded / "train.jsonl").read_text(encoding="utf-8").splitlines()[:80]
-    (here / "my.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    rows = [json.loads(line)["messages"] for line in lines]
-    turns = [{m["role"]: m["content"] for m in messages} for messages in rows]
-    alpaca = [{"instruction": t["user"], "input": "", "output": t["assistant"]} for t in turns]
-    (here / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in alpaca), encoding="utf-8")
-    (here / "corpus").mkdir()
-    texts = [{"text": f"{t['user']} {t['assistant']}"} for t in turns]
-    (here / "corpus/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+    example_commands.furnish(here)
     return here
 
 

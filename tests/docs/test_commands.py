@@ -1,0 +1,153 @@
+"""Commands of README.md and docs/: their options exist, their configurations compose, and those of the guides run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from functools import cache
+from pathlib import Path
+
+import example_commands
+import pytest
+from page_commands import GUIDES, PAGES, ROOT, Command, commands
+from pages import blocks
+
+from surogate_core.cli.arguments import parse
+from surogate_core.cli.commands import COMMANDS, CORE_TASKS
+from surogate_core.cli.main import main
+from surogate_core.config.resolve import load_many
+from surogate_core.plugins import Registry, load_plugins
+
+OWN_TESTS = {"hydra.md", "writing-a-plugin.md"}
+"""Pages whose commands are run by another test: tests/cli/test_hydra.py and tests/docs/test_tutorials.py."""
+VALUES = {"plan": ("--gpu", "--fit"), "numerics": ("--recipes", "--run", "--output"), "tokenize": ()}
+"""Options with a value, beside those of every command that takes a configuration."""
+OTHERS = {"pip", "uv", "hf", "sha256sum", "try/bin/pip", "/opt/surogate/bin/pip", "docker", "HF_HUB_OFFLINE=1"}
+"""Programs of others that a page may show without the mark `not run`."""
+
+ALL = [c for page in PAGES if page.name not in OWN_TESTS for c in commands(page)]
+OURS = [c for c in ALL if c.words[0] == "surogate"]
+RUNNING = [page for page in GUIDES if any(not c.mark and c.words[0] == "surogate" for c in commands(page))]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here = tmp_path_factory.mktemp("reader")
+    example_commands.furnish(here)
+    return here
+
+
+def put_files(page: Path, here: Path) -> None:
+    """The page's YAML blocks that begin with ``# NAME.yaml`` as files; a run.yaml for a page that has none."""
+    (here / "run.yaml").write_text("model: Qwen/Qwen3-0.6B\ndatasets: my.jsonl\n", encoding="utf-8")
+    for block in blocks(page):
+        name = re.match(r"# ([\w-]+\.yaml)\n", block.text)
+        if block.language == "yaml" and name:
+            (here / name[1]).write_text(block.text, encoding="utf-8")
+
+
+@cache
+def help_of(*words: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return out.getvalue()
+
+
+def overrides(command: str, words: list[str]) -> list[str]:
+    """The words without the command's own options."""
+    left = []
+    while words:
+        word = words.pop(0)
+        if word in VALUES.get(command, ()) or (word == "--debug" and words and words[0].isdigit()):
+            words.pop(0)
+        elif word not in ("--debug", "--json"):
+            left.append(word)
+    return left
+
+
+def compose(command: Command, registry: Registry) -> None:
+    """Raises what the command line would report."""
+    name = command.words[1] if len(command.words) > 1 and command.words[1] in COMMANDS else ""
+    words = list(command.words[2:] if name else command.words[1:])
+    parsed = parse(overrides(name, words), command=f"surogate {name}")
+    load_many(
+        parsed.overrides,
+        task=name if name in CORE_TASKS else None,
+        config_file=parsed.config_file,
+        registry=registry,
+        multirun=parsed.multirun,
+    )
+
+
+def test_every_configuration_of_a_command_composes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    registry, wrong, seen = load_plugins(), [], 0
+    for command in OURS:
+        if command.words[1] in ("merge", "export", "report", "plugins", "doctor"):
+            continue
+        put_files(command.page, place)
+        seen += 1
+        try:
+            compose(command, registry)
+        except Exception as error:
+            wrong.append(f"{command}: {error}")
+    assert seen > 30
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_option_of_a_command_is_in_its_help() -> None:
+    wrong = []
+    for command in OURS:
+        name = command.words[1]
+        assert name in COMMANDS or "=" in name or name == "-m", str(command)
+        words = command.words[1:3] if name == "plugins" else (name,) if name in COMMANDS else ("sft",)
+        text = help_of(*words)
+        wrong += [f"{command}: {w}" for w in command.words if w.startswith("--") and w.partition("=")[0] not in text]
+    assert not wrong
+
+
+def test_other_commands_are_of_this_repository_or_marked() -> None:
+    """`python benchmarks/FILE.py --option` and `make TARGET` exist; another program is known, or marked as not run."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in ALL:
+        first, *rest = command.words
+        if first == "make":
+            assert re.search(rf"^{rest[0]}:", makefile, re.MULTILINE), str(command)
+        elif first == "python" and rest[0].endswith(".py"):
+            file = ROOT / rest[0]
+            text = "".join(p.read_text(encoding="utf-8") for p in (file, *file.parent.glob("*.py")))
+            options = [word for word in rest if word.startswith("--")]
+            assert all(f'"{o}"' in text or f"{o[2:].replace('-', '_')}:" in text for o in options), str(command)
+        elif not first.startswith("surogate") and not first.endswith("python"):
+            assert first in OTHERS or command.mark.startswith("not run: "), str(command)
+
+
+def expanded(word: str, here: Path) -> list[str]:
+    """The word, or what the shell makes of ``DIR/*``."""
+    if not word.endswith("/*"):
+        return [word]
+    return sorted(p.relative_to(here).as_posix() for p in here.glob(word))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", RUNNING, ids=lambda p: p.stem)
+def test_the_commands_of_a_guide_run(
+    page: Path, place: Path, monkeypatch: pytest.MonkeyPatch, data_cache: Path
+) -> None:
+    """In their order, with small models and data under the names of the page, and few steps."""
+    monkeypatch.chdir(place)
+    put_files(page, place)
+    if not any(place.glob("runs/*")):
+        assert main(["sft", "run.yaml", *example_commands.SHORT, f"data_cache_dir={data_cache}"]) == 0
+    for command in commands(page):
+        if command.mark or command.words[0] != "surogate":
+            continue
+        words = [w for word in command.words[1:] for w in expanded(word, place)]
+        trains = words[0] in (*CORE_TASKS, "demo")
+        short = (w for w in example_commands.SHORT if w.partition("=")[0] not in " ".join(words))
+        cached = words[0] not in ("merge", "export", "report", "plugins", "doctor")
+        extra = [*(short if trains else ()), *([f"data_cache_dir={data_cache}"] if cached else ())]
+        assert main([*words, *extra]) == 0, str(command)
