@@ -39,9 +39,8 @@ def command(name: str, index: int = 0) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "result"),
     [
-        ("qwen3_sft_lora", "qwen3-lora/adapter/adapter_model.safetensors"),
-        ("qwen2_sft_lora", "qwen2-lora/adapter/adapter_model.safetensors"),
-        ("llama3_sft_lora", "llama3-lora/adapter/adapter_model.safetensors"),
+        ("lora", "lora/adapter/adapter_model.safetensors"),
+        ("qlora_8b", "qlora-8b/adapter/adapter_model.safetensors"),
         ("instruction_data", "instruction-lora/adapter/adapter_model.safetensors"),
         ("full_finetune", "full-finetune/model/model.safetensors"),
         ("pretrain", "pretrain/model/model.safetensors"),
@@ -49,25 +48,31 @@ def command(name: str, index: int = 0) -> list[str]:
 )
 def test_a_command_runs(name: str, result: str, place: Path, typed: Callable[..., None]) -> None:
     typed(command(name), *SHORT)
-    assert (place / "output" / result).is_file()
+    assert (place / "runs" / result).is_file()
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-0.5B-Instruct", "Llama-3.2-1B-Instruct"])
+def test_the_first_example_trains_the_other_families(model: str, place: Path, typed: Callable[..., None]) -> None:
+    typed([*command("lora")[:2], f"model=./{model}"], *SHORT, f"output_dir=runs/{model}")
+    assert (place / "runs" / model / "adapter/adapter_model.safetensors").is_file()
 
 
 def test_stacked_lora_runs_on_the_adapter_of_the_first_example(place: Path, typed: Callable[..., None]) -> None:
-    if not (place / "output/qwen3-lora/adapter").is_dir():
-        typed(command("qwen3_sft_lora"), *SHORT)
+    if not (place / "runs/lora/adapter").is_dir():
+        typed(command("lora"), *SHORT)
     typed(command("stacked_lora"), *SHORT)
-    assert (place / "output/stacked-lora/adapter/adapter_model.safetensors").is_file()
-    assert (place / "output/stacked-lora/model/model.safetensors").is_file()
+    assert (place / "runs/stacked-lora/adapter/adapter_model.safetensors").is_file()
+    assert (place / "runs/stacked-lora/model/model.safetensors").is_file()
 
 
 def test_pretraining_on_texts_of_ones_own(place: Path, typed: Callable[..., None]) -> None:
     small = [f"model.config.{key}={value}" for key, value in {**SMALL, "head_dim": 16}.items()]
-    typed(command("pretrain", 1), *SHORT, *small, "output_dir=output/own-texts")
-    assert (place / "output/own-texts/model/model.safetensors").is_file()
+    typed(command("pretrain", 1), *SHORT, *small, "output_dir=runs/own-texts")
+    assert (place / "runs/own-texts/model/model.safetensors").is_file()
 
 
 def test_the_data_of_an_example_is_shown(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    words = command("qwen3_sft_lora", 1)
+    words = command("lora", 1)
     assert words[0] == "tokenize"
     typed(words, "sequence_len=128")
     out = capsys.readouterr().out

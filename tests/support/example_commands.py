@@ -55,7 +55,8 @@ def furnish(here: Path) -> None:
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(here / name)
         shutil.copytree(embedded / "tokenizer", here / name, dirs_exist_ok=True)
     (here / "Qwen3-0.6B").symlink_to(here / "Qwen/Qwen3-0.6B")
-    (here / "Qwen/Qwen3-8B").symlink_to(here / "Qwen/Qwen3-0.6B")
+    for name in ("Qwen3-8B", "Qwen/Qwen3-8B"):
+        (here / name).symlink_to(here / "Qwen/Qwen3-0.6B")
     lines = (embedded / "train.jsonl").read_text(encoding="utf-8").splitlines()[:80]
     turns = [{m["role"]: m["content"] for m in json.loads(line)["messages"]} for line in lines]
     alpaca = [{"instruction": t["user"], "input": "", "output": t["assistant"]} for t in turns]
