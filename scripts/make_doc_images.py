@@ -1,9 +1,8 @@
-"""Make docs/images/: curves of auto_lr_reduction and early_stop, and what console, live page and report look like.
+"""Make docs/images/: curves of auto_lr_reduction and early_stop, and what the console looks like.
 
-Trains four small runs on the CPU (a few minutes). The pictures of page and report need playwright, Pillow and a
-Chromium of the system; with --without-browser they are left as they are.
+Trains four small runs on the CPU (a few minutes). `make_screens.py` makes the pictures of report and live page.
 
-    OMP_NUM_THREADS=1 python scripts/make_doc_images.py [--without-browser] [--keep DIR]
+    OMP_NUM_THREADS=1 python scripts/make_doc_images.py [--keep DIR]
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import argparse
 import dataclasses
 import io
 import json
-import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from surogate_core.plugins.registry import load_plugins
 from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 from surogate_core.report.records import RunRecord, read_run
-from surogate_core.report.serve import PageServer
 from surogate_core.run.job import launch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -119,37 +115,9 @@ def console(path: Path, directory: Path, *, steps: int) -> None:
     path.write_text(screen.export_svg(title="surogate auto_lr_reduction=true …"))
 
 
-def keep(picture: bytes, path: Path) -> None:
-    """With 64 colours a picture of curves is a third as large and looks the same."""
-    from PIL import Image
-
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(64).save(path, optimize=True)
-
-
-def pictures(directory: Path) -> None:
-    """The live page and the report in Chromium."""
-    from playwright.sync_api import sync_playwright
-
-    chromium = next(p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n)))
-    one, two = read_run(directory / "auto_lr_reduction"), read_run(directory / "without-guard")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        shown = browser.new_page(viewport={"width": 1200, "height": 1020}, device_scale_factor=0.75)
-        for name, runs in (("page", [one]), ("page-overlay", [one, two])):
-            with closing(PageServer(lambda runs=runs: runs)) as server:  # type: ignore[misc]
-                shown.goto(server.url)
-                shown.wait_for_selector("body[data-drawn]")
-                shown.wait_for_timeout(200)
-                keep(shown.screenshot(), IMAGES / f"{name}.png")
-        shown.goto((directory / "auto_lr_reduction" / "report.html").resolve().as_uri())
-        keep(shown.screenshot(), IMAGES / "report.png")
-        browser.close()
-
-
 def main() -> None:
     """Train, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--without-browser", action="store_true")
     parser.add_argument("--keep", type=Path, help="where the runs are kept, and taken from if they are there")
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
@@ -171,8 +139,6 @@ def main() -> None:
             [("Held-out loss", [("without", whole, "eval"), ("early_stop=true", stopped, "eval")])],
         )
         console(IMAGES / "console.svg", directory / "auto_lr_reduction", steps=180)
-        if not options.without_browser:
-            pictures(directory)
     for path in sorted(IMAGES.iterdir()):
         print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
 

@@ -198,6 +198,21 @@ class EvalEnd(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Samples(Event):
+    """Texts that the model generated after an evaluation. The report shows them; no built-in monitor emits them yet."""
+
+    step: int
+    """Optimizer steps done."""
+    prompts: tuple[str, ...]
+    """The prompts, in the user's order."""
+    texts: tuple[str, ...]
+    """What the model generated for each prompt."""
+
+    def __post_init__(self) -> None:
+        _mask(self, "prompts", "texts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 

@@ -74,10 +74,11 @@ def _port(text: str) -> int:
 def _serve(directories: Sequence[Path], port: int) -> int:
     from contextlib import ExitStack, closing
 
+    from surogate_core.report.records import find_runs
     from surogate_core.report.serve import Follower, PageServer
 
     with ExitStack() as stack:
-        followers = [stack.enter_context(closing(Follower(directory))) for directory in directories]
+        followers = [stack.enter_context(closing(Follower(run, group=group))) for run, group in find_runs(directories)]
         try:
             server = PageServer(lambda: [follower.record for follower in followers], port=port)
         except OSError as error:

@@ -1,40 +1,39 @@
-"""The contents of a report, independent of its format: figures, phases, advice, data."""
+"""The contents of a report, independent of its format: curves, phases, and sections of facts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.report.curves import Band, Mark, figure, kept_places
+from surogate_core.report.curves import Band, Mark, figure, kept_places, smoothed
 from surogate_core.report.records import RunRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from surogate_core.report.curves import Point
+
 Rows = list[tuple[str, ...]]
 
 CURVES = (
     ("Loss", "loss", ""),
-    ("Held-out loss", "eval", ""),
+    ("Eval loss", "eval", ""),
     ("Learning rate", "lr", ""),
-    ("Gradient norm", "grad_norm", "before clipping"),
+    ("Grad norm", "grad_norm", "before clipping"),
     ("Throughput", "tokens_per_second", "tokens/s"),
     ("Peak memory", "peak_memory_bytes", "GiB"),
-)
-"""(title, series, unit)."""
-
-MORE_CURVES = (
-    ("Speed of light", "speed_of_light", "% of the product rate"),
+    ("MFU", "speed_of_light", "% of a measured matmul"),
     ("GPU utilization", "gpu.utilization", "%"),
     ("GPU memory", "gpu.memory_used_bytes", "GiB, all processes"),
     ("GPU power", "gpu.power_watts", "W"),
     ("GPU temperature", "gpu.temperature_celsius", "°C"),
     ("GPU clock", "gpu.sm_clock_mhz", "MHz"),
 )
-"""Shown for runs that have recorded them."""
+"""(title, series, unit). A curve that no run recorded is left out. One run's eval loss is drawn with its loss."""
 
 SCALES = {
     "peak_memory_bytes": 2.0**-30,
@@ -43,15 +42,32 @@ SCALES = {
     "gpu.utilization": 100.0,
 }
 
-
-FROM_ZERO = frozenset({"tokens_per_second", "peak_memory_bytes", *(series for _, series, _ in MORE_CURVES)})
+FROM_ZERO = frozenset(series for _, series, _ in CURVES) - {"loss", "eval", "lr", "grad_norm"}
 """Series whose axis begins at 0, so that a small change of a large amount looks small."""
 
-COMPARED = ("outcome", "steps", "loss", "held-out loss", "throughput", "peak memory")
-"""The rows of the summary that the table of compared runs shows."""
+SMOOTHED = ("loss", "grad_norm")
+"""Curves that are noisy. A mean of the others would show what was never there, such as a later learning rate."""
 
+SMOOTH = 0.8
+"""Weight that a mean keeps with each further step, unless the reader chooses another."""
 
 PLUGIN_HEADER = ("plugin", "distribution", "version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One part of the report below the curves; `rows`, `items` or `text` is its content."""
+
+    title: str
+    header: tuple[str, ...] = ()
+    """Names of the columns; without them the rows are facts, (what, value)."""
+    rows: Sequence[tuple[str, ...]] = ()
+    items: Sequence[str] = ()
+    """A list of sentences."""
+    text: str = ""
+    """Text of a file, shown as it is."""
+    folded: bool = False
+    """Whether it is closed until the reader opens it."""
 
 
 def recorded(run: RunRecord, series: str) -> bool:
@@ -64,72 +80,81 @@ def shown_curves(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
     """(title, series, unit) of the curves that a report of these runs has; none without a step and an evaluation."""
     if not any(len(run.curve(series)[0]) for run in runs for series in ("loss", "eval")):
         return []
-    return [*CURVES, *(c for c in MORE_CURVES if any(recorded(run, c[1]) for run in runs))]
+    # Losses that are all not finite have a chart too, which says so.
+    found = [c for c in CURVES if any(recorded(run, c[1]) for run in runs)]
+    if len(runs) > 1:
+        return found
+    return [c for c in found if c[1] != "eval" or not len(runs[0].steps)]
 
 
-def points_of(run: RunRecord, series: str) -> list[tuple[float, float]]:
-    """A curve's points, thinned; x is the step."""
+def points_of(run: RunRecord, series: str, *, smooth: float = 0.0, limit: int) -> list[Point]:
+    """A curve's points, or those of its mean where `smooth` is not 0, at most `limit`; x is the step."""
     steps, values = run.curve(series)
-    places = kept_places(values)
-    heights = values[places] * SCALES.get(series, 1.0)
+    places = kept_places(values, limit)
+    shown = smoothed(values, smooth, places) if smooth else values[places]
+    heights = shown * SCALES.get(series, 1.0)
     return list(zip(steps[places].astype(float).tolist(), heights.tolist(), strict=True))
 
 
-def summary(run: RunRecord) -> Rows:
-    """The run's figures, (what, value)."""
-    start, end = run.start, run.end or {}
-    rows: Rows = [("outcome", run.outcome)]
-    if message := str(end.get("message") or ""):
-        rows.append(("message", message))
+def facts(run: RunRecord) -> Rows:
+    """What was trained, on what, with which versions, (what, value)."""
+    start, known = run.start, run.facts
+    rows: Rows = []
     if start:
+        parameters, trained = start.get("parameters", 0), start.get("trainable_parameters", 0)
+        share = f", {trained / parameters:.2%}" if parameters and trained != parameters else ""
         rows += [
             ("model", str(start.get("model"))),
-            ("parameters", f"{start.get('parameters', 0):,}, {start.get('trainable_parameters', 0):,} of them trained"),
+            ("parameters", f"{parameters:,}"),
+            ("trained parameters", f"{trained:,}{share}"),
             ("device", str(start.get("device"))),
-            ("steps", f"{run.steps[-1] if len(run.steps) else 0:,} of {start.get('steps', 0):,}"),
+            ("tokens per step", f"{start['tokens_per_step']:,}" if "tokens_per_step" in start else ""),
+            ("epochs", f"{start['epochs']:.4g}" if "epochs" in start else ""),
         ]
-    if len(run.steps):
-        losses, seconds, speeds = (_finite(run, name) for name in ("loss", "seconds", "tokens_per_second"))
-        shares = _finite(run, "speed_of_light")
-        rows.append(("tokens", f"{run.total_tokens:,}"))
-        rows.append(("time in steps", f"{seconds.sum():,.1f} s"))
-        if len(losses):
-            tail = losses[-20:]
-            rows.append(("loss", f"{losses[0]:.4f} → {tail.mean():.4f} (mean of the last {len(tail)})"))
-        if len(losses) < len(run.steps):
-            rows.append(("steps that were not finite", f"{len(run.steps) - len(losses):,}"))
-        if len(speeds):
-            rows.append(("throughput", f"{np.median(speeds):,.0f} tokens/s (median)"))
-        if len(shares):
-            rows.append(("speed of light", f"{np.median(shares):.1%} of the measured product rate (median)"))
-        if len(peaks := _finite(run, "peak_memory_bytes")):
-            rows.append(("peak memory", f"{peaks.max() / 2**30:.2f} GiB"))
-    steps, held_out = run.curve("eval")
-    if len(held_out) > 1:
-        rows.append(("held-out loss", f"{held_out[0]:.4f} → {held_out[-1]:.4f}"))
-    elif len(held_out):
-        rows.append(("held-out loss", f"{held_out[0]:.4f} (step {steps[0]:,} only)"))
-    if end.get("export_path"):
-        rows.append(("exported to", str(end["export_path"])))
-    return rows
+    if bad := len(run.steps) - len(finite(run, "loss")):
+        rows.append(("steps that were not finite", f"{bad:,}"))
+    versions = [f"{name} {known[name]}" for name in ("surogate", "torch") if known.get(name)]
+    return [row for row in [*rows, ("versions", ", ".join(versions))] if row[1]]
 
 
-def comparison(runs: Sequence[RunRecord]) -> tuple[tuple[str, ...], Rows]:
-    """(header, a row for each run) of the table that compares several runs; columns that no run fills are left out."""
-    found = [{what: value for what, value, *_ in summary(run)} for run in runs]
-    names = [name for name in COMPARED if any(name in figures for figures in found)]
-    rows = [(t, *(f.get(name, "") for name in names)) for t, f in zip(titles(runs), found, strict=True)]
-    return ("run", *names), rows
+def sections(run: RunRecord, *, with_plugins: bool = True) -> list[Section]:
+    """What the report has of a run below its curves; a part without content is left out."""
+    counted = data(run)
+    zero = [(what, value) for what, value in counted if value == "0"]
+    found = [
+        Section(title="Samples", header=("step", "prompt", "text"), rows=samples(run)),
+        Section(title="Advice", header=("step", "seen", "key", "change", "evidence"), rows=advice(run)),
+        Section(title="Notes", items=notices(run)),
+        Section(title="Run", rows=facts(run)),
+        Section(title="Data", rows=[row for row in counted if row not in zero]),
+        Section(title="Data: counts that are 0", rows=zero, folded=True),
+        Section(title="Phases", header=("step", "phase", "before", "improvement"), rows=phases(run), folded=True),
+    ]
+    if with_plugins:
+        found.append(Section(title="Plugins", header=PLUGIN_HEADER, rows=plugins(run), folded=True))
+    found.append(Section(title="Configuration", text=run.config_text, folded=True))
+    return [part for part in found if part.rows or part.items or part.text]
 
 
-def shared_plugins(runs: Sequence[RunRecord]) -> Rows | None:
+def shared_plugins(runs: Sequence[RunRecord]) -> Section | None:
     """The plugins of several runs if all have the same, so that they are listed once; otherwise None."""
     first, *others = [plugins(run) for run in runs]
-    return first if others and all(rows == first for rows in others) else None
+    if not (others and all(rows == first for rows in others)):
+        return None
+    return Section(title="Plugins of all runs", header=PLUGIN_HEADER, rows=first, folded=True)
+
+
+def samples(run: RunRecord) -> Rows:
+    """(step, prompt, generated text), those of the last step first."""
+    return [
+        (str(one.get("step")), str(prompt), str(text))
+        for one in reversed(run.samples)
+        for prompt, text in zip(one.get("prompts") or (), one.get("texts") or (), strict=False)
+    ]
 
 
 def milestones(run: RunRecord, count: int = 12) -> Rows:
-    """(step, loss, learning rate, gradient norm, tokens/s) at `count` steps, the first and the last among them."""
+    """(step, train loss, learning rate, grad norm, tokens/s) at `count` steps, the first and the last among them."""
     last = len(run.steps) - 1
     places = sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
     names = ("loss", "lr", "grad_norm", "tokens_per_second")
@@ -179,7 +204,7 @@ def data(run: RunRecord) -> Rows:
         "tokens": "tokens",
         "label_tokens": "tokens that are trained",
     }
-    for part, title in (("train", "training"), ("eval", "held out")):
+    for part, title in (("train", "training"), ("eval", "eval")):
         if isinstance(counts := report.get(part), dict):
             rows += [(f"{title}: {text}", f"{counts[name]:,}") for name, text in names.items()]
             share = counts["label_tokens"] / max(1, counts["tokens"])
@@ -212,13 +237,8 @@ def marks(run: RunRecord) -> list[Mark]:
     ]
 
 
-def titles(runs: Sequence[RunRecord]) -> list[str]:
-    """Names that distinguish the runs."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
-
-
-def _finite(run: RunRecord, series: str) -> NDArray[np.float64]:
+def finite(run: RunRecord, series: str) -> NDArray[np.float64]:
+    """The finite values of a curve."""
     values = run.curve(series)[1]
     return values[np.isfinite(values)]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from surogate_core.report import palette
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,12 +22,11 @@ POINTS = 1000
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 24
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-
-PHASE_COLOURS = {"converging": "#10b981", "plateau": "#f59e0b", "diverging": "#ef4444", "unstable": "#a855f7"}
+COLUMNS = 40
+"""Stretches of a chart that have a tooltip each."""
 
 LOG_RATIO = 200.0
-"""Ratio of the largest to the smallest value, all positive, above which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value, all positive, above which an axis is logarithmic by itself."""
 
 Point = tuple[float, float]
 
@@ -39,6 +40,10 @@ class Curve:
     """(x, y), x rising; where y is not finite the line is broken."""
     dots: bool = False
     """Also mark every point."""
+    style: int | None = None
+    """Place in the palette; None: the place among the chart's curves."""
+    pale: bool = False
+    """Drawn pale, as the raw values behind their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,25 @@ class Mark:
 
     at: float
     label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Where values are in the picture."""
+
+    left: float
+    right: float
+    bottom: float
+    """The logarithm to base 10 where `log` is true, and likewise `top`."""
+    top: float
+    log: bool
+
+    def across(self, x: float) -> float:
+        return LEFT + (x - self.left) / (self.right - self.left) * (WIDTH - LEFT - RIGHT)
+
+    def down(self, y: float) -> float:
+        height = math.log10(y) if self.log else y
+        return HEIGHT - BOTTOM - (height - self.bottom) / (self.top - self.bottom) * (HEIGHT - TOP - BOTTOM)
 
 
 def kept_places(heights: NDArray[np.float64], limit: int = POINTS) -> NDArray[np.int64]:
@@ -81,21 +105,25 @@ def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     return [points[place] for place in kept_places(np.array([y for _, y in points], np.float64), limit)]
 
 
-def smoothed(values: NDArray[np.float64], keep: float) -> NDArray[np.float64]:
-    """The exponential mean of the finite values up to each one, without bias to the first; NaN where none is.
+def smoothed(values: NDArray[np.float64], keep: float, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The exponential mean of the finite values up to each of the places, without bias to the first; NaN without any.
 
-    A value's weight falls by the factor `keep` (0 to 1, without 1) with each finite one that follows. The weights of
+    A value's weight falls by the factor `keep` (above 0, below 1) with each finite one that follows. The weights of
     each mean sum to 1, as in TensorBoard, so the first mean is the first value.
     """
     finite = np.isfinite(values)
-    sums = values[finite] * (1.0 - keep)
-    shift, factor = 1, keep
-    # Each round doubles how far back the sums reach, until what is further back weighs less than rounding.
-    while shift < len(sums) and factor > 1e-18:
-        sums[shift:] = sums[shift:] + factor * sums[:-shift]
-        shift, factor = 2 * shift, factor * factor
-    means = np.full(len(values), np.nan)
-    means[finite] = sums / (1.0 - keep ** np.arange(1, len(sums) + 1, dtype=np.float64))
+    if not finite.all():
+        # Where each place is among the finite values.
+        places = np.where(finite[places], np.cumsum(finite)[places] - 1, -1)
+        values = values[finite]
+    # What is further back weighs less than rounding.
+    reach = min(len(values), math.ceil(math.log(1e-18) / math.log(keep)))
+    weights = (1.0 - keep) * keep ** np.arange(reach, dtype=np.float64)[::-1]
+    means = np.full(len(places), np.nan)
+    for number, place in enumerate(places.tolist()):
+        if place >= 0:
+            part = values[max(0, place + 1 - reach) : place + 1]
+            means[number] = part @ weights[reach - len(part) :] / (1.0 - keep ** (place + 1))
     return means
 
 
@@ -107,72 +135,114 @@ def chart(
     marks: Sequence[Mark] = (),
     unit: str = "",
     from_zero: bool = False,
+    log: bool | None = None,
+    tips: bool = False,
 ) -> str:
-    """A figure with axes, or one that says that there is nothing to draw; `from_zero`: the values' axis begins at 0."""
-    curves = [Curve(label=c.label, points=thinned(c.points), dots=c.dots) for c in curves]
+    """A figure with axes, or one that says that there is nothing to draw.
+
+    `from_zero`: the axis of the values begins at 0. `log`: whether it is logarithmic; None decides by their range.
+    `tips`: stretches of the picture have the values there as tooltips.
+    """
+    curves = [
+        replace(c, points=thinned(c.points), style=palette.style_of(place if c.style is None else c.style))
+        for place, c in enumerate(curves)
+    ]
+    if log:
+        curves = [replace(c, points=[(x, y if y > 0 else math.nan) for x, y in c.points]) for c in curves]
+    head = f"<figure><figcaption>{escape(f'{title} ({unit})' if unit else title)}"
+    frame = _frame(curves, from_zero=from_zero, log=log)
+    if frame is None:
+        return f'{head}</figcaption><p class="none">nothing recorded</p></figure>'
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    parts += [*_bands(bands, frame), *_axes(frame), *_marks(marks, frame), *_lines(curves, frame)]
+    parts += _tips(curves, frame) if tips else []
+    key = legend([(c.label, c.style or 0, c.dots) for c in curves if c.label and not c.pale and c.points])
+    scale = ", log scale" if frame.log else ""
+    return f"{head}{scale}</figcaption>{key}{''.join(parts)}</svg></figure>"
+
+
+def _frame(curves: Sequence[Curve], *, from_zero: bool, log: bool | None) -> _Frame | None:
     finite = [(x, y) for c in curves for x, y in c.points if math.isfinite(y)]
     if not finite:
-        return f'{_head(title, unit)}<p class="none">nothing recorded</p></figure>'
+        return None
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
-    x_low, x_high = min(xs), max(xs)
-    if x_low == x_high:
-        x_low, x_high = x_low - 1, x_high + 1
-    log = not from_zero and min(ys) > 0 and max(ys) / min(ys) > LOG_RATIO
-    y_low, y_high = _range([*ys, 0.0] if from_zero else ys, log=log)
+    left, right = min(xs), max(xs)
+    if left == right:
+        left, right = left - 1, right + 1
+    if log is None:
+        log = not from_zero and min(ys) > 0 and max(ys) / min(ys) > LOG_RATIO
+    bottom, top = _range([*ys, 0.0] if from_zero else ys, log=log)
+    return _Frame(left=left, right=right, bottom=bottom, top=top, log=log)
 
-    def across(x: float) -> float:
-        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
 
-    def down(y: float) -> float:
-        height = math.log10(y) if log else y
-        return HEIGHT - BOTTOM - (height - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+def _bands(bands: Sequence[Band], frame: _Frame) -> Iterable[str]:
     for band in bands:
-        begin, end = (across(min(max(x, x_low), x_high)) for x in (band.begin, band.end))
-        colour = PHASE_COLOURS.get(band.label)
+        begin, end = (frame.across(min(max(x, frame.left), frame.right)) for x in (band.begin, band.end))
+        colour = palette.PHASES.get(band.label)
         if colour and end > begin:
-            parts.append(
+            yield (
                 f'<rect class="band" x="{begin:.1f}" y="{TOP}" width="{end - begin:.1f}" '
                 f'height="{HEIGHT - TOP - BOTTOM}" fill="{colour}"><title>{escape(band.label)}</title></rect>'
             )
-    for height in _ticks(y_low, y_high):
-        value = 10**height if log else height
-        at = down(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="y" x="{LEFT - 6}" y="{at + 4:.1f}">{figure(value)}</text>')
-    for x in _ticks(x_low, x_high):
-        parts.append(f'<text class="x" x="{across(x):.1f}" y="{HEIGHT - 6}">{figure(x)}</text>')
+
+
+def _axes(frame: _Frame) -> Iterable[str]:
+    for height in _ticks(frame.bottom, frame.top):
+        value = 10**height if frame.log else height
+        at = frame.down(value)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text class="y" x="{LEFT - 6}" y="{at + 4:.1f}">{figure(value)}</text>'
+    for x in _ticks(frame.left, frame.right):
+        yield f'<text class="x" x="{frame.across(x):.1f}" y="{HEIGHT - 6}">{figure(x)}</text>'
+
+
+def _marks(marks: Sequence[Mark], frame: _Frame) -> Iterable[str]:
     for mark in marks:
-        if x_low <= mark.at <= x_high:
-            at = across(mark.at)
-            parts.append(
+        if frame.left <= mark.at <= frame.right:
+            at = frame.across(mark.at)
+            yield (
                 f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
                 f"<title>{escape(mark.label)}</title></line>"
             )
-    for number, curve in enumerate(curves):
-        colour = COLOURS[number % len(COLOURS)]
+
+
+def _lines(curves: Sequence[Curve], frame: _Frame) -> Iterable[str]:
+    for curve in curves:
         for run in _unbroken(curve.points):
-            path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in run)
-            parts.append(f'<polyline points="{path}" stroke="{colour}"><title>{escape(curve.label)}</title></polyline>')
+            path = " ".join(f"{frame.across(x):.1f},{frame.down(y):.1f}" for x, y in run)
+            pale = " raw" if curve.pale else ""
+            yield f'<polyline class="s{curve.style}{pale}" points="{path}"/>'
             if curve.dots or len(run) == 1:
-                parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="2.5" fill="{colour}"/>' for x, y in run]
-    parts.append("</svg>")
-    return _head(title, unit, log=log) + "".join(parts) + "</figure>"
+                for x, y in run:
+                    at = f'cx="{frame.across(x):.1f}" cy="{frame.down(y):.1f}"'
+                    yield f'<circle class="d{curve.style}{pale}" {at} r="3"/>'
 
 
-def _head(title: str, unit: str, *, log: bool = False) -> str:
-    text = f"{title}{f' ({unit})' if unit else ''}{', log scale' if log else ''}"
-    return f"<figure><figcaption>{escape(text)}</figcaption>"
+def _tips(curves: Sequence[Curve], frame: _Frame) -> Iterable[str]:
+    """Columns that cannot be seen, with the values nearest to their middle as tooltips."""
+    width, steps = (WIDTH - LEFT - RIGHT) / COLUMNS, (frame.right - frame.left) / COLUMNS
+    for place in range(COLUMNS):
+        middle = frame.left + (place + 0.5) * steps
+        said = []
+        for curve in curves:
+            x, y = min(curve.points, key=lambda point: abs(point[0] - middle), default=(math.inf, math.nan))
+            if math.isfinite(y) and (curve.dots or abs(x - middle) <= max(steps, 1.0)):
+                said.append(f"{curve.label}{' raw' if curve.pale else ''} {figure(y)} (step {x:,.0f})".strip())
+        if said:
+            yield (
+                f'<rect class="tip" x="{LEFT + place * width:.1f}" y="{TOP}" width="{width:.1f}" '
+                f'height="{HEIGHT - TOP - BOTTOM}"><title>{escape(chr(10).join(said))}</title></rect>'
+            )
 
 
-def legend(labels: Sequence[str]) -> str:
-    """The runs' colours."""
+def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
+    """The names beside samples of their lines: (name, style, whether the line has dots)."""
     items = (
-        f'<li><span style="background:{COLOURS[i % len(COLOURS)]}"></span>{escape(label)}</li>'
-        for i, label in enumerate(labels)
+        f'<li><svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><line class="s{style}" x1="1" x2="25" y1="5" '
+        f'y2="5"/>{f"""<circle class="d{style}" cx="13" cy="5" r="3"/>""" if dots else ""}</svg>{escape(label)}</li>'
+        for label, style, dots in entries
     )
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    return f'<ul class="key">{"".join(items)}</ul>' if entries else ""
 
 
 def figure(value: float) -> str:

@@ -4,42 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surogate_core.report import contents
+from surogate_core.report import compare, contents
+from surogate_core.report.card import card_of
+from surogate_core.report.data import tables
 from surogate_core.report.records import RunRecord
+
+COURSE = ("step", "train loss", "learning rate", "grad norm", "tokens/s")
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """The text of one run, or of several one after the other behind a table that compares them."""
-    titles = contents.titles(runs)
+    """The text of one run, or of several one after the other behind tables that compare them."""
     lines: list[str] = []
     if len(runs) > 1:
-        lines += [f"# {len(runs)} runs", "", *_table(*contents.comparison(runs))]
-    shared = contents.shared_plugins(runs)
-    for title, run in zip(titles, runs, strict=True):
+        card = card_of(runs)
+        lines += [f"# {_flat(card.title)}", "", f"**{_flat(card.verdict)}**", ""]
+        for section in tables(runs):
+            lines += _section(section, level=2)
+    shared = contents.shared_plugins(runs) if len(runs) > 1 else None
+    for title, run in zip(compare.titles(runs), runs, strict=True):
         lines += _run(title, run, with_plugins=shared is None)
     if shared is not None:
-        lines += ["# Plugins of all runs", "", *(_table(contents.PLUGIN_HEADER, shared) if shared else ["None.", ""])]
+        lines += _section(shared, level=1)
     return "\n".join(lines)
 
 
 def _run(title: str, run: RunRecord, *, with_plugins: bool) -> list[str]:
-    lines = [f"# {_flat(title)}", "", *_table(("", ""), contents.summary(run))]
-    sections = [
-        ("Course", ("step", "loss", "lr", "gradient norm", "tokens/s"), contents.milestones(run)),
-        ("Advice", ("step", "seen", "key", "change", "evidence"), contents.advice(run)),
-        ("Phases", ("step", "phase", "before", "improvement"), contents.phases(run)),
-        ("Data", ("", ""), contents.data(run)),
-    ]
-    if with_plugins:
-        sections.append(("Plugins", contents.PLUGIN_HEADER, contents.plugins(run)))
-    for name, header, rows in sections:
-        lines += [f"## {name}", "", *(_table(header, rows) if rows else ["None.", ""])]
-    if notes := contents.notices(run):
-        lines += ["## Notes", "", *(f"- {_flat(note)}" for note in notes), ""]
+    card = card_of([run])
+    lines = [f"# {_flat(title)}", ""]
+    lines += [_flat(card.subtitle), ""] if card.subtitle else []
+    lines += [f"**{_flat(card.verdict)}**", ""]
+    lines += [*_fenced(card.message, ""), ""] if card.message else []
+    figures = [(name, f"{value} ({remark})" if remark else value) for name, value, remark in card.tiles]
+    lines += _table(("", ""), [*figures, *card.places])
+    for purpose, command in card.commands:
+        lines += [f"To {purpose}:", "", *_fenced(command, "sh"), ""]
+    if course := contents.milestones(run):
+        lines += ["## Steps", "", *_table(COURSE, course)]
+    for section in contents.sections(run, with_plugins=with_plugins):
+        lines += _section(section, level=2)
+    return lines
+
+
+def _section(section: contents.Section, *, level: int) -> list[str]:
+    lines = [f"{'#' * level} {section.title}", ""]
+    if section.text:
+        return [*lines, *_fenced(section.text, "yaml"), ""]
+    if section.items:
+        return [*lines, *(f"- {_flat(item)}" for item in section.items), ""]
+    if section.folded and not section.header:
+        return [*lines, f"{_flat(', '.join(what for what, *_ in section.rows))}.", ""]
+    return [*lines, *_table(section.header or ("", ""), section.rows)]
+
+
+def _fenced(text: str, language: str) -> list[str]:
     fence = "```"
-    while fence in run.config_text:
+    while fence in text:
         fence += "`"
-    return [*lines, "## Configuration", "", f"{fence}yaml", run.config_text.rstrip("\n"), fence, ""]
+    return [f"{fence}{language}", text.rstrip("\n"), fence]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

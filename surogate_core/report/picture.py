@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from surogate_core.report.curves import COLOURS, HEIGHT, WIDTH, Curve, chart
+from surogate_core.report import palette
+from surogate_core.report.curves import HEIGHT, WIDTH, Curve, chart
 
 STYLE = """
 svg { font: 11px system-ui, sans-serif; } rect.back { fill: #fff; }
 text { font-size: 11px; fill: #6b7280; } text.y { text-anchor: end; } text.x { text-anchor: middle; }
 text.title { font-size: 13px; font-weight: 600; fill: #1f2937; }
 polyline { fill: none; stroke-width: 1.5; } .grid { stroke: #e5e7eb; } .band { opacity: .13; }
-"""
+""" + palette.line_styles(by_variable=False)
 HEAD = 26
 """Height of a chart's title."""
 KEY = 170
@@ -27,9 +28,9 @@ def stacked(figures: Sequence[tuple[str, Sequence[Curve]]]) -> str:
     names = [curve.label for curve in figures[0][1]]
     lines = -(-len(names) // 3)
     keys = "".join(
-        f'<rect x="{62 + KEY * (i % 3)}" y="{8 + 18 * (i // 3)}" width="10" height="10" '
-        f'fill="{COLOURS[i % len(COLOURS)]}"/>'
-        f'<text x="{77 + KEY * (i % 3)}" y="{17 + 18 * (i // 3)}">{escape(name)}</text>'
+        f'<line class="s{palette.style_of(i)}" stroke-width="2" x1="{50 + KEY * (i % 3)}" x2="{74 + KEY * (i % 3)}" '
+        f'y1="{13 + 18 * (i // 3)}" y2="{13 + 18 * (i // 3)}"/>'
+        f'<text x="{80 + KEY * (i % 3)}" y="{17 + 18 * (i // 3)}">{escape(name)}</text>'
         for i, name in enumerate(names)
     )
     parts, above = [], 18 * lines + 8

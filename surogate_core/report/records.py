@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from surogate_core.errors import UserError
 from surogate_core.files.metrics import METRICS, as_number, parsed, read_lines
@@ -16,7 +20,10 @@ from surogate_core.masking import masked_values, masked_yaml
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes", "seconds", "speed_of_light")
+STEP_FIELDS = (
+    *("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes", "seconds", "speed_of_light"),
+    "total_tokens",
+)
 EVAL_FIELDS = ("loss", "gap")
 GPU_FIELDS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
 
@@ -72,6 +79,8 @@ class RunRecord:
     total_tokens: int = 0
     phases: list[Mapping[str, Any]] = field(default_factory=list)
     advice: list[Mapping[str, Any]] = field(default_factory=list)
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    """Texts that the model generated at evaluations, where a monitor or the run recorded them."""
     notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
     live: bool = False
@@ -81,6 +90,9 @@ class RunRecord:
     config_text: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """``run.json``."""
+    group: str = ""
+    """Name of the directory under which this run was found with others, such as a sweep's."""
+    _medians: dict[str, tuple[int, float]] = field(default_factory=dict)
     _steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
     _evaluations: Table = field(default_factory=lambda: Table(EVAL_FIELDS))
     _gpu: Table = field(default_factory=lambda: Table(GPU_FIELDS))
@@ -113,6 +125,39 @@ class RunRecord:
         values = table.column(column)
         return table.steps[: len(values)], values
 
+    def along(self, axis: str) -> NDArray[np.float64]:
+        """Each step's place on an axis: ``step``, ``tokens`` since the beginning, or ``time`` in seconds of steps."""
+        if axis == "step":
+            return self.steps.astype(np.float64)
+        values = self._steps.column("total_tokens" if axis == "tokens" else "seconds")
+        values = np.where(np.isfinite(values), values, 0.0)
+        return np.maximum.accumulate(values) if axis == "tokens" else np.cumsum(values)
+
+    def median(self, series: str) -> float | None:
+        """The median of a curve's finite values; None without any. It is computed again after further steps only."""
+        count, found = self._medians.get(series, (-1, math.nan))
+        if count != len(self.steps):
+            values = self.curve(series)[1]
+            values = values[np.isfinite(values)]
+            found = float(np.median(values)) if len(values) else math.nan
+            self._medians[series] = (len(self.steps), found)
+        return found if math.isfinite(found) else None
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """(step, loss) of the evaluation with the lowest loss; None without a finite one."""
+        steps, losses = self.curve("eval")
+        finite = np.isfinite(losses)
+        if not finite.any():
+            return None
+        place = int(np.where(finite, losses, np.inf).argmin())
+        return int(steps[place]), float(losses[place])
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """``config.yaml`` as a mapping; empty where it is missing or cannot be read."""
+        return _settings(self.config_text)
+
     @property
     def outcome(self) -> str:
         """How it ended, in a few words."""
@@ -141,6 +186,8 @@ class RunRecord:
                 self.phases.append(record)
             case "advice":
                 self.advice.append(record)
+            case "samples":
+                self.samples.append(record)
             case "progress":
                 over = 0 < int(record.get("total", 0)) <= int(record.get("done", 0))
                 self.progress = None if over else record
@@ -153,6 +200,7 @@ class RunRecord:
             table.drop_after(step)
         self.phases = [p for p in self.phases if int(p.get("step", 0)) <= step]
         self.advice = [a for a in self.advice if int(a.get("step", 0)) <= step]
+        self.samples = [s for s in self.samples if int(s.get("step", 0)) <= step]
 
     def read_files(self) -> None:
         """Read ``config.yaml`` and ``run.json``, as far as they are there; secrets in them are masked."""
@@ -160,15 +208,55 @@ class RunRecord:
         self.facts = masked_values(parsed(_text(self.directory / "run.json")) or {})
 
 
-def read_run(directory: Path) -> RunRecord:
+@lru_cache(maxsize=64)
+def _settings(text: str) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def find_runs(directories: Sequence[Path]) -> list[tuple[Path, str]]:
+    """(directory, group) of each run: the directories that are runs, and the runs below the others, in natural order.
+
+    The group is the name of the directory above; empty for a run that is named itself. A directory without any run
+    stands for a run that has not begun. Links such as ``latest`` and what is below a run are not followed.
+    """
+    found: list[tuple[Path, str]] = []
+    for directory in directories:
+        below = _runs_below(directory)
+        if below in ([], [directory]):
+            found.append((directory, ""))
+        else:
+            found += [(run, directory.resolve().name) for run in below]
+    return found
+
+
+def _runs_below(directory: Path) -> list[Path]:
+    if metrics_path(directory).is_file():
+        return [directory]
+    found: list[Path] = []
+    for child in sorted(directory.iterdir(), key=lambda path: _natural(path.name)):
+        if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+            found += _runs_below(child)
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts ``run-10`` behind ``run-9``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def read_run(directory: Path, *, group: str = "") -> RunRecord:
     """The run in `directory`; raises `UserError` when it has no metrics."""
     metrics = metrics_path(directory)
     if not metrics.is_file():
         raise UserError(
-            f"surogate report {directory}: there is no {metrics.name}. Fix: name the output_dir of a run with the "
-            f"monitor jsonl."
+            f"surogate report {directory}: there is no {metrics.name} in it or below it. Fix: name the output_dir of "
+            f"a run with the monitor jsonl, or a directory of runs."
         )
-    run = RunRecord(directory=directory, name=directory.resolve().name)
+    run = RunRecord(directory=directory, name=directory.resolve().name, group=group)
     run.read_files()
     for record in read_lines(metrics):
         run.add(record)

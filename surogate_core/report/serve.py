@@ -13,20 +13,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import numpy as np
 import structlog
 
 from surogate_core.files.metrics import parsed
-from surogate_core.report import contents
-from surogate_core.report.curves import COLOURS, PHASE_COLOURS, POINTS, kept_places, smoothed
+from surogate_core.report.data import AXES, figures, texts
+from surogate_core.report.document import live_page
 from surogate_core.report.records import RunRecord, metrics_path
 
 log = structlog.get_logger(__name__)
@@ -38,9 +35,6 @@ POLL_SECONDS = 1.0
 
 SLICE_BYTES = 1 << 20
 """Bytes that are read from a file before other threads may run."""
-
-CURVES = (*contents.CURVES[:1], *contents.CURVES[2:], *contents.MORE_CURVES)
-"""As in the report, but held-out losses are drawn with the loss."""
 
 
 class PageServer:
@@ -75,9 +69,10 @@ class PageServer:
 class Follower:
     """Reads a run's metrics in a thread, as far as they are written, until it is closed."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, group: str = ""):
         """Raises `UserError` for no directory."""
         self._path = metrics_path(directory)
+        self._group = group
         self.record = self._empty(directory)
         self._position = 0
         self._file_id: tuple[int, int] | None = None
@@ -87,9 +82,8 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="surogate-follow", daemon=True)
         self._thread.start()
 
-    @staticmethod
-    def _empty(directory: Path) -> RunRecord:
-        record = RunRecord(directory=directory, name=directory.resolve().name)
+    def _empty(self, directory: Path) -> RunRecord:
+        record = RunRecord(directory=directory, name=directory.resolve().name, group=self._group)
         record.read_files()
         return record
 
@@ -133,124 +127,6 @@ class Follower:
         self._thread.join(timeout=5)
 
 
-# ------------------------------------------------------------------------------- content
-
-
-SMOOTHED = ("loss", "grad_norm")
-"""Curves that are noisy; a mean of the others would show what was never there, such as a later learning rate."""
-
-RECENT_STEPS = 20
-"""Steps whose median time the time to go is made of."""
-
-
-def figures(
-    runs: Sequence[RunRecord], *, begin: float = -math.inf, end: float = math.inf, smooth: float = 0.0
-) -> dict[str, Any]:
-    """The changing part of the page: curves between two steps, at most `POINTS` points each, phases and advice.
-
-    The latest figures are those of the run, whatever the stretch is. Where `smooth` (0 to 0.999) is not 0, the
-    curves of `SMOOTHED` have a third list, of means over all steps of the run.
-    """
-    head, rows = contents.comparison(runs) if len(runs) > 1 else ((), [])
-    part = _Part(begin=begin, end=end, smooth=smooth)
-    found = [_figures(title, run, part) for title, run in zip(contents.titles(runs), runs, strict=True)]
-    return {"runs": found, "compared": {"head": head, "rows": rows}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """The part of the curves that a request asks for."""
-
-    begin: float
-    end: float
-    smooth: float
-
-
-def _figures(title: str, run: RunRecord, part: _Part) -> dict[str, Any]:
-    steps = run.steps
-    last = int(steps[-1]) if len(steps) else 0
-    latest = {name: _plain(column[-1]) for name, column in run.series.items() if len(column)}
-    for name in ("eval", *(series for _, series, _ in contents.MORE_CURVES if series.startswith("gpu."))):
-        if len(values := run.curve(name)[1]):
-            latest[name] = _plain(values[-1])
-    task = run.progress
-    evaluated = run.curve("eval")[0]
-    all_series = [*(series for _, series, _ in CURVES), "eval"]
-    seconds = run.series["seconds"][-RECENT_STEPS:]
-    seconds = seconds[np.isfinite(seconds)]
-    return {
-        "title": title,
-        "outcome": run.outcome,
-        "over": run.end is not None,
-        "message": str((run.end or {}).get("message") or ""),
-        "step": last,
-        "steps": run.start.get("steps"),
-        "seconds": float(np.median(seconds)) if len(seconds) else None,
-        "range": [min(int(s[0]) for s in (steps, evaluated) if len(s)), last] if len(steps) else [0, last],
-        "recorded": [series for series in all_series if contents.recorded(run, series)],
-        "phase": run.phases[-1].get("phase") if run.phases else None,
-        "latest": {**latest, "total_tokens": run.total_tokens},
-        "task": {key: task.get(key) for key in ("task", "done", "total", "unit")} if task else None,
-        "curves": {series: _points(run, series, part) for series in all_series},
-        "bands": [[band.begin, band.end, band.label] for band in contents.bands(run)],
-        "advice": [
-            {key: str(one.get(key, "")) for key in ("step", "rule", "message", "key", "suggestion")}
-            for one in list(run.advice)
-        ],
-        "notes": contents.notices(run),
-        "summary": contents.summary(run),
-        "revision": [str(run.start.get("time")), len(run.config_text), len(run.facts)],
-    }
-
-
-def texts(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The fixed part of the page: configuration, data, plugins."""
-    return {
-        "runs": [
-            {"config": run.config_text, "data": contents.data(run), "plugins": contents.plugins(run)} for run in runs
-        ]
-    }
-
-
-def layout() -> dict[str, Any]:
-    """The constants of the page's script: its curves and colours."""
-    return {
-        "curves": [
-            {"title": title, "series": series, "unit": unit, "zero": series in contents.FROM_ZERO}
-            for title, series, unit in CURVES
-        ],
-        "colours": COLOURS,
-        "phases": PHASE_COLOURS,
-    }
-
-
-def _points(run: RunRecord, series: str, part: _Part) -> list[list[Any]]:
-    """[steps, values], and the means where they are asked for."""
-    steps, values = run.curve(series)
-    first, stop = np.searchsorted(steps, part.begin), np.searchsorted(steps, part.end, side="right")
-    # One more on each side, so that lines lead out of the picture.
-    begin, end = max(0, int(first) - 1), int(stop) + 1
-    places = begin + kept_places(values[begin:end], POINTS)
-    scale = contents.SCALES.get(series, 1.0)
-    shown = [values, smoothed(values, part.smooth)] if part.smooth and series in SMOOTHED else [values]
-    return [steps[places].tolist(), *([_plain(v * scale) for v in column[places].tolist()] for column in shown)]
-
-
-def _plain(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def page(nonce: str) -> str:
-    """The page: one document with its own style and script, and nothing that is fetched from elsewhere."""
-    parts = resources.files("surogate_core.report.page")
-    names = ("page.css", "figures.js", "page.js", "page.html")
-    style, pure, script, html = (parts.joinpath(name).read_text(encoding="utf-8") for name in names)
-    given = json.dumps(layout()).replace("<", "\\u003c")
-    for mark, text in (("NONCE", nonce), ("STYLE", style), ("LAYOUT", given), ("SCRIPT", pure + script)):
-        html = html.replace(f"@{mark}@", text)
-    return html
-
-
 # -------------------------------------------------------------------------------- server
 
 
@@ -268,11 +144,13 @@ def _handler(runs: Callable[[], Sequence[RunRecord]], token: str) -> type[BaseHT
                 self._send(405, "text/plain", b"405: only GET.\n")
             elif url.path == "/":
                 nonce = secrets.token_urlsafe(16)
-                self._send(200, "text/html; charset=utf-8", page(nonce).encode(), policy=_policy(nonce))
+                self._send(200, "text/html; charset=utf-8", live_page(nonce).encode(), policy=_policy(nonce))
             elif url.path == "/figures":
                 between = {"begin": _bound(query, "begin", -math.inf), "end": _bound(query, "end", math.inf)}
                 smooth = min(0.999, max(0.0, _bound(query, "smooth", 0.0)))
-                found = figures(runs(), **between, smooth=smooth)
+                axis = (query.get("x") or ["step"])[-1]
+                axis = axis if axis in AXES else "step"
+                found = figures(runs(), **between, smooth=smooth, axis=axis)
                 self._json({**found, "seconds": round(time.perf_counter() - started, 4)})
             elif url.path == "/texts":
                 self._json(texts(runs()))

@@ -30,6 +30,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
     RunStart,
+    Samples,
     StepEnd,
 )
 from surogate_core.testing.check import NotApplicable, ensure
@@ -69,6 +70,7 @@ def events() -> list[Event]:
         Notice(level="warning", message="something", data={"key": 1}),
         bad,
         EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5),
+        Samples(step=3, prompts=("Once upon",), texts=(" a time",)),
         CheckpointSaved(step=3, path="checkpoint-3", seconds=0.1, reason="end"),
         RunEnd(
             reason="finished", step=3, seconds=1.0, first_eval_loss=4.0, last_eval_loss=2.0, export_path=None

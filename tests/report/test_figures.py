@@ -1,19 +1,14 @@
-"""The page's figures and arithmetic, run by node: tiles, outcome, readout, pinch. Skipped where node is missing."""
+"""The arithmetic of the charts, run by node: readout, axes, pinch. Skipped where node is missing."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from surogate_core.report.records import RunRecord
-from surogate_core.report.serve import figures
 
 NODE = shutil.which("node")
 
@@ -31,87 +26,43 @@ def evaluate(*expressions: str, **names: Any) -> list[Any]:
     return values
 
 
-def shown(*records: Mapping[str, Any]) -> dict[str, Any]:
-    run = RunRecord(directory=Path("r"), name="r", live=True)
-    for record in records:
-        run.add(record)
-    found: dict[str, Any] = figures([run])["runs"][0]
-    return found
-
-
-STEP = {
-    "event": "step_end", "step": 7, "loss": 2.123456, "grad_norm": 1.0, "lr": 2e-4, "tokens_per_second": 93_512.3,
-    "peak_memory_bytes": 541_790_208, "seconds": 0.5, "total_tokens": 1_234_567, "speed_of_light": 0.174_56,
-}  # fmt: skip
-
-
-def test_tiles_have_what_was_measured_and_no_more() -> None:
-    start = {"event": "run_start", "steps": 9}
-    (cpu, gpu, nothing) = evaluate(
-        "tiles(cpu)",
-        "tiles(gpu)",
-        "tiles(nothing)",
-        cpu=shown(start, STEP),
-        gpu=shown(
-            start,
-            STEP,
-            {"event": "eval_end", "step": 5, "loss": 2.5},
-            {"event": "phase_change", "step": 6, "phase": "plateau"},
-            {"event": "gpu_stats", "step": 7, "utilization": 0.987, "power_watts": 655.4},
-        ),
-        nothing=shown(start),
-    )
-    assert dict(cpu) == {
-        "loss": "2.123", "learning rate": "2.0e-4", "gradient norm": "1", "tokens/s": "93.51k",
-        "tokens": "1.235M", "peak memory": "0.50 GiB", "speed of light": "17.5 %",
-    }  # fmt: skip
-    assert dict(gpu) == {**dict(cpu), "held-out loss": "2.5", "phase": "plateau", "GPU": "99 % · 655 W"}
-    assert nothing == []
-
-
-def test_a_latest_value_that_is_not_finite_is_named() -> None:
-    (first, later) = evaluate(
-        "tiles(first)",
-        "tiles(later)",
-        first=shown({**STEP, "loss": "NaN"}),
-        later=shown(STEP, {**STEP, "step": 8, "loss": "Infinity", "grad_norm": "NaN"}),
-    )
-    assert dict(first)["loss"] == dict(later)["loss"] == dict(later)["gradient norm"] == "not finite"
-
-
-def test_outcome_of_one_and_of_several_runs() -> None:
-    run = {"outcome": "running", "over": False, "step": 10, "steps": 70, "seconds": 1.5, "task": None, "message": ""}
-    over = {**run, "outcome": "finished", "over": True, "step": 70}
-    failed = {**run, "outcome": "failed", "over": True, "step": 0, "message": "no data"}
-    begun = {**run, "step": 0, "steps": None, "seconds": None, "task": {"task": "packing", "done": 3, "total": 9}}
-    assert evaluate(
-        "outcome([run])", "outcome([over])", "outcome([failed])", "outcome([begun])", "outcome([over, run, over])",
-        run=run, over=over, failed=failed, begun=begun,
-    ) == [
-        "running · step 10 of 70 · 0:01:30 to go",
-        "finished · step 70 of 70",
-        "failed before its first step: no data",
-        "running · step 0 of ? · packing 3/9",
-        "2 finished, 1 running",
-    ]  # fmt: skip
-
-
 def test_a_readout_says_at_which_step_a_value_was_measured() -> None:
     steps = [10, 20, 30]
-    line = {"name": "", "steps": steps, "values": [1.0, None, 3.0], "means": None, "dots": False}
+    line = {
+        "name": "", "style": 0, "xs": steps, "steps": steps, "values": [1.0, None, 3.0], "means": None, "dots": False,
+    }  # fmt: skip
     means = {**line, "means": [1.0, None, 2.0]}
-    dots = {"name": "", "steps": [0, 30], "values": [9.0, 4.0], "means": None, "dots": True}
-    short = {**line, "name": "b", "steps": [5, 12], "values": [7.0, 8.0]}
+    dots = {**line, "name": "eval", "xs": [0, 30], "steps": [0, 30], "values": [9.0, 4.0], "dots": True}
+    # Over tokens: 100 at each step.
+    tokens = {**line, "name": "b", "xs": [500, 1200], "steps": [5, 12], "values": [7.0, 8.0]}
     assert evaluate(
-        "readout([line, dots], 13)", "readout([line], 21)", "readout([means], 29)", "readout([line, short], 30)",
-        "readout([line], 99)", line=line, dots=dots, means=means, short=short,
+        "brief(readout([line, dots], 13))", "brief(readout([line], 21))", "brief(readout([means], 29))",
+        "brief(readout([tokens], 1100))", "brief(readout([line], 99))", "readout([dots], 1)[0].step",
+        line=line, dots=dots, means=means, tokens=tokens,
     ) == [
-        "step 10: 1 · held-out 9 at 0",
+        "step 10: 1 · eval 9 at 0",
         "step 20: not finite",
         "step 30: 3 (mean 2)",
-        "step 30: 3",
+        "step 12: b 8",
         "",
+        0,
     ]  # fmt: skip
+
+
+def test_a_step_has_a_place_on_every_axis() -> None:
+    axes = {"step": [0, 10, 20], "tokens": [0, 1000, 3000], "time": [0, 5, 6]}
+    assert evaluate(
+        "[0, 5, 10, 15, 20, 25].map(s => along(axes, 'tokens', s))",
+        "[5, 25].map(s => along(axes, 'step', s))",
+        "along({step: [], tokens: [], time: []}, 'time', 3)",
+        "[axisUnit('time', 90)[0], axisUnit('time', 900)[0], axisUnit('time', 9000), axisUnit('tokens', 9e9)]",
+        axes=axes,
+    ) == [
+        [0, 500, 1000, 2000, 3000, 3000],
+        [5, 25],
+        3,
+        ["seconds", "minutes", ["hours", 3600], ["tokens", 1]],
+    ]
 
 
 def test_a_pinch_keeps_the_steps_under_the_fingers() -> None:

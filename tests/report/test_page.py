@@ -65,6 +65,9 @@ class Shown:
             assert time.monotonic() < deadline, expression
             self.tab.wait_for_timeout(20)
 
+    def verdict(self) -> str:
+        return str(self.tab.locator(".verdict").inner_text())
+
     def ink(self, title: str) -> int:
         """Pixels of a curve's canvas that are neither empty nor grey."""
         count = """element => {
@@ -110,15 +113,16 @@ def test_it_draws_a_run_and_follows_it(browser: Any) -> None:
     with closing(Shown(browser, run)) as shown:
         tab = shown.tab
         assert tab.title() == "run · Surogate"
-        assert tab.locator("#outcome").inner_text() == "running · step 200 of 400 · 0:01:40 to go"
-        tiles = dict(zip(tab.locator("dt").all_inner_texts(), tab.locator("#latest dd").all_inner_texts(), strict=True))
-        assert (tiles["loss"], tiles["held-out loss"], tiles["phase"]) == ("2", "2.5", "converging")
+        assert shown.verdict() == "Running: step 200 of 400 · 0:01:40 to go"
+        found = tiles(shown)
+        assert (found["train loss"], found["phase"]) == ("2", "converging")
+        assert found["eval loss"].split() == ["2.5", "step", "200", "only"]
         assert tab.locator("figure:visible").count() == 5
         before = shown.ink("Loss")
         assert before > 300
         run.add({"event": "step_end", "step": 201, "loss": 1.0, "seconds": 0.5})
         run.add({"event": "run_end", "reason": "finished"})
-        shown.until("document.getElementById('outcome').textContent.startsWith('finished · step 201')")
+        shown.until("document.querySelector('.verdict').textContent.startsWith('Finished: step 201')")
         assert shown.wrong == []
         own = f"http://127.0.0.1:{shown.server.port}"
         asked = {url.split("?")[0] for url in shown.asked if not url.startswith("data:")}
@@ -129,13 +133,14 @@ def test_hostile_text_is_shown_and_not_executed(browser: Any) -> None:
     run = make_run(HOSTILE, text=HOSTILE)
     with closing(Shown(browser, run, make_run("other", text=HOSTILE))) as shown:
         tab = shown.tab
-        tab.locator("summary").first.click()
-        assert tab.locator("pre").first.inner_text().strip() == f"name: {HOSTILE}"
+        tab.locator("details.run > summary").first.click()
+        tab.locator("details.run details summary").filter(has_text="Configuration").first.click()
+        assert tab.locator("details.run pre").first.inner_text().strip() == f"name: {HOSTILE}"
         assert tab.locator("#runs label").first.inner_text() == HOSTILE
         assert tab.locator("#details li").first.inner_text() == HOSTILE
         assert HOSTILE in tab.locator("#details td").all_inner_texts()
         assert tab.locator("img").count() == 0
-        assert tab.locator("script").count() == 2
+        assert tab.locator("script").count() == 3
         assert tab.evaluate("window.hacked === undefined")
         assert shown.wrong == []
 
@@ -179,14 +184,15 @@ def test_runs_are_laid_over_each_other_and_can_be_hidden(browser: Any) -> None:
     with closing(Shown(browser, make_run("a"), make_run("b", loss=9.0))) as shown:
         tab = shown.tab
         assert tab.locator("#runs label").all_inner_texts() == ["a", "b"]
-        assert tab.locator("h1").all_inner_texts() == ["2 runs", "a", "b", "Plugins of all runs"]
-        assert tab.locator("#compared tr").all_inner_texts()[0].split("\t") == [
-            "run", "outcome", "steps", "loss", "held-out loss", "throughput", "peak memory",
+        assert tab.locator("h1").all_inner_texts() == ["comparison: 2 runs"]
+        assert tab.locator("details.run > summary").all_inner_texts() == ["a", "b"]
+        assert tab.locator("#tables tr").all_inner_texts()[0].split("\t") == [
+            "run", "outcome", "steps", "train loss", "tokens/s", "time in steps", "peak memory",
         ]  # fmt: skip
-        assert tab.locator("#outcome").inner_text() == "2 running"
+        assert shown.verdict().startswith("2 running. Lowest eval loss: 2.5000")
         both = shown.ink("Loss")
         tab.locator("#runs input").nth(1).uncheck()
-        shown.until("charts[0].scale && charts[0].curves().length === 2")
+        shown.until("charts[0].scale && charts[0].curves().length === 1")
         tab.wait_for_timeout(50)
         assert 0 < shown.ink("Loss") != both
         assert shown.wrong == []
@@ -196,7 +202,7 @@ def test_values_that_are_not_finite_and_a_run_without_steps(browser: Any) -> Non
     run = RunRecord(directory=Path("r"), name="r", live=True)
     run.add({"event": "progress", "task": "loading weights", "done": 1, "total": 4})
     with closing(Shown(browser, run)) as shown:
-        assert shown.tab.locator("#outcome").inner_text() == "starting · step 0 of ? · loading weights 1/4"
+        assert shown.verdict() == "Starting · loading weights 1/4"
         run.add({"event": "run_start", "time": 2.0, "steps": 9})
         for step, loss in enumerate(["NaN", 2.0, "Infinity", 1e30, 3.0, 0.0], start=1):
             run.add({"event": "step_end", "step": step, "loss": loss})
@@ -207,7 +213,7 @@ def test_values_that_are_not_finite_and_a_run_without_steps(browser: Any) -> Non
 
 
 def tiles(shown: Shown) -> dict[str, str]:
-    texts = shown.tab.locator("#latest dt").all_inner_texts(), shown.tab.locator("#latest dd").all_inner_texts()
+    texts = shown.tab.locator(".tiles dt").all_inner_texts(), shown.tab.locator(".tiles dd").all_inner_texts()
     return dict(zip(*texts, strict=True))
 
 
@@ -220,7 +226,8 @@ def test_tiles_and_shown_charts_are_the_runs_whatever_is_enlarged(browser: Any) 
         run.add({"event": "gpu_stats", "step": step, **stats})
     with closing(Shown(browser, run)) as shown:
         before, charts = tiles(shown), shown.tab.locator("figure:visible").count()
-        assert (before["held-out loss"], before["GPU"]) == ("8", "98 % · 300 W")
+        assert before["eval loss"].split()[:3] == ["9", "→", "8"]
+        assert before["GPU"].split() == ["98%", "300", "W"]
         for begin, end in ((90, 110), (200, 250), (5, 25)):
             shown.tab.evaluate(f"show({begin}, {end})")
             shown.until(f"state.runs[0].curves.loss[0].length === {end - begin + 3} && !busy")
@@ -237,6 +244,9 @@ def test_smoothing_is_of_loss_and_gradient_norm_and_keeps_the_raw_values(browser
         seen = "JSON.stringify(state.runs[0].curves.{}.map(c => c.slice(0, 50)))"
         before = {name: shown.tab.evaluate(seen.format(name)) for name in ("lr", "peak_memory_bytes", "eval")}
         raw = shown.tab.evaluate("state.runs[0].curves.loss[1]")
+        assert shown.tab.locator("#smooth").input_value() == "0.8"
+        shown.tab.locator("#smooth").fill("0")
+        shown.until("state.runs[0].curves.loss.length === 2 && !busy")
         shown.tab.locator("#smooth").fill("0.95")
         shown.until("state.runs[0].curves.loss.length === 3 && !busy")
         assert before == {name: shown.tab.evaluate(seen.format(name)) for name in before}
@@ -246,6 +256,97 @@ def test_smoothing_is_of_loss_and_gradient_norm_and_keeps_the_raw_values(browser
         assert max(means[-20:]) - min(means[-20:]) < 0.1
         assert shown.tab.evaluate("state.runs[0].curves.grad_norm.length") == 3
         assert shown.wrong == []
+
+
+def test_the_pointer_and_the_arrow_keys_read_values(browser: Any) -> None:
+    run = make_run(steps=300)
+    for at in (0, 100, 200):
+        run.add({"event": "eval_end", "step": at, "loss": 3.0})
+    run.add({"event": "step_end", "step": 301, "loss": 2.0})
+    with closing(Shown(browser, run)) as shown:
+        tab, canvas = shown.tab, shown.tab.locator('canvas[aria-label="Loss"]')
+        box = canvas.bounding_box()
+        tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
+        shown.until("!charts[0].tip.hidden")
+        assert [line.split()[0] for line in tab.locator("div.tip:visible div").all_inner_texts()] == ["train", "eval"]
+        tab.mouse.move(0, 0)
+        shown.until("charts[0].tip.hidden")
+        canvas.focus()
+        tab.keyboard.press("End")
+        shown.until("charts[0].readout.textContent.startsWith('step 301: train 2')")
+        tab.keyboard.press("ArrowLeft")
+        shown.until("charts[0].readout.textContent.startsWith('step 295: ')")
+        assert charts_said(shown, "Learning rate").startswith("step 295: 0.001")
+        assert shown.wrong == []
+
+
+def charts_said(shown: Shown, title: str) -> str:
+    figure = shown.tab.locator("figure").filter(has=shown.tab.locator(f'canvas[aria-label="{title}"]'))
+    return str(figure.locator("figcaption span").inner_text())
+
+
+def test_switches_of_the_axes(browser: Any) -> None:
+    run = make_run(steps=200)
+    for step in range(201, 301):
+        run.add({"event": "step_end", "step": step, "loss": 2.0, "total_tokens": 50 * step, "seconds": 1.0, "lr": 0})
+    with closing(Shown(browser, run)) as shown:
+        tab = shown.tab
+        tab.locator("#log").check()
+        shown.until("charts[0].title.textContent === 'Loss, log scale'")
+        assert "log" not in tab.locator("figure:visible figcaption b").all_inner_texts()[-1]
+        tab.locator("#axis").select_option("tokens")
+        shown.until("!busy && charts[0].scale.high === 15000")
+        tab.evaluate("show(10000, 12500)")
+        shown.until("!busy && state.runs[0].curves.lr[0].at(-1) === 251")
+        assert tab.evaluate("state.runs[0].curves.lr[0][0]") == 200
+        # A zoom belongs to its axis.
+        tab.locator("#axis").select_option("time")
+        shown.until("!busy && charts[0].scale.high === 200")
+        assert tab.locator("#whole").is_hidden()
+        tab.locator("#log").uncheck()
+        shown.until("charts[0].title.textContent === 'Loss'")
+        assert shown.wrong == []
+
+
+def test_the_report_has_values_and_switches_of_its_own(browser: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text(html.render([make_run("a"), make_run(HOSTILE, loss=9.0, text=HOSTILE)]))
+    tab, wrong = browser.new_page(viewport={"width": 1200, "height": 900}), []
+    tab.on("console", lambda message: wrong.append(message.text))
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(report.as_uri())
+    tab.wait_for_selector("body[data-drawn]")
+    assert tab.locator("figure:visible").count() == tab.locator("canvas:visible").count() == 6
+    box = tab.locator('canvas[aria-label="Loss"]').bounding_box()
+    tab.mouse.move(box["x"] + 200, box["y"] + 80)
+    tab.wait_for_selector("div.tip:visible")
+    assert tab.locator("div.tip:visible div").count() == 2
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 300, box["y"] + 80)
+    tab.mouse.up()
+    tab.wait_for_selector("#whole:visible")
+    tab.locator("#whole").click()
+    tab.locator("#smooth").uncheck()
+    tab.locator("#axis").select_option("time")
+    assert tab.evaluate("[state.begin, state.smooth, charts[0].scale.high]") == [None, 0, 100]
+    assert tab.evaluate("window.hacked === undefined")
+    assert wrong == []
+    assert [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
+    tab.close()
+
+
+def test_the_report_can_be_read_without_its_script(browser: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text(html.render([make_run()]))
+    context = browser.new_context(java_script_enabled=False, viewport={"width": 390, "height": 800})
+    tab = context.new_page()
+    tab.goto(report.as_uri())
+    assert tab.locator("figure svg[role=img]").count() == 5
+    assert tab.locator("#tools").is_hidden()
+    assert tab.locator("rect.tip title").first.text_content().startswith("train raw 4.9")
+    context.close()
 
 
 def touch(tab: Any, kind: str, *points: tuple[float, float]) -> None:
@@ -309,8 +410,9 @@ def test_a_start_that_failed_shows_its_message_and_nothing_empty(browser: Any) -
     run = RunRecord(directory=Path("r"), name="r")
     run.add({"event": "run_end", "reason": "failed", "message": "no such data set"})
     with closing(Shown(browser, run)) as shown:
-        assert shown.tab.locator("#outcome").inner_text() == "failed before its first step: no such data set"
-        for selector in ("#latest dt", "figure:visible", "#tools:visible", "#progress:visible"):
+        assert shown.verdict() == "Failed before its first step"
+        assert shown.tab.locator(".message").inner_text() == "no such data set"
+        for selector in (".tiles", "figure:visible", "#tools:visible", "progress", "table"):
             assert shown.tab.locator(selector).count() == 0, selector
         assert shown.wrong == []
 
@@ -324,13 +426,13 @@ def test_a_narrow_page_shows_every_value_without_scrolling(browser: Any, scheme:
             "datasets": [{"key": "datasets[0]", "path": "/a" * 60, "rows": 1234, "bad_rows": 0}],
         }
     }  # fmt: skip
-    outside = """[...document.querySelectorAll('td, dd, h1')].filter(e => {
+    outside = """[...document.querySelectorAll('td, th, dd, h1, p')].filter(e => {
         const box = e.getBoundingClientRect();
         return box.right > innerWidth || box.left < 0;
     }).map(e => e.textContent)"""
     narrow = {"viewport": {"width": 390, "height": 800}, "color_scheme": scheme}
     with closing(Shown(browser, run, **narrow)) as shown:
-        assert "1,234 rows, 0 bad" in shown.tab.locator("td").all_inner_texts()
+        shown.until("document.body.textContent.includes('1,234 rows, 0 bad')")
         assert shown.tab.evaluate("document.documentElement.scrollWidth") <= 390
         assert shown.tab.evaluate(outside) == []
         assert shown.wrong == []
@@ -344,11 +446,11 @@ def test_a_narrow_page_shows_every_value_without_scrolling(browser: Any, scheme:
 def test_the_server_going_away_is_said(browser: Any) -> None:
     with closing(Shown(browser, make_run())) as shown:
         threading.Thread(target=shown.server.close).start()
-        shown.until("document.getElementById('outcome').textContent.startsWith('no longer served')")
+        shown.until("document.querySelector('.verdict').textContent.startsWith('No longer served')")
 
 
 def test_layout_is_what_the_script_reads(browser: Any) -> None:
     with closing(Shown(browser, make_run())) as shown:
         layout = json.loads(shown.tab.locator("#layout").text_content())
-        assert [c["title"] for c in layout["curves"]][:2] == ["Loss", "Learning rate"]
+        assert [c["title"] for c in layout["curves"]][:2] == ["Loss", "Eval loss"]
         assert shown.tab.evaluate("charts.length") == len(layout["curves"])

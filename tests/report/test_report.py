@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -14,7 +17,10 @@ import numpy as np
 import pytest
 
 from surogate_core.cli.main import main
+from surogate_core.events import Samples
+from surogate_core.files.metrics import json_line
 from surogate_core.report import contents
+from surogate_core.report.card import card_of
 from surogate_core.report.curves import POINTS, Curve, chart, figure, smoothed, thinned
 from surogate_core.report.records import read_run
 from surogate_core.report.write import write_report
@@ -74,7 +80,7 @@ def make_run(directory: Path, *, steps: int = 30, end: str | None = "finished") 
 class Page(HTMLParser):
     """The content of a page: tags, attributes, text; fails on tags that are not closed."""
 
-    VOID = frozenset({"meta", "line", "rect", "circle", "polyline"})
+    VOID = frozenset({"meta", "link", "input"})
 
     def __init__(self, text: str):
         super().__init__()
@@ -86,7 +92,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
+        if tag not in self.VOID:
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -96,7 +102,13 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.text += data
+
+    @property
+    def shown(self) -> str:
+        """The text of the body, without empty lines."""
+        return "\n".join(line for line in self.text.partition("Surogate")[2].splitlines() if line.strip())
 
     def points(self) -> list[int]:
         return [len((attrs["points"] or "").split()) for tag, attrs in self.tags if tag == "polyline"]
@@ -110,15 +122,20 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["report.html", "report.md"]
     text = files[0].read_text()
     page = Page(text)
-    # Loss, held-out, lr, gradient norm, throughput, memory.
-    assert page.points() == [30, 2, 30, 30, 30, 30]
-    assert page.count("svg") == 6
-    assert page.count("script") == page.count("link") == page.count("img") == 0
-    assert "http" not in text.replace("http-equiv", "")
-    fills = [attrs["fill"] for tag, attrs in page.tags if tag == "rect"]
-    assert fills == ["#10b981", "#f59e0b"] * 6
+    # Train loss raw and smoothed, eval loss, lr, grad norm raw and smoothed, throughput, memory.
+    assert page.points() == [30, 30, 2, 30, 30, 30, 30, 30]
+    assert [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg" and attrs.get("role") == "img"] == [
+        "Loss", "Learning rate", "Grad norm", "Throughput", "Peak memory",
+    ]  # fmt: skip
+    assert [attrs.get("type") for tag, attrs in page.tags if tag == "script"] == ["application/json"] * 2 + [None]
+    assert [attrs["href"] for tag, attrs in page.tags if "href" in attrs] == ["data:,"]
+    assert page.count("img") == 0
+    assert re.findall(r"https?://[^\"\s]*", text) == ["http://www.w3.org/2000/svg"] * text.count("w3.org")
+    # Phases are shaded in the chart of the loss alone.
+    fills = [attrs["fill"] for tag, attrs in page.tags if attrs.get("class") == "band"]
+    assert fills == ["#10b981", "#f59e0b"]
     for part in (
-        "finished",
+        "Finished",
         "so it ended",
         "out/model",
         "It stands.",
@@ -144,13 +161,15 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def test_the_markdown_of_a_run(tmp_path: Path) -> None:
     text = write_report([make_run(tmp_path / "run")])[1].read_text()
     lines = text.splitlines()
-    assert lines[0] == "# run"
-    assert "| loss | 4.9667 → 4.3167 (mean of the last 20) |" in lines
-    assert "| held-out loss | 5.0000 → 4.2500 |" in lines
+    assert lines[:5] == [
+        "# run", "", "m · cpu", "", "**Finished after 30 steps. Eval loss fell from 5.0000 to 4.2500**",
+    ]  # fmt: skip
+    assert "| train loss | 4.967 → 4.317 (mean of the last 20) |" in lines
+    assert "| eval loss | 5 → 4.25 (step 30, the best) |" in lines
     assert "| 25 | It stands. | lr_key | turn | x 1.5 |" in lines
     assert "| 10 | converging | warmup | +1.00% |" in lines
     assert "| training: documents too long and dropped | 11 |" in lines
-    course = lines[lines.index("## Course") + 4 : lines.index("## Advice") - 1]
+    course = lines[lines.index("## Steps") + 4 : lines.index("## Advice") - 1]
     assert [line.split("|")[1].strip() for line in (course[0], course[-1])] == ["1", "30"]
     assert "<script>" not in text[: text.index("```yaml")]
 
@@ -182,6 +201,7 @@ def test_what_a_killed_and_resumed_run_left(tmp_path: Path) -> None:
     page = Page(write_report([run])[0].read_text())
     assert page.points()[0] == 30
     assert "steps that were not finite" in page.text
+    assert "Step 31 of 31. No end is recorded" in page.text
 
 
 def test_a_run_that_failed_before_its_start(tmp_path: Path) -> None:
@@ -190,39 +210,89 @@ def test_a_run_that_failed_before_its_start(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text(record("run_end", reason="failed", message="no such data set"))
     page = Page(write_report([run])[0].read_text())
     assert page.points() == []
-    assert "no such data set" in page.text
-    assert "No step was recorded." in page.text
-    assert page.count("figure") == 0
+    assert page.shown.split("\n")[0].startswith("runFailed before its first stepno such data set")
+    assert page.count("figure") == page.count("canvas") == page.count("table") == 0
 
 
-def test_one_evaluation_is_no_course(tmp_path: Path) -> None:
+def tiles(run: Path) -> dict[str, tuple[str, str]]:
+    return {name: (value, remark) for name, value, remark in card_of([read_run(run)]).tiles}
+
+
+def test_one_evaluation_is_no_change(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text(
-        "\n".join(s for s in lines if '"loss": 4.25' not in s and "peak" not in s) + "\n"
-    )
-    assert dict(row[:2] for row in contents.summary(read_run(run)))["held-out loss"] == "5.0000 (step 0 only)"
+    (run / "metrics.jsonl").write_text("\n".join(s for s in lines if '"loss": 4.25' not in s) + "\n")
+    assert tiles(run)["eval loss"] == ("5", "step 0 only")
+    assert card_of([read_run(run)]).verdict == "Finished after 30 steps"
 
 
 def test_a_figure_that_was_not_measured_is_not_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    text = (run / "metrics.jsonl").read_text().replace('"peak_memory_bytes": 1073741824, ', "", 1)
-    (run / "metrics.jsonl").write_text(text)
-    assert dict(row[:2] for row in contents.summary(read_run(run)))["peak memory"] == "1.00 GiB"
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"peak_memory_bytes": 1073741824, ', "", 1))
+    assert tiles(run)["peak memory"] == ("1.00 GiB", "")
+    (run / "metrics.jsonl").write_text(text.replace('"peak_memory_bytes": 1073741824, ', ""))
+    assert "peak memory" not in tiles(run)
+    assert "MFU" not in tiles(run)
+
+
+def test_counts_of_zero_are_folded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    facts["data_report"]["train"]["split"] = 0
+    (run / "run.json").write_text(json.dumps(facts))
+    found = {section.title: section for section in contents.sections(read_run(run))}
+    assert ("training: documents too long and split", "0") not in found["Data"].rows
+    assert found["Data: counts that are 0"].rows == [("training: documents too long and split", "0")]
+    assert [title for title, section in found.items() if section.folded] == [
+        "Data: counts that are 0", "Phases", "Plugins", "Configuration",
+    ]  # fmt: skip
+    assert "\ntraining: documents too long and split.\n" in write_report([run])[1].read_text()
+
+
+def test_samples_are_shown_where_they_were_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "Samples" not in {section.title for section in contents.sections(read_run(run))}
+    with (run / "metrics.jsonl").open("a") as file:
+        for at in (10, 30):
+            event = Samples(step=at, prompts=(HOSTILE, "Say yes"), texts=("no", f"yes {at}"))
+            file.write(json_line(event, at=1.0))
+    (samples,) = (s for s in contents.sections(read_run(run)) if s.title == "Samples")
+    assert samples.rows[0] == ("30", HOSTILE, "no")
+    assert samples.rows[-1] == ("10", "Say yes", "yes 10")
+    assert "yes 30" in Page(write_report([run])[0].read_text()).text
+
+
+def test_the_scripts_data_cannot_end_its_element_and_the_policy_names_its_script(tmp_path: Path) -> None:
+    run = make_run(tmp_path / HOSTILE.replace("/", "-"))
+    text = write_report([run])[0].read_text()
+    program = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    for (content,) in (program, style):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in text
+    assert "unsafe" not in text
+    (shown,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert [r["curves"]["loss"][0] for r in json.loads(shown)["runs"]] == [list(range(1, 31))]
+
+
+def test_without_a_script_charts_have_values_as_tooltips(tmp_path: Path) -> None:
+    text = write_report([make_run(tmp_path / "run")])[0].read_text()
+    assert "<title>train raw 4.5 (step 15)\ntrain, smoothed 4.6" in text
+    assert "eval 4.25 (step 30)</title>" in text
 
 
 def test_several_runs_are_compared_and_same_plugins_listed_once(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, steps=steps) for name, steps in (("a", 30), ("b", 20), ("c", 20))]
-    for suffix, head in ((".html", "<th>distribution</th>"), (".md", "| distribution |")):
+    for suffix, head in ((".html", '<th scope="col">distribution</th>'), (".md", "| distribution |")):
         text = write_report(runs, output=tmp_path / f"r{suffix}")[0].read_text()
         assert text.count(head) == 1
-        assert text.count("30 of 30") == 2, "once in the table and once in the summary"
     page = Page(write_report(runs, output=tmp_path / "r.html")[0].read_text())
-    assert page.text.index("20 of 20") < page.text.index("Summary")
+    assert page.text.index("5.0000 → 4.2500") < page.text.index("Plugins of all runs")
     facts = json.loads((runs[1] / "run.json").read_text())
     facts["plugins"][0]["version"] = "0.2.0"
     (runs[1] / "run.json").write_text(json.dumps(facts))
-    assert write_report(runs, output=tmp_path / "r.html")[0].read_text().count("<th>distribution</th>") == 3
+    assert write_report(runs, output=tmp_path / "r.html")[0].read_text().count(">distribution</th>") == 3
 
 
 def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -231,9 +301,9 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert main(["report", str(a), str(b)]) == 0
     assert capsys.readouterr().out.split() == ["report.html", "report.md"]
     page = Page((tmp_path / "report.html").read_text())
-    assert page.points() == [30, 20, 2, 2, *[30, 20] * 4]
-    assert page.count("rect") == 0
-    assert "| a | finished | 30 of 30 |" in (tmp_path / "report.md").read_text()
+    assert page.points() == [30, 30, 20, 20, 2, 2, 30, 20, 30, 30, 20, 20, *[30, 20] * 2]
+    assert not any(attrs.get("class") == "band" for _, attrs in page.tags)
+    assert "| a (lowest) | finished | 30 | 5.0000 → 4.2500 |" in (tmp_path / "report.md").read_text()
     assert main(["report", str(a), f"--output={tmp_path}/new/x.md"]) == 0
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.md"]
 
@@ -243,7 +313,7 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ([], "no run is named. Fix: surogate report OUTPUT_DIR"),
         (["gone"], "surogate report gone: there is no such directory. Fix: name a run's output_dir."),
-        (["empty"], "surogate report empty: there is no metrics.jsonl. Fix:"),
+        (["empty"], "surogate report empty: there is no metrics.jsonl in it or below it. Fix:"),
         (["run", "--output", "x.pdf"], "--output x.pdf: the name must end in .html or .md. Fix: x.html"),
         (["run", "--output"], "a file must follow"),
         (["run", "--server"], "--server is not known"),
@@ -297,10 +367,15 @@ def test_a_mean_is_without_bias_and_skips_what_is_not_finite(keep: float) -> Non
         if math.isfinite(value):
             sums, weights = keep * sums + (1 - keep) * value, keep * weights + (1 - keep)
             expected[place] = sums / weights
-    found = smoothed(values, keep)
+    found = smoothed(values, keep, np.arange(5000))
+    some = np.array([0, 1, 8, 2500, 4998, 4999])
+    np.testing.assert_array_equal(
+        smoothed(values, keep, some), np.where(np.isfinite(values[some]), found[some], np.nan)
+    )
+    expected[~np.isfinite(values)] = np.nan
     np.testing.assert_allclose(found, expected, rtol=1e-9)
     assert found[1] == pytest.approx(values[1], rel=1e-12)
-    assert smoothed(np.empty(0), keep).size == 0
+    assert smoothed(np.empty(0), keep, np.arange(0)).size == 0
 
 
 def test_an_amount_has_an_axis_from_zero() -> None:
@@ -310,8 +385,18 @@ def test_an_amount_has_an_axis_from_zero() -> None:
 
 
 def test_a_logarithmic_axis_is_named() -> None:
-    assert "Loss, log scale<" in chart("Loss", [Curve(label="", points=[(1, 1e-3), (2, 1.0)])])
+    wide = [Curve(label="", points=[(1, 1e-3), (2, 1.0)])]
+    assert "Loss, log scale<" in chart("Loss", wide)
     assert "log scale" not in chart("Loss", [Curve(label="", points=[(1, 1e-2), (2, 1.0)])])
+    assert "log scale" not in chart("Loss", wide, log=False)
+    assert Page(chart("Loss", [Curve(label="", points=[(1, 0.0), (2, 1.0), (3, 2.0)])], log=True)).points() == [2]
+
+
+def test_a_report_never_turns_logarithmic_by_itself(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(step(31, 1e-9, lr=1e-12))
+    assert "log scale" not in Page(write_report([run])[0].read_text()).text.replace(" log scale\n", "")
 
 
 def test_a_chart_of_hostile_values() -> None:
@@ -334,7 +419,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=100_000)
     file = write_report([run], output=tmp_path / "r.html")[0]
     assert max(Page(file.read_text()).points()) <= POINTS
-    assert file.stat().st_size < 200_000
+    assert file.stat().st_size < 300_000
 
 
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)

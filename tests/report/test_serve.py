@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 
 from surogate_core.cli.main import main
+from surogate_core.report.card import card_of
 from surogate_core.report.curves import POINTS
+from surogate_core.report.data import figures, texts
+from surogate_core.report.document import live_page
 from surogate_core.report.records import RunRecord
-from surogate_core.report.serve import Follower, PageServer, figures, page, texts
+from surogate_core.report.serve import Follower, PageServer
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -156,14 +159,17 @@ def test_tokens_differ_and_closing_frees_the_port(tmp_path: Path) -> None:
 def test_figures_of_a_run(server: PageServer) -> None:
     status, body, headers = ask(server, "/figures")
     assert (status, headers["content-type"]) == (200, "application/json")
+    card = json.loads(body)["card"]
+    assert (card["title"], card["tone"], card["verdict"]) == ("run", "busy", "Running: step 30 of 30")
     (run,) = json.loads(body)["runs"]
-    assert (run["title"], run["outcome"], run["step"], run["steps"]) == ("run", "running", 30, 30)
+    assert (run["title"], run["over"], run["step"]) == ("run", False, 30)
     assert run["curves"]["loss"][0] == list(range(1, 31))
     assert run["curves"]["loss"][1][-1] == 4.0
     assert run["curves"]["grad_norm"][1] == [None] * 30
     assert run["curves"]["eval"] == [[], []]
-    assert run["latest"]["total_tokens"] == 270
-    assert json.loads(ask(server, "/texts")[1])["runs"][0]["config"] == f"name: {HOSTILE}\n"
+    assert ["tokens", "270", ""] in card["tiles"]
+    sections = {section["title"]: section for section in json.loads(ask(server, "/texts")[1])["runs"][0]}
+    assert sections["Configuration"]["text"] == f"name: {HOSTILE}\n"
 
 
 def test_a_stretch_has_one_point_more_on_each_side(server: PageServer) -> None:
@@ -194,10 +200,10 @@ def test_the_latest_figures_and_the_means_do_not_depend_on_the_stretch(tmp_path:
     run.add({"event": "gpu_stats", "step": 500, "utilization": 0.5, "power_watts": 300.0})
     (whole,) = figures([run], smooth=0.9)["runs"]
     (part,) = figures([run], begin=100, end=300, smooth=0.9)["runs"]
-    for name in ("latest", "recorded", "range", "seconds", "step"):
+    for name in ("recorded", "range", "step"):
         assert part[name] == whole[name], name
-    assert (whole["latest"]["eval"], whole["latest"]["gpu.utilization"]) == (3.0, 0.5)
-    assert whole["recorded"] == ["loss", "lr", "gpu.utilization", "gpu.power_watts", "eval"]
+    assert figures([run], begin=100, end=300)["card"] == figures([run])["card"]
+    assert whole["recorded"] == ["loss", "eval", "lr", "gpu.utilization", "gpu.power_watts"]
     means = {at: mean for at, _, mean in zip(*whole["curves"]["loss"], strict=True)}
     near = {at: mean for at, _, mean in zip(*part["curves"]["loss"], strict=True)}
     both = means.keys() & near.keys()
@@ -217,18 +223,35 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = RunRecord(directory=tmp_path, name="new", live=True)
     run.add({"event": "progress", "task": "loading weights", "done": 3, "total": 9, "unit": ""})
     (found,) = figures([run])["runs"]
-    assert (found["outcome"], found["step"], found["steps"]) == ("starting", 0, None)
-    assert found["task"] == {"task": "loading weights", "done": 3, "total": 9, "unit": ""}
+    assert (found["step"], found["recorded"]) == (0, [])
+    assert card_of([run]).verdict == "Starting · loading weights 3/9"
     run.add({"event": "progress", "task": "loading weights", "done": 9, "total": 9})
-    assert figures([run])["runs"][0]["task"] is None
-    assert texts([run]) == {"runs": [{"config": "", "data": [], "plugins": []}]}
+    assert (card_of([run]).verdict, card_of([run]).tiles) == ("Starting", [])
+    assert texts([run]) == {"runs": [[]], "shared": []}
+
+
+def test_a_stretch_of_tokens_or_time_is_one_of_steps(tmp_path: Path) -> None:
+    run = RunRecord(directory=tmp_path, name="run")
+    for at in range(1, 101):
+        # The second half is twice as slow.
+        run.add({"event": "step_end", "step": at, "loss": 1.0, "total_tokens": 10 * at, "seconds": 1 + (at > 50)})
+
+    def steps(**part: Any) -> tuple[int, int]:
+        found = figures([run], **part)["runs"][0]["curves"]["loss"][0]
+        return found[0], found[-1]
+
+    assert steps(axis="tokens", begin=200, end=305) == (19, 31)
+    assert steps(axis="time", begin=60, end=70) == (54, 61)
+    assert steps(axis="time", begin=-5, end=1e9) == (1, 100)
+    axes = figures([run])["runs"][0]["axes"]
+    assert [(axes[name][0], axes[name][-1]) for name in ("step", "tokens", "time")] == [(0, 100), (0, 1000), (0, 150)]
 
 
 def test_the_page_quotes_its_layout() -> None:
-    text = page("n0nce")
+    text = live_page("n0nce")
     assert "@" not in re.sub(r"@media", "", text.partition("<script")[0])
     assert text.count('<script nonce="n0nce">') == 1
-    assert text.count("</script>") == 2
+    assert text.count("</script>") == 3
 
 
 # ------------------------------------------------------------------------------ following

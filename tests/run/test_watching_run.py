@@ -75,9 +75,9 @@ def test_speed_of_light_and_telemetry_are_recorded_and_change_no_bit(
         (4, 0.5),
     ]
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "GPU power (W)" in report
-    assert "Speed of light" in report
-    assert "GPU power" not in (tmp_path / "plain" / "report.html").read_text()
+    assert "<figcaption>GPU power (W)</figcaption>" in report
+    assert "<figcaption>MFU (" in report
+    assert "<figcaption>GPU power" not in (tmp_path / "plain" / "report.html").read_text()
 
 
 def test_a_device_without_room_to_be_measured_trains_all_the_same(

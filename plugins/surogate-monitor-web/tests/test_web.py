@@ -33,9 +33,14 @@ def monitor(directory: Path, **options: Any) -> Any:
     return spec.build(spec.options(**options), info)
 
 
+def reply(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url.replace("/?", "/figures?"), timeout=10) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
 def figures(url: str) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(url.replace("/?", "/figures?"), timeout=10) as reply:
-        found: list[dict[str, Any]] = json.loads(reply.read())["runs"]
+    found: list[dict[str, Any]] = reply(url)["runs"]
     return found
 
 
@@ -45,7 +50,7 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     url = file.read_text().strip()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     live.on_event(Progress(task="loading weights", done=1, total=2))
-    assert figures(url)[0]["task"]["task"] == "loading weights"
+    assert reply(url)["card"]["verdict"] == "Starting · loading weights 1/2"
     control = live.on_event(START)
     port, token = url.removeprefix("http://127.0.0.1:").split("/?token=")
     notice = Notice(level="info", message=f"Live page on port {port}; its address is in {file}")
@@ -60,11 +65,13 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     ]
     assert [live.on_event(event) for event in events] == [None] * 5
     (run,) = figures(url)
-    assert (run["title"], run["outcome"], run["step"], run["phase"]) == ("r", "running", 2, "plateau")
+    card = reply(url)["card"]
+    assert (run["title"], run["step"], card["tone"]) == ("r", 2, "busy")
+    assert ["phase", "plateau", ""] in card["tiles"]
     assert run["curves"]["loss"] == [[1, 2], [3.0, None]]
     assert run["curves"]["speed_of_light"] == [[1, 2], [25.0, 25.0]]
     assert run["curves"]["eval"] == [[2], [2.5]]
-    assert [a["message"] for a in run["advice"]] == ["It stands."]
+    assert run["marks"] == [2]
     live.on_event(
         RunEnd(reason="finished", step=2, seconds=1.0, first_eval_loss=None, last_eval_loss=2.5, export_path=None)
     )
@@ -86,7 +93,7 @@ def test_a_resumed_run_shows_what_came_before(tmp_path: Path) -> None:
     live.on_event(step(6, 60.0))
     (run,) = figures(url)
     assert run["curves"]["loss"] == [[1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 5.0, 60.0]]
-    assert [a["step"] for a in run["advice"]] == ["3"]
+    assert run["marks"] == [3]
     live.close()
 
 

@@ -1,5 +1,4 @@
-"use strict";
-// What the page shows as text, and the arithmetic of its charts: functions without a document, which node can run too.
+// The arithmetic of the charts: functions without a document, which node can run too.
 
 function figure(value) {
   if (value === null || value === undefined || !isFinite(value)) return "–";
@@ -7,52 +6,6 @@ function figure(value) {
   for (const [limit, by, unit] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
     if (size >= limit) return `${Number((value / by).toPrecision(4))}${unit}`;
   return size === 0 ? "0" : size >= 1e-3 ? String(Number(value.toPrecision(4))) : value.toExponential(1);
-}
-
-function duration(seconds) {
-  if (seconds === null || !isFinite(seconds)) return "–";
-  const whole = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
-  return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
-}
-
-function gibibytes(bytes) {
-  const size = bytes / 2 ** 30;
-  return `${size.toFixed(size < 10 ? 2 : 1)} GiB`;
-}
-
-// [name, value] of the run's latest figures. What was never measured has no tile.
-function tiles(run) {
-  const { latest } = run, found = [];
-  const add = (name, value, text) => { if (value !== undefined && value !== null) found.push([name, text(value)]); };
-  const orNot = (name, series) => {
-    if (run.recorded.includes(series) || (series === "loss" && run.step)) found.push([name, latest[series] === null ? "not finite" : figure(latest[series])]);
-  };
-  orNot("loss", "loss");
-  orNot("held-out loss", "eval");
-  add("learning rate", latest.lr, figure);
-  orNot("gradient norm", "grad_norm");
-  add("tokens/s", latest.tokens_per_second, figure);
-  if (run.step) add("tokens", latest.total_tokens, figure);
-  add("peak memory", latest.peak_memory_bytes, gibibytes);
-  add("phase", run.phase, String);
-  add("speed of light", latest.speed_of_light, (share) => `${(share * 100).toFixed(1)} %`);
-  const power = latest["gpu.power_watts"] ?? null;
-  add("GPU", latest["gpu.utilization"], (share) => `${Math.round(share * 100)} %${power === null ? "" : ` · ${Math.round(power)} W`}`);
-  return found;
-}
-
-// One line on how the runs are doing.
-function outcome(runs) {
-  if (runs.length > 1) {
-    const counts = new Map();
-    for (const run of runs) counts.set(run.outcome, (counts.get(run.outcome) ?? 0) + 1);
-    return [...counts].map(([what, count]) => `${count} ${what}`).join(", ");
-  }
-  const [run] = runs;
-  if (run.over && !run.step) return `${run.outcome} before its first step${run.message ? `: ${run.message}` : ""}`;
-  const eta = run.over || !run.steps || run.seconds === null ? "" : ` · ${duration((run.steps - run.step) * run.seconds)} to go`;
-  const task = run.task ? ` · ${run.task.task} ${run.task.done}${run.task.total ? `/${run.task.total}` : ""}` : "";
-  return `${run.outcome} · step ${run.step} of ${run.steps ?? "?"}${eta}${task}`;
 }
 
 function ticks(low, high, count) {
@@ -63,7 +16,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// The place of the step that is nearest to `at`.
+// The place of the value that is nearest to `at`; values rise.
 function nearest(steps, at) {
   let low = 0, high = steps.length - 1;
   while (high - low > 1) {
@@ -74,22 +27,50 @@ function nearest(steps, at) {
   return at - steps[low] < steps[high] - at ? low : high;
 }
 
-// What curves say at a step: each value with the step it was measured at, and nothing where a curve has no step near.
-function readout(curves, at) {
-  const said = [];
-  let shown = null;
-  for (const { name, steps, values, means, dots } of curves) {
-    if (!steps.length || at < steps[0] - 1 || at > steps[steps.length - 1] + 1) continue;
-    const place = nearest(steps, at), value = values[place] === null ? "not finite" : figure(values[place]);
-    const whose = name ? `${name} ` : "", mean = means ? means[place] : null;
-    if (!dots) shown ??= steps[place];
-    const when = dots || steps[place] !== shown ? ` at ${steps[place]}` : "";
-    said.push(`${whose}${dots ? "held-out " : ""}${value}${mean === null ? "" : ` (mean ${figure(mean)})`}${when}`);
+// Where a step is on an axis (step, tokens or time): between the places that the run has recorded.
+function along(axes, axis, step) {
+  const { step: steps, [axis]: places } = axes;
+  if (axis === "step" || !steps.length) return step;
+  const last = steps.length - 1;
+  if (step <= steps[0]) return places[0];
+  if (step >= steps[last]) return places[last];
+  let low = 0, high = last;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle;
+    else high = middle;
   }
-  return `${shown === null ? "" : `step ${shown}: `}${said.join(" · ")}`;
+  return places[low] + ((step - steps[low]) / (steps[high] - steps[low])) * (places[high] - places[low]);
 }
 
-// The stretch of steps that puts `steps` (two of them) at `shares` of the width, inside `range`; null: the whole range.
+// What curves say at a place of the axis: [style, name, text] of each, with the step it was measured at.
+function readout(curves, at) {
+  const said = [];
+  for (const { name, style, xs, steps, values, means, dots } of curves) {
+    const reach = xs.length > 1 ? (xs[xs.length - 1] - xs[0]) / (xs.length - 1) : 1;
+    if (!xs.length || at < xs[0] - reach || at > xs[xs.length - 1] + reach) continue;
+    const place = nearest(xs, at), value = values[place] === null ? "not finite" : figure(values[place]);
+    const mean = means && means[place] !== null ? ` (mean ${figure(means[place])})` : "";
+    said.push({ style, name, text: `${value}${mean}`, step: steps[place], dots });
+  }
+  return said;
+}
+
+// One line for the head of a chart.
+function brief(said) {
+  if (!said.length) return "";
+  const { step } = said.find((one) => !one.dots) ?? said[0];
+  const parts = said.map((one) => `${one.name ? `${one.name} ` : ""}${one.text}${one.step === step ? "" : ` at ${one.step}`}`);
+  return `step ${step}: ${parts.join(" · ")}`;
+}
+
+// The unit of an axis of this width, and what a value is divided by.
+function axisUnit(axis, most) {
+  if (axis !== "time") return [axis, 1];
+  return most >= 7200 ? ["hours", 3600] : most >= 180 ? ["minutes", 60] : ["seconds", 1];
+}
+
+// The stretch of the axis that puts `steps` (two places of it) at `shares` of the width, inside `range`; null: the whole range.
 function pinched(steps, shares, range) {
   const [first, last] = range, apart = shares[1] - shares[0];
   const span = Math.abs(apart) < 0.02 ? Infinity : (steps[1] - steps[0]) / apart;

@@ -1,0 +1,114 @@
+"""The head of a report: verdict, figures, paths, next command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.report.card import card_of, method
+from surogate_core.report.records import RunRecord
+
+START = {"event": "run_start", "steps": 9, "model": "m", "device": "CPU"}
+STEP = {
+    "event": "step_end", "step": 7, "loss": 2.123456, "grad_norm": 1.0, "lr": 2e-4, "tokens_per_second": 93_512.3,
+    "peak_memory_bytes": 541_790_208, "seconds": 0.5, "total_tokens": 1_234_567, "speed_of_light": 0.174_56,
+}  # fmt: skip
+
+
+def run_of(*records: Mapping[str, Any], live: bool = True, config: str = "") -> RunRecord:
+    run = RunRecord(directory=Path("r"), name="r", live=live)
+    for record in records:
+        run.add(record)
+    run.config_text = config
+    return run
+
+
+def tiles(run: RunRecord) -> dict[str, str]:
+    return {name: f"{value} ({remark})" if remark else value for name, value, remark in card_of([run]).tiles}
+
+
+def test_tiles_have_what_was_measured_and_no_more() -> None:
+    cpu = tiles(run_of(START, STEP))
+    assert cpu == {
+        "train loss": "2.123", "learning rate": "2.0e-04", "grad norm": "1",
+        "tokens/s": "93.51k (median, 2 steps/s)", "tokens": "1.235M", "time in steps": "0:00:00",
+        "peak memory": "0.50 GiB", "MFU": "17.5% (of a measured matmul)",
+    }  # fmt: skip
+    more: list[dict[str, Any]] = [
+        {"event": "eval_end", "step": 0, "loss": 3.0},
+        {"event": "eval_end", "step": 3, "loss": 2.25},
+        {"event": "eval_end", "step": 5, "loss": 2.5},
+        {"event": "phase_change", "step": 6, "phase": "plateau"},
+        {"event": "gpu_stats", "step": 7, "utilization": 0.987, "power_watts": 655.4},
+    ]
+    assert tiles(run_of(START, STEP, *more)) == {
+        **cpu, "eval loss": "3 → 2.5 (step 5)", "best eval loss": "2.25 (step 3)", "phase": "plateau",
+        "GPU": "99% (655 W)",
+    }  # fmt: skip
+    assert tiles(run_of(START)) == {}
+
+
+def test_a_latest_value_that_is_not_finite_is_named() -> None:
+    first = tiles(run_of({**STEP, "loss": "NaN"}))
+    later = tiles(run_of(STEP, {**STEP, "step": 8, "loss": "Infinity", "grad_norm": "NaN"}))
+    assert first["train loss"] == later["train loss"] == later["grad norm"] == "not finite"
+
+
+def test_the_time_to_go_is_of_the_median_step() -> None:
+    run = run_of({**START, "steps": 100})
+    for step in range(1, 41):
+        # One slow step, such as one with a checkpoint, changes nothing.
+        run.add({**STEP, "step": step, "seconds": 30.0 if step == 40 else 0.5})
+    assert card_of([run]).verdict == "Running: step 40 of 100 · 0:00:30 to go"
+    assert card_of([run]).progress == 0.4
+
+
+@pytest.mark.parametrize(
+    ("reason", "step", "message", "verdict", "tone"),
+    [
+        ("finished", 9, "", "Finished after 9 steps", "good"),
+        ("stopped", 7, "enough", "Stopped early: step 7 of 9", "good"),
+        ("signal", 7, "to resume: …", "Interrupted: step 7 of 9", "plain"),
+        ("failed", 7, "the loss is NaN", "Failed: step 7 of 9", "bad"),
+        ("failed", 0, "no data", "Failed before its first step", "bad"),
+        (None, 7, "", "Step 7 of 9. No end is recorded: killed, or still running", "plain"),
+    ],
+)
+def test_the_verdict_comes_first_and_the_message_behind_it(
+    reason: str | None, step: int, message: str, verdict: str, tone: str
+) -> None:
+    records = [START, *([{**STEP, "step": step}] if step else [])]
+    end = [{"event": "run_end", "reason": reason, "message": message}] if reason else []
+    card = card_of([run_of(*records, *end, live=False)])
+    assert (card.verdict, card.message, card.tone) == (verdict, message, tone)
+    assert bool(card.tiles) == bool(step)
+
+
+def test_eval_loss_before_and_after_and_the_best_step() -> None:
+    evals = [{"event": "eval_end", "step": at, "loss": loss} for at, loss in ((0, 6.0), (4, 1.5), (9, 2.0))]
+    end = {"event": "run_end", "reason": "finished", "export_path": "r/model"}
+    run = run_of(START, {**STEP, "step": 9}, *evals, end)
+    card = card_of([run])
+    assert run.best == (4, 1.5)
+    assert card.verdict == "Finished after 9 steps. Eval loss fell from 6.0000 to 2.0000, lowest 1.5000 at step 4"
+    assert ("best eval loss", "1.5", "step 4") in card.tiles
+    assert ("export", "r/model") in card.places
+    # An evaluation that is not finite is never the best, and no change is computed from it.
+    run.add({"event": "eval_end", "step": 10, "loss": "NaN"})
+    assert run.best == (4, 1.5)
+    assert "Eval loss" not in card_of([run]).verdict
+
+
+def test_the_method_in_the_words_of_the_field() -> None:
+    def said(text: str) -> str:
+        return method(run_of(config=text))
+
+    assert said("task: sft\nlora: true\nlora_rank: 16\nqlora_format: nf4\nrecipe: {name: bf16}\n") == (
+        "SFT, QLoRA rank 16 on nf4, bf16"
+    )
+    assert said("task: pt\nlora: false\nfrom_scratch: true\n") == "PT, from scratch"
+    assert said("task: sft\nlora: false\n") == "SFT, all weights"
+    assert said("") == said("{") == said("- a list") == ""
