@@ -13,9 +13,10 @@ USAGE = """\
 usage: surogate report DIR… [--output FILE]
        surogate report DIR… --serve [--port N]
 
-  DIR…                 output directories of runs: finished, stopped, crashed or still going
-  --output FILE        write FILE.html or FILE.md; without it report.html and report.md, in DIR for one run
-                       and in the current directory for several, whose curves are overlaid
+  DIR…                 directories of runs, finished, crashed or still going, or of several runs, such as a sweep;
+                       several runs are compared
+  --output FILE        write FILE.html or FILE.md; without it report.html and report.md, in DIR, or in the
+                       current directory if several are named
   --serve              show a page on 127.0.0.1 that follows the runs, until Ctrl-C; nothing is written
   --port N             its port; without it a free one
 
