@@ -1,5 +1,33 @@
-"""Surogate: train language models at the practical limit of NVIDIA GPUs."""
+"""Surogate: train language models at the practical limit of NVIDIA GPUs.
+
+    import surogate
+
+    run = surogate.sft(model="Qwen/Qwen3-0.6B", datasets=rows, lora_rank=16)
+    run.best, run.paths.adapter
+
+docs/python.md describes it. Importing this package imports no torch.
+"""
 
 from surogate_core import __version__
+from surogate_core.api import Evaluation, Paths, Report, Run, load, pt, sft, train
+from surogate_core.errors import ConfigError, MachineError, PluginError, SurogateError, UserError
+from surogate_core.events import Control, Event
 
-__all__ = ["__version__"]
+__all__ = [
+    "ConfigError",
+    "Control",
+    "Evaluation",
+    "Event",
+    "MachineError",
+    "Paths",
+    "PluginError",
+    "Report",
+    "Run",
+    "SurogateError",
+    "UserError",
+    "__version__",
+    "load",
+    "pt",
+    "sft",
+    "train",
+]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
@@ -128,6 +129,27 @@ def close_log() -> None:
         handler.close()
         logging.captureWarnings(False)
     _state.update(file=None, path=None)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Undo, at the end, what a run changes in the logging of the process: for Python code that calls a run."""
+    root = logging.getLogger()
+    handlers, level, raising = list(root.handlers), root.level, logging.raiseExceptions
+    before = structlog.get_config() if structlog.is_configured() else None
+    try:
+        yield
+    finally:
+        close_log()
+        if _state["memory"] is not None and _state["memory"] not in handlers:
+            _state["memory"].close()
+            _state["memory"] = None
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.raiseExceptions = raising
+        structlog.reset_defaults()
+        if before is not None:
+            structlog.configure(**before)
 
 
 def record_traceback(event: str, error: BaseException) -> Path:

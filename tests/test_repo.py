@@ -270,6 +270,7 @@ FLOORS = (
     {"run"},
     {"testing"},
     {"cli"},
+    {"api"},
     {"__main__"},
 )
 """The folders and top files of the core from the ground up. A file imports its own folder and lower floors only."""

@@ -12,6 +12,7 @@ from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
+    from surogate_core.config.yamlfile import Source
     from surogate_core.plugins.registry import Registry
 
 _SWITCHES = {"--multirun": "--multirun", "-m": "--multirun", "--help": "--help", "-h": "--help"}
@@ -39,7 +40,7 @@ class Arguments:
     """The words after the command."""
 
     overrides: list[str] = field(default_factory=list)
-    config_file: Path | None = None
+    config_file: Source | None = None
     multirun: bool = False
     help: bool = False
     hydra: list[str] = field(default_factory=list)

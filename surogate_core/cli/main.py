@@ -52,14 +52,14 @@ exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 
 
 PREFIXES = ("+", "~", "-")
 
-_NO_EXTENSIONS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYDANTIC_DISABLE_PLUGINS": "__all__"}
+NO_EXTENSIONS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYDANTIC_DISABLE_PLUGINS": "__all__"}
 """torch and pydantic import every entry point of their groups, before a lock is compared; no run needs one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Installed as ``surogate``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    os.environ.update(_NO_EXTENSIONS)
+    os.environ.update(NO_EXTENSIONS)
     code = 0
     try:
         code = _dispatch(arguments)

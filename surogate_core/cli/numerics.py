@@ -12,6 +12,7 @@ from surogate_core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
+    from surogate_core.config.yamlfile import Source
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _configs(
-    words: _Words, overrides: Sequence[str], file: Path | None, registry: Registry
+    words: _Words, overrides: Sequence[str], file: Source | None, registry: Registry
 ) -> list[tuple[str, RunConfig]]:
     """(name, checked configuration) of each run, the reference first."""
     from surogate_core.config.choices import default_groups

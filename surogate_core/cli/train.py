@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surogate_core.config.overrides import Settings
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
+    from surogate_core.run.watch import Watch
 
 USAGE = """\
 usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
@@ -52,11 +53,11 @@ def main(argv: Sequence[str], task: str | None) -> int:
     if arguments.multirun:
         return _multirun(arguments, task)
     config, registry = load(arguments, task)
-    _require_own_data(arguments, task, [config], registry)
+    require_own_data(arguments, task, [config], registry)
     return start(config, registry)
 
 
-def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry) -> None:
+def require_own_data(arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry) -> None:
     """Raise `ConfigError` if the user's own model would be trained on the example without the user asking for it."""
     from surogate_core.config.resolve import gather
 
@@ -74,14 +75,14 @@ def _require_own_data(arguments: Arguments, task: str | None, configs: Sequence[
     raise ConfigError([Problem(key="datasets", message=message, fix=fix)])
 
 
-def start(config: RunConfig, registry: Registry) -> int:
-    """Open the run's log and train."""
+def start(config: RunConfig, registry: Registry, watch: Watch | None = None) -> int:
+    """Open the run's log and train; `watch`: what the caller adds to the run's monitors."""
     from surogate_core import logs
     from surogate_core.run.job import launch, open_run_log
 
     logs.configure()
     open_run_log(config)
-    return launch(config, registry)
+    return launch(config, registry, watch)
 
 
 def _show(arguments: Arguments, task: str | None) -> int:
@@ -157,7 +158,7 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
     every = load_many(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
     for _, config in every:
         check_model_is_there(config)
-    _require_own_data(arguments, task, [config for _, config in every], registry)
+    require_own_data(arguments, task, [config for _, config in every], registry)
     settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
     sweep = _Sweep(settings, registry)
     try:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -17,11 +17,14 @@ from surogate_core.config.schema import KEYS, PluginPolicy, RunConfig, Selection
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins.registry import Registry
 
+if TYPE_CHECKING:
+    from surogate_core.config.yamlfile import Source
+
 log = structlog.get_logger(__name__)
 
 
 def load_run_config(
-    args: Sequence[str], *, task: str | None = None, config_file: Path | None = None, registry: Registry
+    args: Sequence[str], *, task: str | None = None, config_file: Source | None = None, registry: Registry
 ) -> RunConfig:
     """Compose and check a run's configuration.
 
@@ -35,7 +38,7 @@ def load_many(
     args: Sequence[str],
     *,
     task: str | None = None,
-    config_file: Path | None = None,
+    config_file: Source | None = None,
     registry: Registry,
     multirun: bool = False,
 ) -> list[tuple[list[str], RunConfig]]:
@@ -60,7 +63,7 @@ def load_many(
             known = {(p.key, p.message) for p in problems}
             problems += [p for p in error.problems if (p.key, p.message) not in known]
     if problems:
-        places = [config_file.parent] if config_file else []
+        places = [config_file.parent] if isinstance(config_file, Path) else []
         places += [Path(v.text.strip("'\"")) for v in settings.values if v.key == "output_dir"]
         raise ConfigError(_installed_at_once([*_without_echoes(problems), *_plugins_gone(places, registry)]))
     for text in registry.untold():
@@ -69,7 +72,7 @@ def load_many(
 
 
 def gather(
-    args: Sequence[str], *, task: str | None, config_file: Path | None, registry: Registry, multirun: bool = False
+    args: Sequence[str], *, task: str | None, config_file: Source | None, registry: Registry, multirun: bool = False
 ) -> Any:
     """File and command line as one `Settings`; its `problems` are not raised yet."""
     from surogate_core.config.overrides import COMMAND_LINE, Settings
@@ -151,7 +154,7 @@ def check_values(
     return config
 
 
-def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginPolicy:
+def peek_policy(args: Sequence[str], config_file: Source | None = None) -> PluginPolicy:
     """The plugin policy that a file and arguments ask for, before any plugin is loaded.
 
     Raises `ConfigError` when it is not sound, as nothing may be imported then.
@@ -203,7 +206,7 @@ def peek_policy(args: Sequence[str], config_file: Path | None = None) -> PluginP
     return policy
 
 
-def mistakes_without_plugins(args: Sequence[str], config_file: Path | None) -> list[Problem]:
+def mistakes_without_plugins(args: Sequence[str], config_file: Source | None) -> list[Problem]:
     """The mistakes that can be found while the plugin policy is not known: in keys and values of the core's own."""
     from surogate_core.config.grammar import parse_override
     from surogate_core.config.typed import Builder

@@ -7,7 +7,7 @@ text, and a key that is there twice is a mistake.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +23,8 @@ _INF = re.compile(r"[-+]?\.inf", re.IGNORECASE)
 _NAN = re.compile(r"\.nan", re.IGNORECASE)
 _WORDS: Mapping[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
+KEYWORD = "keyword argument"
+"""The place of a value that Python code passes."""
 MAX_BYTES = 1 << 20
 """Size of the largest config file."""
 MAX_VALUES = 10_000
@@ -44,14 +46,41 @@ class YamlFile:
     problems: tuple[Problem, ...] = ()
 
     def where(self, key: str) -> str:
-        """``file:line`` of a key, or of the nearest key above it."""
+        """``file:line`` of a key, or of the nearest key above it; a keyword argument has no line."""
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
+        if key and not self.lines[key]:
+            return KEYWORD
         return f"{self.path}:{self.lines[key]}" if key else str(self.path)
 
 
-def read_yaml(path: Path) -> YamlFile:
+Source = Path | YamlFile
+"""A file to read, or one that was read."""
+
+
+def with_keywords(file: YamlFile | None, keywords: Mapping[str, Any]) -> YamlFile:
+    """Keyword arguments of Python as the values of a file; each replaces the whole key of `file`."""
+    file = file or YamlFile(path=Path(KEYWORD), values={})
+    kept = {key: line for key, line in file.lines.items() if key.partition(".")[0] not in keywords}
+    return YamlFile(
+        path=file.path,
+        values={**file.values, **keywords},
+        lines={**kept, **dict.fromkeys(_dotted(keywords), 0)},
+        problems=tuple(p for p in file.problems if p.key.partition(".")[0] not in keywords),
+    )
+
+
+def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
+    items = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        yield f"{prefix}{key}"
+        yield from _dotted(value, f"{prefix}{key}.")
+
+
+def read_yaml(path: Source) -> YamlFile:
     """Read a file; raises `ConfigError` when it cannot be read as YAML at all."""
+    if isinstance(path, YamlFile):
+        return path
     text = _text(path)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from surogate_core.config.resolve import config_from, policy_from, to_dict
 from surogate_core.errors import ConfigError, PluginError, Problem, UserError
 from surogate_core.plugins.discovery import import_policy
 from surogate_core.plugins.registry import load_plugins
+from surogate_core.run.watch import Watch
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -26,11 +28,16 @@ class Job:
     """The checked configuration: flat keys to JSON values, as in the run's ``config.yaml``."""
     plugins: tuple[tuple[str, str], ...]
     """(name, version) of the plugins that the launching process has loaded, sorted."""
+    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
+    """What the launching process adds to the monitors; a pickled copy has nothing of it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Job, config=self.config, plugins=self.plugins), ()
 
     @classmethod
-    def of(cls, config: RunConfig, registry: Registry) -> Job:
+    def of(cls, config: RunConfig, registry: Registry, watch: Watch | None = None) -> Job:
         """The job of a checked configuration."""
-        return cls(config=to_dict(config), plugins=_versions(registry))
+        return cls(config=to_dict(config), plugins=_versions(registry), watch=watch or Watch())
 
     @property
     def task(self) -> str:
@@ -55,7 +62,7 @@ class Job:
             open_run_log(config)
         from surogate_core.run.run import train
 
-        return train(config, registry, rank=rank)
+        return train(config, registry, rank=rank, watch=self.watch)
 
     def _load_plugins(self) -> Registry:
         logs.configure()
@@ -69,10 +76,10 @@ class Job:
         return registry
 
 
-def launch(config: RunConfig, registry: Registry) -> int:
+def launch(config: RunConfig, registry: Registry, watch: Watch | None = None) -> int:
     """Start the run's processes as `launcher` says; the exit code."""
     launcher = registry.get("launcher", config.launcher.name)
-    return int(launcher.launch(Job.of(config, registry), config.launcher.options, registry))
+    return int(launcher.launch(Job.of(config, registry, watch), config.launcher.options, registry))
 
 
 def open_run_log(config: RunConfig) -> None:

@@ -27,6 +27,7 @@ from surogate_core.masking import masked_values
 from surogate_core.report.write import write_report
 from surogate_core.run.prepare import Material
 from surogate_core.run.record import CONFIG, FACTS, Record, locked
+from surogate_core.run.watch import Watch
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import CheckpointDir
 
@@ -40,8 +41,8 @@ log = structlog.get_logger(__name__)
 class Outputs:
     """The files that a run writes and the monitors that watch it. While entered, it holds the directories' locks."""
 
-    def __init__(self, config: RunConfig, registry: Registry):
-        self._config, self._registry = config, registry
+    def __init__(self, config: RunConfig, registry: Registry, watch: Watch | None = None):
+        self._config, self._registry, self._watch = config, registry, watch or Watch()
         self._directory = Path(config.output_dir)
         self._locks = ExitStack()
         self._accepted = False
@@ -88,6 +89,8 @@ class Outputs:
         built: dict[str, Monitor] = {}
         for chosen in config.monitor:
             spec = self._registry.get("monitor", chosen.name)
+            if spec.prints and self._watch.quiet:
+                continue
             self._keeps_record |= spec.keeps_record
             try:
                 built[chosen.name] = spec.build(chosen.options, info)
@@ -100,6 +103,7 @@ class Outputs:
                     f"monitor {chosen.name} of plugin {owner} cannot be built: {type(error).__name__}: {error}. "
                     f"Fix: repair the plugin or its options, or leave it out of `monitor`."
                 ) from error
+        built |= {name: build(info) for name, build in self._watch.callbacks.items()}
         self.bus = EventBus(built)
         return self.bus
 

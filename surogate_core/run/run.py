@@ -41,13 +41,14 @@ from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
+    from surogate_core.run.watch import Watch
 
 log = structlog.get_logger(__name__)
 
 
-def train(config: RunConfig, registry: Registry, *, rank: int = 0) -> int:
+def train(config: RunConfig, registry: Registry, *, rank: int = 0, watch: Watch | None = None) -> int:
     """The part of the process of this rank in a run; the exit code. Errors are raised after the monitors saw them."""
-    return _Run(config, registry, rank=rank).main()
+    return _Run(config, registry, rank=rank, watch=watch).main()
 
 
 class _Interrupted(Exception):  # noqa: N818
@@ -55,9 +56,9 @@ class _Interrupted(Exception):  # noqa: N818
 
 
 class _Run:
-    def __init__(self, config: RunConfig, registry: Registry, *, rank: int):
+    def __init__(self, config: RunConfig, registry: Registry, *, rank: int, watch: Watch | None):
         self.config, self.registry = config, registry
-        self.outputs = Outputs(config, registry) if rank == 0 else None
+        self.outputs = Outputs(config, registry, watch) if rank == 0 else None
         self.bus = EventBus({})
         self.started = time.perf_counter()
         self.signals = StopSignals()

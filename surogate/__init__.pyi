@@ -1,0 +1,537 @@
+# Made by scripts/make_stub.py from surogate_core/config/schema.py and the plugins' options; change those.
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any, Literal, TypeAlias
+
+from surogate_core.api.results import Evaluation as Evaluation
+from surogate_core.api.results import Paths as Paths
+from surogate_core.api.results import Report as Report
+from surogate_core.api.results import Run as Run
+from surogate_core.api.results import load as load
+from surogate_core.errors import ConfigError as ConfigError
+from surogate_core.errors import MachineError as MachineError
+from surogate_core.errors import PluginError as PluginError
+from surogate_core.errors import SurogateError as SurogateError
+from surogate_core.errors import UserError as UserError
+from surogate_core.events import Control as Control
+from surogate_core.events import Event as Event
+
+__version__: str
+
+_Path: TypeAlias = str | PathLike[str]
+_Choice: TypeAlias = str | Mapping[str, Any]
+"""The name of an option, or a mapping with `name` and the option's own keys."""
+_Choices: TypeAlias = _Choice | list[str] | list[_Choice]
+_Data: TypeAlias = Any
+"""A path or several, entries with `path` and `type`, a list of dicts, a datasets.Dataset or a data frame."""
+_Callback: TypeAlias = Callable[[Any], Any]
+_Callbacks: TypeAlias = _Callback | Mapping[str, _Callback | Iterable[_Callback]] | Iterable[_Callbacks]
+
+def sft(
+    config: _Path | None = None,
+    /,
+    *,
+    callbacks: _Callbacks = (),
+    quiet: bool = False,
+    objective: str = ...,
+    model: _Path | Mapping[str, Any] = ...,
+    tokenizer: _Path | None = ...,
+    from_scratch: bool = ...,
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = ...,
+    sequence_len: int = ...,
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | Mapping[str, Any] | None = ...,
+    max_model_len: int | None = ...,
+    run_name: str | None = ...,
+    output_dir: _Path = ...,
+    checkpoint_dir: _Path | None = ...,
+    num_epochs: float = ...,
+    max_steps: int = ...,
+    resume_from_checkpoint: bool | str = ...,
+    save_steps: int = ...,
+    save_total_limit: int = ...,
+    eval_steps: int = ...,
+    device: Literal["auto", "cpu", "cuda"] = ...,
+    compiler: Literal["auto", "fx", "inductor"] = ...,
+    per_device_train_batch_size: int = ...,
+    gradient_accumulation_steps: int = ...,
+    sample_packing: bool = ...,
+    use_cuda_graphs: bool = ...,
+    deterministic: bool = ...,
+    lmhead_chunks: int = ...,
+    recompute: bool = ...,
+    recompute_att: bool = ...,
+    recompute_ffn: bool = ...,
+    recompute_qkv: bool = ...,
+    recompute_swiglu: bool = ...,
+    recompute_rmsnorm: bool = ...,
+    recompute_budget: float = ...,
+    optimizer: _Choice = ...,
+    learning_rate: float = ...,
+    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = ...,
+    warmup_ratio: float = ...,
+    warmup_steps: int = ...,
+    cooldown_steps: int = ...,
+    final_lr_fraction: float = ...,
+    weight_decay: float = ...,
+    max_grad_norm: float = ...,
+    lora: bool = ...,
+    lora_rank: int = ...,
+    lora_alpha: float = ...,
+    lora_dropout: float = ...,
+    lora_dtype: Literal["fp32", "bf16"] = ...,
+    lora_target_modules: list[str] = ...,
+    adapter_path: _Path | None = ...,
+    adapter_init_mode: Literal["merge", "trainable"] = ...,
+    merge_adapter: bool = ...,
+    qlora_format: str | None = ...,
+    recipe: _Choice = ...,
+    model_dtype: Literal["fp32", "bf16"] | None = ...,
+    master_dtype: Literal["fp32", "bf16"] | None = ...,
+    skip_quant_first_layers: int = ...,
+    skip_quant_last_layers: int = ...,
+    offload: _Choice = ...,
+    offload_dir: _Path | None = ...,
+    offload_residual: bool = ...,
+    offload_optimizer: bool = ...,
+    offload_master: bool = ...,
+    offload_grads: bool = ...,
+    offload_quants: bool = ...,
+    persistent_quants: bool = ...,
+    cpu_training: bool = ...,
+    launcher: _Choice = ...,
+    datasets: _Data = ...,
+    validation_datasets: _Data = ...,
+    validation_split_ratio: float = ...,
+    truncation_strategy: Literal["delete", "left", "right", "split"] = ...,
+    max_length: int | None = ...,
+    use_chat_template: bool = ...,
+    template: str = ...,
+    system: str | None = ...,
+    loss_scale: Literal["default", "last_round", "all"] = ...,
+    max_bad_rows: int = ...,
+    dataloader_num_workers: Literal["auto"] | int = ...,
+    data_cache_dir: _Path | None = ...,
+    train_seed: int = ...,
+    eval_seed: int = ...,
+    epoch_adjustment: bool = ...,
+    monitor: _Choices = ...,
+    report_to: str | list[str] | None = ...,
+    log_gpu_util: int = ...,
+    log_file: _Path | None = ...,
+    plugins: Mapping[str, Any] = ...,
+    dataset: _Choice = ...,
+    adamw_beta1: float = ...,
+    adamw_beta2: float = ...,
+    adamw_epsilon: float = ...,
+    normuon_momentum: float = ...,
+    normuon_beta2: float = ...,
+    normuon_cautious_wd: bool = ...,
+    matmul_dtype: Literal["fp32", "bf16", "e4m3"] | None = ...,
+    gradient_dtype: Literal["fp32", "bf16", "e5m2"] | None = ...,
+    fp8_amax_history: int = ...,
+    fp4_backend: Literal["cutlass", "cudnn"] = ...,
+    no_fp4_stochastic_rounding: bool = ...,
+    qlora_fp8: bool = ...,
+    qlora_block_size: Literal[32, 64, 128, 256] = ...,
+    qlora_bnb: bool = ...,
+    qlora_bnb_block_size: Literal[64, 128, 256, 512] = ...,
+    qlora_bnb_double_quant: bool = ...,
+    qlora_fp4: bool = ...,
+    qlora_four_over_six: bool = ...,
+    auto_lr_reduction: bool = ...,
+    early_stop: bool = ...,
+) -> Run:
+    """Fine-tune a model; returns when the run is over. The same call resumes an interrupted run.
+
+    Args:
+        config: A YAML file; keyword arguments win over it.
+        callbacks: Functions that receive the run's events, or a mapping from an event's name to a function.
+        quiet: Print no progress.
+        objective: Name of the objective, which defines the loss.
+        model: The model, also in the short forms `model=DIR_OR_HUB_ID` and `model=FAMILY_OPTION`.
+        tokenizer: Directory or hub id of the tokenizer; null takes the model's own.
+        from_scratch: Start from random weights, drawn from `train_seed`.
+        torch_dtype: Dtype of the weights; auto is bfloat16 on a GPU and float32 on a CPU.
+        sequence_len: Tokens in a packed row; `truncation_strategy` decides about longer samples.
+        rope_scaling: RoPE scaling that replaces the model's: a kind that stretches it to `max_model_len`, or all
+            parameters.
+        max_model_len: Positions of the trained model, exported as `max_position_embeddings`; null keeps the
+            model's.
+        run_name: Name of the run; null generates one.
+        output_dir: Directory for everything that the run writes: config, metrics, checkpoints, export.
+        checkpoint_dir: Directory for checkpoints; null is `output_dir`.
+        num_epochs: Passes over the training rows.
+        max_steps: Number of optimizer steps; -1 computes it from `num_epochs`.
+        resume_from_checkpoint: true resumes from the latest good checkpoint if there is one, a path from that one;
+            false starts from step 0.
+        save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
+        save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
+        eval_steps: Optimizer steps between evaluations; 0 evaluates only at the start and the end.
+        device: Device to train on; auto is the first GPU if there is one.
+        compiler: Compiler of the traced blocks; auto is inductor on CUDA and fx on a CPU.
+        per_device_train_batch_size: Rows of `sequence_len` in a micro-batch.
+        gradient_accumulation_steps: Micro-batches in an optimizer step.
+        sample_packing: Pack several documents into a row; false puts one document in each row.
+        use_cuda_graphs: On CUDA, capture the micro-step and the optimizer step as graphs.
+        deterministic: Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on
+            some GPUs.
+        lmhead_chunks: Number of chunks of the micro-batch's tokens; the logits of only one chunk exist at a time.
+        recompute: Keep only each block's input and compute the block again in the backward pass.
+        recompute_att: Without `recompute`: compute attention outputs again instead of keeping them.
+        recompute_ffn: Without `recompute`: compute the feed-forward projections again.
+        recompute_qkv: Without `recompute`: compute the q, k and v projections again.
+        recompute_swiglu: Without `recompute`: compute SwiGLU outputs again.
+        recompute_rmsnorm: Without `recompute`: compute RMSNorm outputs again.
+        recompute_budget: Without `recompute`: share of each block's residual bytes to keep; the cheapest to
+            recompute are dropped.
+        optimizer: The optimizer and its own options.
+        learning_rate: Peak learning rate.
+        lr_scheduler_type: Shape of the decay after the warm-up; wsd holds the peak until the cool-down.
+        warmup_ratio: Warm-up as a share of all steps; not together with `warmup_steps`.
+        warmup_steps: Warm-up in optimizer steps.
+        cooldown_steps: Number of last steps in which the rate falls linearly to its final value.
+        final_lr_fraction: Final learning rate as a share of the peak.
+        weight_decay: Decoupled weight decay of matrices; norms and biases do not decay.
+        max_grad_norm: Global gradient norm to clip to; 0 does not clip.
+        lora: Train low-rank adapters and freeze the base weights.
+        lora_rank: Rank r of the adapters.
+        lora_alpha: The adapter's output is scaled by alpha / r.
+        lora_dropout: Dropout probability of the inputs of the adapters.
+        lora_dtype: Dtype in which the model computes with the adapter weights; their masters have `master_dtype`.
+        lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`); `all` is every
+            projection.
+        adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
+        adapter_init_mode: merge folds `adapter_path` into the base and trains a new adapter on top; trainable
+            continues to train it.
+        merge_adapter: At the end, also export the whole model with the adapter folded in, to `output_dir/model`.
+        qlora_format: Keep the frozen projections in a weight format of a plugin, by its name.
+        recipe: The precision recipe and its own options.
+        model_dtype: Dtype of weights and activations; overrides `torch_dtype`, null uses it.
+        master_dtype: Dtype of the masters, the weights that the optimizer updates; bf16 is rounded stochastically,
+            null is fp32.
+        skip_quant_first_layers: Number of first layers whose projections a recipe leaves in the model's dtype.
+        skip_quant_last_layers: Number of last layers whose projections a recipe leaves in the model's dtype.
+        offload: The offloader, which places the tensors that the keys below move; alone it moves every kind that it
+            can.
+        offload_dir: Directory of an offloader's scratch files, deleted at the end of the run; null is `output_dir`.
+        offload_residual: Move the blocks' residuals off the device; the backward fetches them block by block.
+        offload_optimizer: Keep the optimizer's state off the device.
+        offload_master: Keep the masters of the trained weights off the device.
+        offload_grads: Keep the accumulated gradients off the device.
+        offload_quants: Keep quantised frozen weights off the device and fetch them block by block; needs
+            `persistent_quants`.
+        persistent_quants: Keep frozen weights quantised. Always so with a quantising recipe or a qlora key;
+            otherwise an error.
+        cpu_training: Keep weights, masters, gradients and optimizer state off the device; the CPU runs the
+            optimizer step.
+        launcher: The launcher, which starts the processes of the run.
+        datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
+            fields.
+        validation_datasets: Held-out data, same form; empty takes `validation_split_ratio` of the training
+            documents.
+        validation_split_ratio: Share of the training documents to hold out if there are no `validation_datasets`.
+        truncation_strategy: A sample longer than `sequence_len`: drop it, cut its left or right end, or split it.
+        max_length: Tokens of the longest sample, if shorter than `sequence_len`; null is `sequence_len`.
+        use_chat_template: Render rows with the tokenizer's chat template; false formats instructions as plain text.
+        template: The chat template: auto is the tokenizer's own; otherwise a built-in name or the path of a .jinja
+            file.
+        system: System prompt of conversations and instructions that have none.
+        loss_scale: Tokens to train on: every assistant turn, the turns after the last user message, or the whole
+            conversation.
+        max_bad_rows: Number of malformed rows to skip and report; one more stops the run.
+        dataloader_num_workers: Processes that tokenise; auto is one per core for large data sets, 0 is the run's
+            own process.
+        data_cache_dir: Directory of tokenised shards; null is the user's cache directory.
+        train_seed: Seed of weights, adapters, dropout and the order of rows.
+        eval_seed: Seed of the held-out split.
+        epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
+        monitor: The monitors that receive the run's events.
+        report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
+        log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0
+            reads none.
+        log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
+        plugins: Which plugins may be imported.
+        dataset: A data set that a plugin brings, such as embedded.
+        adamw_beta1: Decay of AdamW's first moment.
+        adamw_beta2: Decay of AdamW's second moment.
+        adamw_epsilon: Added to AdamW's denominator.
+        normuon_momentum: Decay of NorMuon's momentum.
+        normuon_beta2: Decay of NorMuon's second moment of each row.
+        normuon_cautious_wd: NorMuon decays only weights that its update moves towards zero.
+        matmul_dtype: Dtype to which both operands of a projection are rounded; null is the model's.
+        gradient_dtype: Dtype of the gradient in the backward products; null is `matmul_dtype`, or bf16 if that is
+            e4m3.
+        fp8_amax_history: Number of optimizer steps whose largest absolute values determine a scale.
+        fp4_backend: Library of the native products: cutlass is torch's choice, cuBLASLt; cudnn is refused.
+        no_fp4_stochastic_rounding: Round gradients to the nearest value instead of stochastically.
+        qlora_fp8: Short for qlora_format=fp8.
+        qlora_block_size: Side of a block that shares a scale.
+        qlora_bnb: Short for qlora_format=nf4.
+        qlora_bnb_block_size: Values that share an absmax.
+        qlora_bnb_double_quant: Keep the absmax in 8 bits, in groups of 256.
+        qlora_fp4: Short for qlora_format=nvfp4.
+        qlora_four_over_six: Scale a block to 4 instead of 6 where that makes the squared error smaller.
+        auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
+            rules.
+        early_stop: End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria.
+    """
+
+def pt(
+    config: _Path | None = None,
+    /,
+    *,
+    callbacks: _Callbacks = (),
+    quiet: bool = False,
+    objective: str = ...,
+    model: _Path | Mapping[str, Any] = ...,
+    tokenizer: _Path | None = ...,
+    from_scratch: bool = ...,
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = ...,
+    sequence_len: int = ...,
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | Mapping[str, Any] | None = ...,
+    max_model_len: int | None = ...,
+    run_name: str | None = ...,
+    output_dir: _Path = ...,
+    checkpoint_dir: _Path | None = ...,
+    num_epochs: float = ...,
+    max_steps: int = ...,
+    resume_from_checkpoint: bool | str = ...,
+    save_steps: int = ...,
+    save_total_limit: int = ...,
+    eval_steps: int = ...,
+    device: Literal["auto", "cpu", "cuda"] = ...,
+    compiler: Literal["auto", "fx", "inductor"] = ...,
+    per_device_train_batch_size: int = ...,
+    gradient_accumulation_steps: int = ...,
+    sample_packing: bool = ...,
+    use_cuda_graphs: bool = ...,
+    deterministic: bool = ...,
+    lmhead_chunks: int = ...,
+    recompute: bool = ...,
+    recompute_att: bool = ...,
+    recompute_ffn: bool = ...,
+    recompute_qkv: bool = ...,
+    recompute_swiglu: bool = ...,
+    recompute_rmsnorm: bool = ...,
+    recompute_budget: float = ...,
+    optimizer: _Choice = ...,
+    learning_rate: float = ...,
+    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = ...,
+    warmup_ratio: float = ...,
+    warmup_steps: int = ...,
+    cooldown_steps: int = ...,
+    final_lr_fraction: float = ...,
+    weight_decay: float = ...,
+    max_grad_norm: float = ...,
+    lora: bool = ...,
+    lora_rank: int = ...,
+    lora_alpha: float = ...,
+    lora_dropout: float = ...,
+    lora_dtype: Literal["fp32", "bf16"] = ...,
+    lora_target_modules: list[str] = ...,
+    adapter_path: _Path | None = ...,
+    adapter_init_mode: Literal["merge", "trainable"] = ...,
+    merge_adapter: bool = ...,
+    qlora_format: str | None = ...,
+    recipe: _Choice = ...,
+    model_dtype: Literal["fp32", "bf16"] | None = ...,
+    master_dtype: Literal["fp32", "bf16"] | None = ...,
+    skip_quant_first_layers: int = ...,
+    skip_quant_last_layers: int = ...,
+    offload: _Choice = ...,
+    offload_dir: _Path | None = ...,
+    offload_residual: bool = ...,
+    offload_optimizer: bool = ...,
+    offload_master: bool = ...,
+    offload_grads: bool = ...,
+    offload_quants: bool = ...,
+    persistent_quants: bool = ...,
+    cpu_training: bool = ...,
+    launcher: _Choice = ...,
+    datasets: _Data = ...,
+    validation_datasets: _Data = ...,
+    validation_split_ratio: float = ...,
+    truncation_strategy: Literal["delete", "left", "right", "split"] = ...,
+    max_length: int | None = ...,
+    use_chat_template: bool = ...,
+    template: str = ...,
+    system: str | None = ...,
+    loss_scale: Literal["default", "last_round", "all"] = ...,
+    max_bad_rows: int = ...,
+    dataloader_num_workers: Literal["auto"] | int = ...,
+    data_cache_dir: _Path | None = ...,
+    train_seed: int = ...,
+    eval_seed: int = ...,
+    epoch_adjustment: bool = ...,
+    monitor: _Choices = ...,
+    report_to: str | list[str] | None = ...,
+    log_gpu_util: int = ...,
+    log_file: _Path | None = ...,
+    plugins: Mapping[str, Any] = ...,
+    dataset: _Choice = ...,
+    adamw_beta1: float = ...,
+    adamw_beta2: float = ...,
+    adamw_epsilon: float = ...,
+    normuon_momentum: float = ...,
+    normuon_beta2: float = ...,
+    normuon_cautious_wd: bool = ...,
+    matmul_dtype: Literal["fp32", "bf16", "e4m3"] | None = ...,
+    gradient_dtype: Literal["fp32", "bf16", "e5m2"] | None = ...,
+    fp8_amax_history: int = ...,
+    fp4_backend: Literal["cutlass", "cudnn"] = ...,
+    no_fp4_stochastic_rounding: bool = ...,
+    qlora_fp8: bool = ...,
+    qlora_block_size: Literal[32, 64, 128, 256] = ...,
+    qlora_bnb: bool = ...,
+    qlora_bnb_block_size: Literal[64, 128, 256, 512] = ...,
+    qlora_bnb_double_quant: bool = ...,
+    qlora_fp4: bool = ...,
+    qlora_four_over_six: bool = ...,
+    auto_lr_reduction: bool = ...,
+    early_stop: bool = ...,
+) -> Run:
+    """Pre-train all weights of a model on text; returns when the run is over.
+
+    Args:
+        config: A YAML file; keyword arguments win over it.
+        callbacks: Functions that receive the run's events, or a mapping from an event's name to a function.
+        quiet: Print no progress.
+        objective: Name of the objective, which defines the loss.
+        model: The model, also in the short forms `model=DIR_OR_HUB_ID` and `model=FAMILY_OPTION`.
+        tokenizer: Directory or hub id of the tokenizer; null takes the model's own.
+        from_scratch: Start from random weights, drawn from `train_seed`.
+        torch_dtype: Dtype of the weights; auto is bfloat16 on a GPU and float32 on a CPU.
+        sequence_len: Tokens in a packed row; `truncation_strategy` decides about longer samples.
+        rope_scaling: RoPE scaling that replaces the model's: a kind that stretches it to `max_model_len`, or all
+            parameters.
+        max_model_len: Positions of the trained model, exported as `max_position_embeddings`; null keeps the
+            model's.
+        run_name: Name of the run; null generates one.
+        output_dir: Directory for everything that the run writes: config, metrics, checkpoints, export.
+        checkpoint_dir: Directory for checkpoints; null is `output_dir`.
+        num_epochs: Passes over the training rows.
+        max_steps: Number of optimizer steps; -1 computes it from `num_epochs`.
+        resume_from_checkpoint: true resumes from the latest good checkpoint if there is one, a path from that one;
+            false starts from step 0.
+        save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
+        save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
+        eval_steps: Optimizer steps between evaluations; 0 evaluates only at the start and the end.
+        device: Device to train on; auto is the first GPU if there is one.
+        compiler: Compiler of the traced blocks; auto is inductor on CUDA and fx on a CPU.
+        per_device_train_batch_size: Rows of `sequence_len` in a micro-batch.
+        gradient_accumulation_steps: Micro-batches in an optimizer step.
+        sample_packing: Pack several documents into a row; false puts one document in each row.
+        use_cuda_graphs: On CUDA, capture the micro-step and the optimizer step as graphs.
+        deterministic: Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on
+            some GPUs.
+        lmhead_chunks: Number of chunks of the micro-batch's tokens; the logits of only one chunk exist at a time.
+        recompute: Keep only each block's input and compute the block again in the backward pass.
+        recompute_att: Without `recompute`: compute attention outputs again instead of keeping them.
+        recompute_ffn: Without `recompute`: compute the feed-forward projections again.
+        recompute_qkv: Without `recompute`: compute the q, k and v projections again.
+        recompute_swiglu: Without `recompute`: compute SwiGLU outputs again.
+        recompute_rmsnorm: Without `recompute`: compute RMSNorm outputs again.
+        recompute_budget: Without `recompute`: share of each block's residual bytes to keep; the cheapest to
+            recompute are dropped.
+        optimizer: The optimizer and its own options.
+        learning_rate: Peak learning rate.
+        lr_scheduler_type: Shape of the decay after the warm-up; wsd holds the peak until the cool-down.
+        warmup_ratio: Warm-up as a share of all steps; not together with `warmup_steps`.
+        warmup_steps: Warm-up in optimizer steps.
+        cooldown_steps: Number of last steps in which the rate falls linearly to its final value.
+        final_lr_fraction: Final learning rate as a share of the peak.
+        weight_decay: Decoupled weight decay of matrices; norms and biases do not decay.
+        max_grad_norm: Global gradient norm to clip to; 0 does not clip.
+        lora: Train low-rank adapters and freeze the base weights.
+        lora_rank: Rank r of the adapters.
+        lora_alpha: The adapter's output is scaled by alpha / r.
+        lora_dropout: Dropout probability of the inputs of the adapters.
+        lora_dtype: Dtype in which the model computes with the adapter weights; their masters have `master_dtype`.
+        lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`); `all` is every
+            projection.
+        adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
+        adapter_init_mode: merge folds `adapter_path` into the base and trains a new adapter on top; trainable
+            continues to train it.
+        merge_adapter: At the end, also export the whole model with the adapter folded in, to `output_dir/model`.
+        qlora_format: Keep the frozen projections in a weight format of a plugin, by its name.
+        recipe: The precision recipe and its own options.
+        model_dtype: Dtype of weights and activations; overrides `torch_dtype`, null uses it.
+        master_dtype: Dtype of the masters, the weights that the optimizer updates; bf16 is rounded stochastically,
+            null is fp32.
+        skip_quant_first_layers: Number of first layers whose projections a recipe leaves in the model's dtype.
+        skip_quant_last_layers: Number of last layers whose projections a recipe leaves in the model's dtype.
+        offload: The offloader, which places the tensors that the keys below move; alone it moves every kind that it
+            can.
+        offload_dir: Directory of an offloader's scratch files, deleted at the end of the run; null is `output_dir`.
+        offload_residual: Move the blocks' residuals off the device; the backward fetches them block by block.
+        offload_optimizer: Keep the optimizer's state off the device.
+        offload_master: Keep the masters of the trained weights off the device.
+        offload_grads: Keep the accumulated gradients off the device.
+        offload_quants: Keep quantised frozen weights off the device and fetch them block by block; needs
+            `persistent_quants`.
+        persistent_quants: Keep frozen weights quantised. Always so with a quantising recipe or a qlora key;
+            otherwise an error.
+        cpu_training: Keep weights, masters, gradients and optimizer state off the device; the CPU runs the
+            optimizer step.
+        launcher: The launcher, which starts the processes of the run.
+        datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
+            fields.
+        validation_datasets: Held-out data, same form; empty takes `validation_split_ratio` of the training
+            documents.
+        validation_split_ratio: Share of the training documents to hold out if there are no `validation_datasets`.
+        truncation_strategy: A sample longer than `sequence_len`: drop it, cut its left or right end, or split it.
+        max_length: Tokens of the longest sample, if shorter than `sequence_len`; null is `sequence_len`.
+        use_chat_template: Render rows with the tokenizer's chat template; false formats instructions as plain text.
+        template: The chat template: auto is the tokenizer's own; otherwise a built-in name or the path of a .jinja
+            file.
+        system: System prompt of conversations and instructions that have none.
+        loss_scale: Tokens to train on: every assistant turn, the turns after the last user message, or the whole
+            conversation.
+        max_bad_rows: Number of malformed rows to skip and report; one more stops the run.
+        dataloader_num_workers: Processes that tokenise; auto is one per core for large data sets, 0 is the run's
+            own process.
+        data_cache_dir: Directory of tokenised shards; null is the user's cache directory.
+        train_seed: Seed of weights, adapters, dropout and the order of rows.
+        eval_seed: Seed of the held-out split.
+        epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
+        monitor: The monitors that receive the run's events.
+        report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
+        log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0
+            reads none.
+        log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
+        plugins: Which plugins may be imported.
+        dataset: A data set that a plugin brings, such as embedded.
+        adamw_beta1: Decay of AdamW's first moment.
+        adamw_beta2: Decay of AdamW's second moment.
+        adamw_epsilon: Added to AdamW's denominator.
+        normuon_momentum: Decay of NorMuon's momentum.
+        normuon_beta2: Decay of NorMuon's second moment of each row.
+        normuon_cautious_wd: NorMuon decays only weights that its update moves towards zero.
+        matmul_dtype: Dtype to which both operands of a projection are rounded; null is the model's.
+        gradient_dtype: Dtype of the gradient in the backward products; null is `matmul_dtype`, or bf16 if that is
+            e4m3.
+        fp8_amax_history: Number of optimizer steps whose largest absolute values determine a scale.
+        fp4_backend: Library of the native products: cutlass is torch's choice, cuBLASLt; cudnn is refused.
+        no_fp4_stochastic_rounding: Round gradients to the nearest value instead of stochastically.
+        qlora_fp8: Short for qlora_format=fp8.
+        qlora_block_size: Side of a block that shares a scale.
+        qlora_bnb: Short for qlora_format=nf4.
+        qlora_bnb_block_size: Values that share an absmax.
+        qlora_bnb_double_quant: Keep the absmax in 8 bits, in groups of 256.
+        qlora_fp4: Short for qlora_format=nvfp4.
+        qlora_four_over_six: Scale a block to 4 instead of 6 where that makes the squared error smaller.
+        auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
+            rules.
+        early_stop: End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria.
+    """
+
+def train(
+    task: str,
+    config: _Path | None = None,
+    /,
+    *,
+    callbacks: _Callbacks = (),
+    quiet: bool = False,
+    **keys: Any,
+) -> Run:
+    """Run a task by its name, also one that a plugin offers."""

@@ -1,0 +1,197 @@
+"""What a run left behind: its curves, its files, and what can be done with them."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.report.records import RunRecord
+
+
+class Evaluation(NamedTuple):
+    """The loss on the held-out rows after a step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """The files of a run. A file that the run did not write is None."""
+
+    directory: Path
+    adapter: Path | None
+    """The trained adapter, which PEFT and vLLM load."""
+    model: Path | None
+    """The trained model, which transformers and vLLM load."""
+    config: Path | None
+    metrics: Path | None
+    report: Path | None
+    log: Path | None
+    checkpoints: tuple[Path, ...]
+    """The checkpoints, from the first to the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The report of a run; a notebook shows it."""
+
+    path: Path
+    """The HTML file."""
+
+    @property
+    def html(self) -> str:
+        """The page."""
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def markdown(self) -> str:
+        """The same as Markdown."""
+        return self.path.with_suffix(".md").read_text(encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        # A frame keeps the styles of the page and of the notebook apart.
+        page = html.escape(self.html, quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0" title="Report"></iframe>'
+
+
+class Run:
+    """A run, by its directory. The figures are read from its files when they are asked for."""
+
+    __slots__ = ("_read", "path")
+
+    path: Path
+    """The directory of the run."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._read: tuple[tuple[int, int], RunRecord] | None = None
+
+    # --------------------------------------------------------------------------- figures
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: finished, stopped early, interrupted or failed."""
+        return self._record.outcome
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each step."""
+        return [float(value) for value in self._record.curve("loss")[1]]
+
+    @property
+    def evals(self) -> list[Evaluation]:
+        """The evaluations, from the first to the last."""
+        steps, values = self._record.curve("eval")
+        return [Evaluation(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the lowest loss; None without one."""
+        finite = [found for found in self.evals if math.isfinite(found.loss)]
+        return min(finite, key=lambda found: found.loss, default=None)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, as flat keys."""
+        from surogate_core.config.yamlfile import read_yaml
+
+        return dict(read_yaml(self.path / "config.yaml").values)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """``run.json``: versions, plugins, seeds, data."""
+        return self._record.facts
+
+    # ----------------------------------------------------------------------------- files
+
+    @property
+    def paths(self) -> Paths:
+        """The files of the run."""
+
+        def existing(name: str) -> Path | None:
+            return self.path / name if (self.path / name).exists() else None
+
+        place = (self.config.get("checkpoint_dir") if existing("config.yaml") else None) or self.path
+        numbered = [(p.name.rpartition("-")[2], p) for p in Path(place).glob("checkpoint-*") if p.is_dir()]
+        found = sorted((int(number), p) for number, p in numbered if number.isdigit())
+        return Paths(
+            directory=self.path,
+            adapter=existing("adapter"),
+            model=existing("model"),
+            config=existing("config.yaml"),
+            metrics=existing("metrics.jsonl"),
+            report=existing("report.html"),
+            log=existing("surogate.log"),
+            checkpoints=tuple(path for _, path in found),
+        )
+
+    def merge(self, output: str | os.PathLike[str] | None = None, *, base_model: str | None = None) -> Path:
+        """Fold the adapter into its base model; returns the new model's directory.
+
+        `output`: by default ``merged`` in the run's directory. `base_model`: where the base is now, if it has moved.
+        """
+        from surogate_core.run.merge import merge
+
+        target = Path(output) if output is not None else self.path / "merged"
+        if base_model is None:
+            file = self.path / "adapter" / "adapter_config.json"
+            if not file.is_file():
+                raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.path}/model")
+            base_model = str(json.loads(file.read_bytes())["base_model_name_or_path"])
+        merge(base_model, self.path, target)
+        return target
+
+    def report(self) -> Report:
+        """Write the report anew, from what the run has recorded until now."""
+        from surogate_core.report.write import write_report
+
+        return Report(write_report([self.path])[0])
+
+    # ----------------------------------------------------------------------------- shown
+
+    @property
+    def _record(self) -> RunRecord:
+        from surogate_core.report.records import metrics_path, read_run
+
+        status = metrics_path(self.path).stat() if metrics_path(self.path).is_file() else None
+        now = (status.st_mtime_ns, status.st_size) if status is not None else (0, 0)
+        if self._read is None or self._read[0] != now:
+            self._read = (now, read_run(self.path))
+        return self._read[1]
+
+    def _facts(self) -> dict[str, str]:
+        evals, losses, best = self.evals, self.losses, self.best
+        shown = {"outcome": self.outcome, "steps": str(len(losses))}
+        if len(evals) > 1 and best is not None:
+            shown["eval loss"] = f"{evals[0].loss:.4f} → {evals[-1].loss:.4f}"
+            shown["best"] = f"{best.loss:.4f} at step {best.step}"
+        elif losses:
+            shown["loss"] = f"{losses[-1]:.4f}"
+        return shown
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" if name != "outcome" else value for name, value in self._facts().items())
+        return f"<Run {self.path}: {facts}>"
+
+    def _repr_html_(self) -> str:
+        facts = {"directory": str(self.path), **self._facts()}
+        rows = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in facts.items())
+        return f"<table>{rows}</table>"
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """The run in a directory: finished, interrupted or still going. Raises `UserError` where there is none."""
+    run = Run(Path(path).expanduser())
+    if not any((run.path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise UserError(f"{run.path}: there is no run in this directory. Fix: name the output_dir of a run")
+    return run
