@@ -71,6 +71,7 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python scripts/make_coming_from.py
 	$(BIN)/python scripts/make_plugins_page.py
 	$(BIN)/python scripts/make_reference.py
+	$(BIN)/python scripts/make_stub.py
 
 site: $(STAMP) ## Build the documentation into site/; its links are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -57,8 +57,8 @@ def sft(
     sample_packing: bool = ...,
     use_cuda_graphs: bool = ...,
     deterministic: bool = ...,
-    lmhead_chunks: int = ...,
-    recompute: bool = ...,
+    lmhead_chunks: Literal["auto"] | int = ...,
+    recompute: Literal["auto"] | bool = ...,
     recompute_att: bool = ...,
     recompute_ffn: bool = ...,
     recompute_qkv: bool = ...,
@@ -175,8 +175,10 @@ def sft(
         use_cuda_graphs: On CUDA, capture the micro-step and the optimizer step as graphs.
         deterministic: Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on
             some GPUs.
-        lmhead_chunks: Number of chunks of the micro-batch's tokens; the logits of only one chunk exist at a time.
-        recompute: Keep only each block's input and compute the block again in the backward pass.
+        lmhead_chunks: Chunks of the micro-batch's tokens; only one chunk's logits exist at a time. auto: the fewest
+            that fit.
+        recompute: Keep only each block's input and compute the block again in the backward pass. auto: the least
+            that fits.
         recompute_att: Without `recompute`: compute attention outputs again instead of keeping them.
         recompute_ffn: Without `recompute`: compute the feed-forward projections again.
         recompute_qkv: Without `recompute`: compute the q, k and v projections again.
@@ -306,8 +308,8 @@ def pt(
     sample_packing: bool = ...,
     use_cuda_graphs: bool = ...,
     deterministic: bool = ...,
-    lmhead_chunks: int = ...,
-    recompute: bool = ...,
+    lmhead_chunks: Literal["auto"] | int = ...,
+    recompute: Literal["auto"] | bool = ...,
     recompute_att: bool = ...,
     recompute_ffn: bool = ...,
     recompute_qkv: bool = ...,
@@ -424,8 +426,10 @@ def pt(
         use_cuda_graphs: On CUDA, capture the micro-step and the optimizer step as graphs.
         deterministic: Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on
             some GPUs.
-        lmhead_chunks: Number of chunks of the micro-batch's tokens; the logits of only one chunk exist at a time.
-        recompute: Keep only each block's input and compute the block again in the backward pass.
+        lmhead_chunks: Chunks of the micro-batch's tokens; only one chunk's logits exist at a time. auto: the fewest
+            that fit.
+        recompute: Keep only each block's input and compute the block again in the backward pass. auto: the least
+            that fits.
         recompute_att: Without `recompute`: compute attention outputs again instead of keeping them.
         recompute_ffn: Without `recompute`: compute the feed-forward projections again.
         recompute_qkv: Without `recompute`: compute the q, k and v projections again.

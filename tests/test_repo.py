@@ -449,7 +449,7 @@ def test_every_package_of_the_core_is_importable():
     run_python("import importlib\n" + "".join(f"importlib.import_module({p!r})\n" for p in packages))
 
 
-MAKERS = ["make_catalogue", "make_config_docs", "make_hook_tables", "make_plugins_page", "make_reference"]
+MAKERS = ["make_catalogue", "make_config_docs", "make_hook_tables", "make_plugins_page", "make_reference", "make_stub"]
 
 
 @pytest.mark.parametrize("script", [f"{name}.py" for name in MAKERS])
