@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -151,3 +153,10 @@ def test_the_commands_of_a_guide_run(
         cached = words[0] not in ("merge", "export", "report", "plugins", "doctor")
         extra = [*(short if trains else ()), *([f"data_cache_dir={data_cache}"] if cached else ())]
         assert main([*words, *extra]) == 0, str(command)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table_of_what_fits_is_current() -> None:
+    made = subprocess.run([sys.executable, "scripts/make_fit_table.py", "--check"], cwd=ROOT, check=False)
+    assert made.returncode == 0, "run: python scripts/make_fit_table.py"
