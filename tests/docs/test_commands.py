@@ -12,7 +12,7 @@ from pathlib import Path
 
 import example_commands
 import pytest
-from page_commands import GUIDES, PAGES, ROOT, Command, commands
+from page_commands import GUIDES, PAGES, ROOT, Command, commands, commands_of
 from pages import blocks
 
 from surogate_core.cli.arguments import parse
@@ -139,20 +139,28 @@ def expanded(word: str, here: Path) -> list[str]:
 def test_the_commands_of_a_guide_run(
     page: Path, place: Path, monkeypatch: pytest.MonkeyPatch, data_cache: Path
 ) -> None:
-    """In their order, with small models and data under the names of the page, and few steps."""
+    """In their order, with small models and data under the names of the page, and few steps; its Python too."""
     monkeypatch.chdir(place)
     put_files(page, place)
     if not any(place.glob("runs/*")):
         assert main(["sft", "run.yaml", *example_commands.SHORT, f"data_cache_dir={data_cache}"]) == 0
-    for command in commands(page):
-        if command.mark or command.words[0] != "surogate":
-            continue
-        words = [w for word in command.words[1:] for w in expanded(word, place)]
-        trains = words[0] in (*CORE_TASKS, "demo")
-        short = (w for w in example_commands.SHORT if w.partition("=")[0] not in " ".join(words))
-        cached = words[0] not in ("merge", "export", "report", "plugins", "doctor")
-        extra = [*(short if trains else ()), *([f"data_cache_dir={data_cache}"] if cached else ())]
-        assert main([*words, *extra]) == 0, str(command)
+    for block in blocks(page):
+        if block.language == "python" and block.mark.startswith("fragment: needs") and "hub" not in block.mark:
+            exec(compile(block.text, str(block), "exec"), {"__name__": "docs"})
+        elif block.language == "sh" and not block.mark:
+            for command in commands_of(block):
+                if command.words[0] == "surogate":
+                    run(command, place, data_cache)
+
+
+def run(command: Command, place: Path, data_cache: Path) -> None:
+    """The command with few steps added if it trains."""
+    words = [w for word in command.words[1:] for w in expanded(word, place)]
+    trains = words[0] in (*CORE_TASKS, "demo")
+    short = (w for w in example_commands.SHORT if w.partition("=")[0] not in " ".join(words))
+    cached = words[0] not in ("merge", "export", "report", "plugins", "doctor")
+    extra = [*(short if trains else ()), *([f"data_cache_dir={data_cache}"] if cached else ())]
+    assert main([*words, *extra]) == 0, str(command)
 
 
 @pytest.mark.slow

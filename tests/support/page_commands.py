@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pages import blocks
+from pages import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,12 +37,16 @@ class Command:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Every command of the page's ``sh`` blocks: continued lines are joined, comments left out, lists (&&, |) cut."""
+    """Every command of the page's ``sh`` blocks."""
     for block in blocks(page):
-        if block.language != "sh":
-            continue
-        for words in _lists(block.text.replace("\\\n", " ")):
-            yield Command(page, block.line, tuple(words), block.mark)
+        if block.language == "sh":
+            yield from commands_of(block)
+
+
+def commands_of(block: Block) -> Iterator[Command]:
+    """The commands of one block: continued lines are joined, comments left out, lists (&&, |) cut."""
+    for words in _lists(block.text.replace("\\\n", " ")):
+        yield Command(block.page, block.line, tuple(words), block.mark)
 
 
 def _lists(text: str) -> Iterator[list[str]]:
