@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +30,7 @@ class Card:
     tone: str
     """``good``, ``bad``, ``busy`` or ``plain``."""
     message: str = ""
-    """What the run said at its end."""
+    """What the run said at its end: the reason of a failure, otherwise a hint."""
     progress: float | None = None
     """Share of the steps, 0 to 1; None where there is nothing to show."""
     tiles: Sequence[tuple[str, str, str]] = ()
@@ -253,15 +251,11 @@ def _places(run: RunRecord) -> Rows:
 
 def commands(run: RunRecord) -> Rows:
     """(purpose, command) of what a user does next with a run that is over."""
-    if not run.settings:
-        return []
-    place = run.directory
-    reason = str((run.end or {}).get("reason"))
-    if reason in ("signal", "failed", "None") and len(run.steps):
-        task = str(run.settings.get("task", "sft"))
-        return [("resume", f"surogate {task} {_quoted(place / 'config.yaml')}")]
-    return []
-
-
-def _quoted(path: Path | str | Any) -> str:
-    return shlex.quote(str(path))
+    end = run.end or {}
+    found = [(str(purpose), str(command)) for purpose, command in end.get("next_commands") or ()]
+    # The reader has the report.
+    found = [(purpose, command) for purpose, command in found if not command.startswith("surogate report ")]
+    if end.get("reason") in (None, "signal", "failed") and len(run.steps) and run.settings:
+        config = shlex.quote(str(run.directory / "config.yaml"))
+        found.insert(0, ("resume", f"surogate {run.settings.get('task', 'sft')} {config}"))
+    return found

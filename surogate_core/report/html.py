@@ -36,7 +36,9 @@ def _card(card: Card) -> str:
     parts = [f"<h1>{escape(card.title)}</h1>"]
     parts += [f'<p class="subtitle">{escape(card.subtitle)}</p>'] if card.subtitle else []
     parts.append(f'<p class="verdict">{escape(card.verdict)}</p>')
-    parts += [f'<pre class="message" tabindex="0">{escape(card.message)}</pre>'] if card.message else []
+    message = f'<pre class="message" tabindex="0">{escape(card.message)}</pre>' if card.message else ""
+    if card.tone != "good":
+        parts.append(message)
     if card.tiles:
         cells = "".join(
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f' <small>{escape(remark)}</small>' if remark else ''}"
@@ -50,6 +52,8 @@ def _card(card: Card) -> str:
             f"<div><dt>{escape(what)}</dt><dd><code>{escape(text)}</code></dd></div>" for what, text in lines
         )
         parts.append(f'<dl class="places">{rows}</dl>')
+    if card.tone == "good":
+        parts.append(message)
     return f'<header id="card" class="card {card.tone}">{"".join(parts)}</header>'
 
 

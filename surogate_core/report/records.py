@@ -145,9 +145,9 @@ class RunRecord:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """(step, loss) of the evaluation with the lowest loss; None without a finite one."""
+        """(step, loss) of the evaluation after the first step with the lowest loss; None without a finite one."""
         steps, losses = self.curve("eval")
-        finite = np.isfinite(losses)
+        finite = np.isfinite(losses) & (steps > 0)
         if not finite.any():
             return None
         place = int(np.where(finite, losses, np.inf).argmin())

@@ -102,6 +102,24 @@ def test_eval_loss_before_and_after_and_the_best_step() -> None:
     assert "Eval loss" not in card_of([run]).verdict
 
 
+def test_the_next_commands_are_those_of_the_run_or_resume_it() -> None:
+    next_commands = [["merge", "surogate merge runs/a"], ["read the report", "surogate report runs/a"]]
+    done = {"event": "run_end", "reason": "finished", "next_commands": next_commands}
+    assert card_of([run_of(START, STEP, done, config="task: sft\n")]).commands == [("merge", "surogate merge runs/a")]
+    stopped = run_of(START, STEP, {"event": "run_end", "reason": "signal"}, config="task: pt\n")
+    assert card_of([stopped]).commands == [("resume", "surogate pt r/config.yaml")]
+    assert card_of([run_of(START, STEP, config="task: pt\n")]).commands == [], "it is still running"
+    never = run_of({"event": "run_end", "reason": "failed"}, config="task: sft\n")
+    assert card_of([never]).commands == [], "nothing to resume"
+
+
+def test_training_that_made_it_worse_has_its_best_after_the_first_step() -> None:
+    evals = [{"event": "eval_end", "step": at, "loss": loss} for at, loss in ((0, 1.0), (4, 3.0), (9, 2.0))]
+    run = run_of(START, {**STEP, "step": 9}, *evals, {"event": "run_end", "reason": "finished"})
+    assert run.best == (9, 2.0)
+    assert card_of([run]).verdict == "Finished after 9 steps. Eval loss rose from 1.0000 to 2.0000"
+
+
 def test_the_method_in_the_words_of_the_field() -> None:
     def said(text: str) -> str:
         return method(run_of(config=text))

@@ -41,7 +41,8 @@ function header(card) {
       bar.setAttribute("aria-label", "steps done");
       parts.push(bar);
     }
-    if (card.message) parts.push(scrolled("message", card.message));
+    const message = card.message ? [scrolled("message", card.message)] : [];
+    if (card.tone !== "good") parts.push(...message);
     if (card.tiles.length) {
       parts.push(named(make("dl", null, ...card.tiles.map(([name, value, remark]) => make("div", null, make("dt", name),
         make("dd", value, ...(remark ? [" ", make("small", remark)] : []))))), "tiles"));
@@ -51,6 +52,7 @@ function header(card) {
       parts.push(named(make("dl", null, ...places.map(([what, text]) =>
         make("div", null, make("dt", what), make("dd", null, make("code", text))))), "places"));
     }
+    if (card.tone === "good") parts.push(...message);
     return parts;
   });
 }
