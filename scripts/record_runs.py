@@ -1,8 +1,10 @@
 """Train the small model well and badly, and keep the curves as test data of surogate-monitor-adaptive.
 
 Writes plugins/surogate-monitor-adaptive/tests/data/: `runs.json`, six runs with one thing wrong or nothing, and
-`healthy.json`, the healthy one under 20 other seeds. A curve has, for each step, the loss, the gradient norm and the
-learning rate with four digits; tests replay them. Takes about half an hour on one core; bits differ between machines.
+`healthy.json`, the healthy one under 20 other seeds, and `tunings.json`, short trainings of three families, healthy and
+unstable: from random weights, of all weights, and with LoRA on the trained result. A curve has, for each step, the
+loss, the gradient norm and the learning rate with four digits; tests replay them. Takes about 45 minutes on one core;
+bits differ between machines.
 
     OMP_NUM_THREADS=1 python scripts/record_runs.py [--only NAME …] [--seeds 20] [--output DIR]
 """
@@ -18,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from surogate_core.config.resolve import load_run_config
+from surogate_core.config.resolve import load_run_config, to_dict
 from surogate_core.engine.engine import Inputs
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.job import launch
@@ -55,6 +57,36 @@ RUNS: dict[str, tuple[str, ...]] = {
 NAN_STEP = 250
 """The step of `nan_spike` whose gradients are not numbers: its loss is scaled by NaN."""
 
+FAMILIES = ("qwen3", "qwen2", "llama")
+BASE = ("max_steps=250", "eval_steps=25", "monitor=[jsonl]")
+"""The training from random weights, whose result the others start from."""
+TUNING = ("lora_rank=8", "max_steps=160", "eval_steps=16", "sequence_len=128", "weight_decay=0.01")
+HEALTHY_TUNINGS: dict[str, tuple[str, ...]] = {
+    "lora, 1e-3, 8 rows": ("lora=true", "learning_rate=1e-3", "per_device_train_batch_size=8"),
+    "lora, 2e-4, 2 rows": ("lora=true", "learning_rate=2e-4", "per_device_train_batch_size=2"),
+    "lora, 3e-3, 1 row": ("lora=true", "learning_rate=3e-3", "per_device_train_batch_size=1"),
+    "all weights, 3e-4, 4 rows": ("lora=false", "learning_rate=3e-4", "per_device_train_batch_size=4"),
+    "all weights, 1e-3, 1 row": ("lora=false", "learning_rate=1e-3", "per_device_train_batch_size=1"),
+    "all weights, 2e-3, 2 rows": ("lora=false", "learning_rate=2e-3", "per_device_train_batch_size=2"),
+}
+"""On the result of each family: 18 runs, and the 3 from random weights."""
+FAR_TOO_HIGH = ("lr_scheduler_type=constant", "warmup_steps=0")
+UNSTABLE_TUNINGS: dict[str, tuple[str, ...]] = {
+    "qwen3, all weights, 0.3": ("lora=false", "learning_rate=0.3", "per_device_train_batch_size=2", *FAR_TOO_HIGH),
+    "qwen2, all weights, 0.1": ("lora=false", "learning_rate=0.1", "per_device_train_batch_size=4", *FAR_TOO_HIGH),
+    "llama, all weights, 1": ("lora=false", "learning_rate=1", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
+    "qwen3, lora, 1": ("lora=true", "learning_rate=1", "per_device_train_batch_size=2", *FAR_TOO_HIGH),
+    "llama, lora, 0.5": ("lora=true", "learning_rate=0.5", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
+    "qwen2, lora, ramp to 2": (
+        "lora=true",
+        "learning_rate=2",
+        "per_device_train_batch_size=4",
+        "lr_scheduler_type=constant",
+        "warmup_steps=160",
+    ),
+}
+"""On the result of the family that the name begins with."""
+
 KEPT_KEYS = ("learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "auto_lr_reduction", "max_steps")
 
 
@@ -63,12 +95,12 @@ def nan_at(step: int | None) -> Iterator[None]:
     """The `step`-th training micro-batch (one is a step here) gets gradients of NaN."""
     load, count = Inputs.load, 0
 
-    def poisoned(self: Inputs, batch: Any, seeds: Any, loss_scale: float) -> None:
+    def poisoned(self: Inputs, batch: Any, seeds: Any, loss_scale: float, **others: Any) -> None:
         nonlocal count
         if loss_scale:  # an evaluation has none
             count += 1
             loss_scale = math.nan if count == step else loss_scale
-        load(self, batch, seeds, loss_scale)
+        load(self, batch, seeds, loss_scale, **others)
 
     Inputs.load = poisoned  # type: ignore[method-assign]
     try:
@@ -77,10 +109,11 @@ def nan_at(step: int | None) -> Iterator[None]:
         Inputs.load = load  # type: ignore[method-assign]
 
 
-def record(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Run it; its curve."""
+def record(name: str, overrides: tuple[str, ...], *, place: Path | None = None) -> dict[str, Any]:
+    """Run it; its curve. `place` keeps the run's directory."""
     registry = load_plugins()
-    with tempfile.TemporaryDirectory() as directory, nan_at(NAN_STEP if name == "nan_spike" else None):
+    with tempfile.TemporaryDirectory() as temporary, nan_at(NAN_STEP if name == "nan_spike" else None):
+        directory = str(place or temporary)
         latest = {text.partition("=")[0]: text for text in (*COMMON, *overrides)}
         config = load_run_config([*latest.values(), f"output_dir={directory}"], registry=registry)
         launch(config, registry)
@@ -89,7 +122,7 @@ def record(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     (start,) = [line for line in lines if line["event"] == "run_start"]
     return {
         "command": " ".join(["surogate", *latest.values()]),
-        "config": {key: getattr(config, key) for key in KEPT_KEYS},
+        "config": {"auto_lr_reduction": False} | {k: v for k, v in to_dict(config).items() if k in KEPT_KEYS},
         "start": {key: start[key] for key in ("parameters", "train_tokens", "steps", "epochs", "tokens_per_step")},
         **{key: [_short(line[key]) for line in steps] for key in ("loss", "grad_norm", "lr")},
         "held_out": [[line["step"], _short(line["loss"])] for line in lines if line["event"] == "eval_end"],
@@ -106,10 +139,35 @@ def write(path: Path, runs: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
+def record_tunings(file: Path) -> None:
+    """`tunings.json`: {"healthy": {name: curve}, "unstable": {name: curve}}."""
+    with tempfile.TemporaryDirectory() as directory:
+        healthy = {}
+        for family in FAMILIES:
+            name = f"{family}, random weights"
+            healthy[name] = record(name, (*BASE, f"model={family}"), place=Path(directory) / family)
+            print(name, flush=True)
+        data = "dataset=embedded"
+        for family in FAMILIES:
+            for how, keys in HEALTHY_TUNINGS.items():
+                name = f"{family}, {how}"
+                healthy[name] = record(name, (*TUNING, f"model={directory}/{family}/model", data, *keys))
+                print(name, flush=True)
+        unstable = {}
+        for name, keys in UNSTABLE_TUNINGS.items():
+            family = name.partition(",")[0]
+            unstable[name] = record(name, (*TUNING, f"model={directory}/{family}/model", data, *keys))
+            print(name, flush=True)
+        runs = {"healthy": healthy, "unstable": unstable}
+        file.write_text(
+            json.dumps(runs, separators=(",", ":")).replace(directory, "DIR").replace('},"', '},\n"') + "\n"
+        )
+
+
 def main() -> None:
     """Record what is asked for; what is there of other runs is kept."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="*", choices=[*RUNS, "seeds"], default=[*RUNS, "seeds"])
+    parser.add_argument("--only", nargs="*", choices=[*RUNS, "seeds", "tunings"], default=[*RUNS, "seeds", "tunings"])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--output", type=Path, default=DATA)
     options = parser.parse_args()
@@ -120,6 +178,8 @@ def main() -> None:
         found[name] = record(name, RUNS[name])
         write(file, found)
         print(name)
+    if "tunings" in options.only:
+        record_tunings(options.output / "tunings.json")
     if "seeds" not in options.only:
         return
     seeds_file = options.output / "healthy.json"

@@ -29,7 +29,7 @@ class Room:
     @classmethod
     def here(cls, config: RunConfig) -> Room:
         """The free memory and space now."""
-        directory = config.offload_dir or config.output_dir
+        directory = config.offload_dir or config.place
         return cls(host=memory_of_machine(), disk=_free(directory), directory=directory)
 
     def short_of(self, prediction: Prediction) -> dict[str, str]:

@@ -8,7 +8,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surogate_core.config.overrides import Settings
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
+    from surogate_core.run.place import Place
     from surogate_core.run.watch import Watch
 
 USAGE = """\
@@ -79,10 +80,17 @@ def start(config: RunConfig, registry: Registry, watch: Watch | None = None) -> 
     """Open the run's log and train; `watch`: what the caller adds to the run's monitors."""
     from surogate_core import logs
     from surogate_core.run.job import launch, open_run_log
+    from surogate_core.run.place import placed
 
     logs.configure()
-    open_run_log(config)
-    return launch(config, registry, watch)
+    with placed(config) as (config, place):
+        if place.note:
+            print(place.note, file=sys.stderr, flush=True)
+        open_run_log(config)
+        code = launch(config, registry, watch)
+        if code == 0:
+            place.done()
+        return code
 
 
 def _show(arguments: Arguments, task: str | None) -> int:
@@ -161,14 +169,18 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
     require_own_data(arguments, task, [config for _, config in every], registry)
     settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
     sweep = _Sweep(settings, registry)
-    try:
-        code = _hydra_exit(lambda: run_hydra(["--multirun"], sweep.overrides(), registry, sweep.job))
-    except KeyboardInterrupt:
-        if sweep.codes and sweep.codes[-1] in _STOPPED:
-            return sweep.codes[-1]
-        raise
-    sweep.summary()
-    return next((c for c in sweep.codes if c), code)
+    with sweep.placed(every[0][1]) as place:
+        try:
+            code = _hydra_exit(lambda: run_hydra(["--multirun"], sweep.overrides(), registry, sweep.job))
+        except KeyboardInterrupt:
+            if sweep.codes and sweep.codes[-1] in _STOPPED:
+                return sweep.codes[-1]
+            raise
+        sweep.summary()
+        code = next((c for c in sweep.codes if c), code)
+        if code == 0 and place is not None:
+            place.done()
+    return code
 
 
 class _Sweep:
@@ -179,8 +191,25 @@ class _Sweep:
         self.registry = registry
         self.codes: list[int] = []
         self.directories: list[str] = []
+        self.directory = ""
+        """The directory of the sweep, where the user names none."""
         self.swept = {v.key for v in settings.values if v.sweep}
         self.groups = {group for group, choice in settings.choices.items() if choice.sweep}
+
+    @contextlib.contextmanager
+    def placed(self, first: RunConfig) -> Iterator[Place | None]:
+        """While the sweep runs, the directory of its runs is its own; None if the user names one."""
+        from surogate_core.run.place import claimed
+
+        lines = self.settings.overrides()
+        if first.output_dir is not None or "output_dir" in self.swept or any("hydra.sweep.dir" in s for s in lines):
+            yield None
+            return
+        with claimed(lines, name=f"sweep-{'-'.join(sorted(self.swept | self.groups))}"[:60]) as place:
+            self.directory = str(place.directory)
+            if place.note:
+                print(place.note, file=sys.stderr)
+            yield place
 
     def overrides(self) -> list[str]:
         """Hydra's overrides: the user's settings override the default places of the runs."""
@@ -192,7 +221,7 @@ class _Sweep:
         shared = sorted({key for key in named if key not in self.swept | self.groups})
         subdirectory = "." if "output_dir" in self.swept else "${hydra.job.num}"
         return [
-            "hydra.sweep.dir=${output_dir}",
+            f"hydra.sweep.dir={encode(self.directory) if self.directory else '${output_dir}'}",
             f"hydra.sweep.subdir={subdirectory}",
             f"hydra.job.config.override_dirname.exclude_keys={encode(shared)}",
             *lines,
@@ -218,8 +247,8 @@ class _Sweep:
         one = dataclasses.replace(checked, **paths)
         what = ", ".join(line for line in hydra.overrides.task if self._is_swept(line))
         named = masked(f"run {len(self.codes)}" + (f": {what}" if what else ""))
-        print(f"{named} → {one.output_dir}", file=sys.stderr, flush=True)
-        self.directories.append(one.output_dir)
+        print(f"{named} → {one.place}", file=sys.stderr, flush=True)
+        self.directories.append(one.place)
         self.codes.append(_guarded(one, self.registry))
         if self.codes[-1] in _STOPPED:
             raise KeyboardInterrupt
@@ -244,10 +273,10 @@ def _guarded(config: RunConfig, registry: Registry) -> int:
     try:
         return start(config, registry)
     except SurogateError as error:
-        print(f"surogate: {config.output_dir}: {error}", file=sys.stderr)
+        print(f"surogate: {config.place}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        report_bug(error, place=config.output_dir)
+        report_bug(error, place=config.place)
         return 1
 
 

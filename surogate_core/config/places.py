@@ -117,7 +117,7 @@ def _nearest(path: Path) -> str:
 def _written(config: RunConfig) -> Found:
     """Directories of others that a run would write into."""
     for key in _WRITTEN:
-        value = getattr(config, key)
+        value = config.place if key == "output_dir" else getattr(config, key)
         if value is None:
             continue
         target = Path(expanded(value)).resolve()
@@ -126,16 +126,16 @@ def _written(config: RunConfig) -> Found:
                 relation = "is" if target == directory else "is in"
                 yield key, f"{value} {relation} {what}; a run writes its own files there.", f"{key}=ANOTHER_DIRECTORY"
                 break
-    output = Path(expanded(config.output_dir)).resolve()
+    output = Path(expanded(config.place)).resolve()
     if config.model.path is not None:
         model = Path(expanded(config.model.path))
         if model.is_dir() and model.resolve() == output / "model":
-            message = f"the run moves or replaces {config.output_dir}/model, which is the model that it starts from."
+            message = f"the run moves or replaces {config.place}/model, which is the model that it starts from."
             yield "output_dir", message, "output_dir=ANOTHER_DIRECTORY"
     if config.adapter_path is not None:
         adapter = Path(expanded(config.adapter_path))
         if adapter.is_dir() and (adapter.resolve() == output or output in adapter.resolve().parents):
-            message = f"the run writes its adapter into {config.output_dir}, which has the adapter that it starts from."
+            message = f"the run writes its adapter into {config.place}, which has the adapter that it starts from."
             yield "output_dir", message, "output_dir=ANOTHER_DIRECTORY"
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval, MinLen
 
 from surogate_core.config.choices import default_groups
+from surogate_core.files.runs import RUNS
 
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
@@ -102,8 +103,8 @@ class RunConfig:
     # ------------------------------------------------------------------------ the run
     run_name: Name | None = None
     """Name of the run; null generates one."""
-    output_dir: Name = "output"
-    """Directory for everything that the run writes: config, metrics, checkpoints, export."""
+    output_dir: Name | None = None
+    """Directory for everything that the run writes; null makes one, `runs/NAME-DATE-TIME`, or resumes in its own."""
     checkpoint_dir: Name | None = None
     """Directory for checkpoints; null is `output_dir`."""
     num_epochs: Annotated[float, Interval(gt=0, le=10**6)] = 3.0
@@ -282,6 +283,11 @@ class RunConfig:
     the weight format that is chosen."""
     weight_format: str | None = field(default=None, metadata={"key": False})
     """The weight format that `qlora_format` or its own flat key chooses."""
+
+    @property
+    def place(self) -> str:
+        """`output_dir`, or the directory in which a run without one gets its own."""
+        return self.output_dir or str(RUNS)
 
 
 KEYS = tuple(f.name for f in fields(RunConfig) if f.metadata.get("key", True))

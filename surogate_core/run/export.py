@@ -43,7 +43,7 @@ class Trained:
 
 def places(config: RunConfig) -> list[Path]:
     """The directories of the result; the one to show is first."""
-    output = Path(config.output_dir)
+    output = Path(config.place)
     adapter, model = output / "adapter", output / "model"
     if not config.lora:
         return [model]
@@ -71,7 +71,7 @@ def _card(trained: Trained) -> Card:
         chosen["weight_format"] = trained.weight_format
     keys = [*SHOWN_KEYS, *(["lora_rank"] if config.lora else [])]
     return Card(
-        title=config.run_name or Path(config.output_dir).resolve().name,
+        title=config.run_name or Path(config.place).resolve().name,
         base_model=config.model.path if resolved.weights else None,
         base_commit=resolved.commit,
         base_files=trained.base_files,

@@ -13,6 +13,7 @@ from surogate_core.config.resolve import config_from, policy_from, to_dict
 from surogate_core.errors import ConfigError, PluginError, Problem, UserError
 from surogate_core.plugins.discovery import import_policy
 from surogate_core.plugins.registry import load_plugins
+from surogate_core.run.place import placed
 from surogate_core.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -77,14 +78,18 @@ class Job:
 
 
 def launch(config: RunConfig, registry: Registry, watch: Watch | None = None) -> int:
-    """Start the run's processes as `launcher` says; the exit code."""
-    launcher = registry.get("launcher", config.launcher.name)
-    return int(launcher.launch(Job.of(config, registry, watch), config.launcher.options, registry))
+    """Start the run's processes as `launcher` says; the exit code. Without `output_dir` it gets a directory first."""
+    with placed(config) as (config, place):
+        launcher = registry.get("launcher", config.launcher.name)
+        code = int(launcher.launch(Job.of(config, registry, watch), config.launcher.options, registry))
+        if code == 0:
+            place.done()
+        return code
 
 
 def open_run_log(config: RunConfig) -> None:
     """Write this process's log to `log_file`, or into the output directory; raises `ConfigError` if it cannot."""
-    file = Path(config.log_file) if config.log_file else Path(config.output_dir) / "surogate.log"
+    file = Path(config.log_file) if config.log_file else Path(config.place) / "surogate.log"
     try:
         logs.open_log(file, follow=config.log_file is not None)
     except OSError as error:

@@ -23,6 +23,7 @@ from surogate_core.errors import PluginError, SurogateError
 from surogate_core.events import ReportWritten, RunInfo
 from surogate_core.files import atomic
 from surogate_core.files.private import private
+from surogate_core.files.runs import point_latest
 from surogate_core.masking import masked_values
 from surogate_core.report.write import write_report
 from surogate_core.run.prepare import Material
@@ -43,7 +44,7 @@ class Outputs:
 
     def __init__(self, config: RunConfig, registry: Registry, watch: Watch | None = None):
         self._config, self._registry, self._watch = config, registry, watch or Watch()
-        self._directory = Path(config.output_dir)
+        self._directory = Path(config.place)
         self._locks = ExitStack()
         self._accepted = False
         """Whether the record in the output directory is this run's to write."""
@@ -149,6 +150,7 @@ class Outputs:
                 f"run {checkpoints.run} in manifest.json."
             )
         self._accepted = True
+        point_latest(self._directory)
         return notes
 
     def write_files(self, config: RunConfig, run: str, identity: Mapping[str, Any], material: Material) -> None:

@@ -103,7 +103,7 @@ class _Run:
         self.notes += base.notes
         identity = identity_of(self.config, self.registry, base.resolved)
         checkpoints = CheckpointDir(
-            Path(self.config.checkpoint_dir or self.config.output_dir), limit=self.config.save_total_limit
+            Path(self.config.checkpoint_dir or self.config.place), limit=self.config.save_total_limit
         )
         checkpoint, notes = checkpoint_to_resume(
             checkpoints, base, identity, self._show, settle=self.outputs is not None

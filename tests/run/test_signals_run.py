@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_fixtures import KILLER
 
 from surogate_core.plugins.registry import Registry, load_plugins
 
@@ -22,35 +23,6 @@ RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
 History = Callable[[Path], list[tuple[Any, ...]]]
 Digests = Callable[[Path], dict[str, str]]
-
-KILLER = '''
-import os
-
-from surogate_core import bundles, hookimpl
-
-class Killer:
-    """Sends a signal to its own process at the first event that `at` accepts."""
-
-    at, number = None, 0
-
-    def on_event(self, event):
-        if Killer.at is not None and Killer.at(event):
-            Killer.at = None
-            os.kill(os.getpid(), Killer.number)
-
-    def state(self):
-        return {}
-
-    def load_state(self, state):
-        pass
-
-    def close(self):
-        pass
-
-@hookimpl
-def surogate_monitor():
-    return bundles.MonitorSpec(name="killer", build=lambda options, info: Killer())
-'''
 
 
 @pytest.fixture

@@ -42,6 +42,36 @@ QUICK = (
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]")
 
+KILLER = '''
+import os
+
+from surogate_core import bundles, hookimpl
+
+class Killer:
+    """Sends a signal to its own process at the first event that `at` accepts."""
+
+    at, number = None, 0
+
+    def on_event(self, event):
+        if Killer.at is not None and Killer.at(event):
+            Killer.at = None
+            os.kill(os.getpid(), Killer.number)
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+    def close(self):
+        pass
+
+@hookimpl
+def surogate_monitor():
+    return bundles.MonitorSpec(name="killer", build=lambda options, info: Killer())
+'''
+"""A monitor in a plugin; `plugin_monitor_killer.Killer` is its class."""
+
 RunHere = Callable[..., int]
 
 
