@@ -222,8 +222,8 @@ class CheckpointSaved(Event):
     """Its directory."""
     seconds: float
     """Wall time of saving."""
-    reason: Literal["schedule", "signal", "control", "end"]
-    """Why it was saved."""
+    reason: Literal["schedule", "signal", "control", "end", "best"]
+    """Why it was saved; ``best`` with `load_best`, after the best evaluation so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,11 +336,21 @@ class RunEnd(Event):
     """Loss of the last evaluation; None without one."""
     export_path: str | None
     """The directory of the export; None if nothing was exported."""
+    last_eval_step: int | None = None
+    """Step of `last_eval_loss`."""
+    best_eval_loss: float | None = None
+    """Lowest held-out loss after the first step; None without an evaluation there."""
+    best_step: int | None = None
+    """Step of `best_eval_loss`."""
+    export_step: int | None = None
+    """Step of the exported weights; None if nothing was exported."""
+    next_commands: tuple[tuple[str, str], ...] = ()
+    """(purpose, command line) of what can be done with the result, in the order to show."""
     message: str = ""
     """The reason of the end, or how to resume; may be empty."""
 
     def __post_init__(self) -> None:
-        _mask(self, "message")
+        _mask(self, "message", "next_commands")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,10 @@ usage:
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
-  surogate merge --base-model P --checkpoint-dir P --output P
-                                               fold a LoRA adapter into its base model
-  surogate report DIR… [--output FILE|--serve] curves and figures of runs, as files or as a live page
+  surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
+  surogate export [RUN] --to hub://USER/NAME   upload the result to the Hugging Face hub, or copy it to a directory
+  surogate report [RUN …] [--output FILE|--serve]
+                                               curves and figures of runs, as files or as a live page
   surogate numerics [KEY=VALUE …] [--recipes A,B]
                                                the same training under each precision recipe, compared
   surogate plan [FILE.yaml] [KEY=VALUE …]      will it fit, how fast, how long; nothing is trained
@@ -105,6 +106,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "tokenize": _tokenize,
         "merge": _merge,
+        "export": _export,
         "report": _report_runs,
         "numerics": _numerics,
         "plan": _plan,
@@ -134,6 +136,12 @@ def _merge(arguments: list[str]) -> int:
     from surogate_core.cli import merge
 
     return merge.main(arguments)
+
+
+def _export(arguments: list[str]) -> int:
+    from surogate_core.cli import export
+
+    return export.main(arguments)
 
 
 def _report_runs(arguments: list[str]) -> int:

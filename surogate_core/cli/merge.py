@@ -11,13 +11,15 @@ from pathlib import Path
 
 from surogate_core.errors import UserError
 from surogate_core.files.atomic import human_bytes
+from surogate_core.files.runs import latest_run, run_directory
 
 USAGE = """\
-usage: surogate merge --base-model DIR_OR_HUB_ID --checkpoint-dir DIR --output DIR
+usage: surogate merge [RUN] [--output DIR] [--base-model DIR_OR_HUB_ID]
 
-  --base-model         the model that the adapter was trained on
-  --checkpoint-dir     a PEFT adapter, a run's output directory, or one checkpoint of a LoRA run
-  --output             where to write; a Hugging Face directory that transformers and vLLM load
+  RUN                  a run's directory, one of its checkpoints, or a PEFT adapter, also as --checkpoint-dir RUN;
+                       without it the latest run, runs/latest
+  --output             where to write a Hugging Face directory that transformers and vLLM load; RUN/merged for a run
+  --base-model         the model to fold the adapter into; without it the one that the adapter was trained on
 
 A hub id may name a revision: OWNER/NAME@BRANCH_TAG_OR_COMMIT. Without a revision it is read at the commit
 that the adapter was trained on, if that is known, otherwise at the head of the default branch.
@@ -38,13 +40,16 @@ def main(argv: Sequence[str]) -> int:
     logs.configure()
     from surogate_core.run.merge import merge
 
-    output = Path(values["--output"]).expanduser()
-    trained = Path(values["--checkpoint-dir"]).expanduser()
+    named = values.get("--checkpoint-dir")
+    trained = run_directory(named) if named else latest_run(command="surogate merge")
+    if "--output" not in values and not (trained / "run.json").is_file():
+        raise UserError(f"surogate merge: --output missing, and {trained} is no run. Fix: add --output DIR")
+    output = Path(values["--output"]).expanduser() if "--output" in values else trained / "merged"
     with _shown() as progress:
-        done = merge(values["--base-model"], trained, output, progress=progress)
+        done = merge(values.get("--base-model"), trained, output, progress=progress)
     for warning in done.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"{done.used} is folded into {done.weights} weights of {values['--base-model']}: {output}")
+    print(f"{done.used} is folded into {done.weights} weights of {done.base}: {output}")
     return 0
 
 
@@ -52,7 +57,10 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     words = list(argv)
     while words:
-        flag, equals, value = words.pop(0).partition("=")
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if word and not word.startswith("-"):
+            flag, equals, value = "--checkpoint-dir", "=", word
         if flag not in FLAGS:
             near = get_close_matches(flag, FLAGS, n=1)
             fix = near[0] if near else "`surogate merge --help` shows the form"
@@ -62,11 +70,10 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
                 raise UserError(f"{flag}: a value must follow. Fix: {flag} DIR")
             value = words.pop(0)
         if flag in values:
-            raise UserError(f"{flag}: is given twice. Fix: keep one.")
+            raise UserError(f"{flag}: is given twice ({values[flag]}, {value}). Fix: keep one.")
         values[flag] = value
-    if missing := [flag for flag in FLAGS if not values.get(flag)]:
-        fix = " ".join(f"{flag} DIR" for flag in missing)
-        raise UserError(f"surogate merge: {', '.join(missing)} missing. Fix: add {fix}")
+    if empty := [flag for flag in values if not values[flag]]:
+        raise UserError(f"surogate merge: {', '.join(empty)}: the value is empty. Fix: {empty[0]} DIR")
     return values
 
 

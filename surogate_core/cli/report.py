@@ -8,14 +8,15 @@ from pathlib import Path
 from threading import Event
 
 from surogate_core.errors import UserError
+from surogate_core.files.runs import latest_run, run_directory
 
 USAGE = """\
-usage: surogate report DIR… [--output FILE]
-       surogate report DIR… --serve [--port N]
+usage: surogate report [RUN …] [--output FILE]
+       surogate report [RUN …] --serve [--port N]
 
-  DIR…                 directories of runs, finished, crashed or still going, or of several runs, such as a sweep;
-                       several runs are compared
-  --output FILE        write FILE.html or FILE.md; without it report.html and report.md, in DIR, or in the
+  RUN …                directories of runs, finished, crashed or still going, or of several runs, such as a sweep;
+                       several runs are compared; without one the latest run, runs/latest
+  --output FILE        write FILE.html or FILE.md; without it report.html and report.md, in RUN, or in the
                        current directory if several are named
   --serve              show a page on 127.0.0.1 that follows the runs, until Ctrl-C; nothing is written
   --port N             its port; without it a free one
@@ -52,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
         elif word.startswith("-"):
             raise UserError(f"surogate report: {word} is not known. Fix: `surogate report --help` shows the form")
         else:
-            directories.append(Path(word).expanduser())
+            directories.append(run_directory(word))
     if not directories:
-        raise UserError("surogate report: no run is named. Fix: surogate report OUTPUT_DIR")
+        directories.append(latest_run(command="surogate report"))
     if serve and output is not None:
         raise UserError("surogate report: --serve writes no --output. Fix: keep one of them")
     if serve:

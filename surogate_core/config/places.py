@@ -80,8 +80,8 @@ def _model(config: RunConfig) -> Found:
         if (path / "adapter_config.json").exists():
             base = _base_of(path)
             message = f"{source} is a LoRA adapter, not a model" + (f"; its base is {base}." if base else ".")
-            fix = f"model={base or 'BASE'} adapter_path={source}; or fold it in: surogate merge --base-model "
-            fix += f"{base or 'BASE'} --checkpoint-dir {source} --output MERGED, then model=MERGED"
+            fix = f"model={base or 'BASE'} adapter_path={source}; or fold it in: surogate merge "
+            fix += f"{source} --output MERGED, then model=MERGED"
             yield "model.path", message, fix
         elif (inside := [name for name in ("model", "adapter") if (path / name).is_dir()]) and (
             path / "run.json"

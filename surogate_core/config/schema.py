@@ -117,8 +117,10 @@ class RunConfig:
     """Optimizer steps between checkpoints; 0 saves only at the end."""
     save_total_limit: Annotated[int, Interval(ge=1, le=10**9)] = 5
     """Number of checkpoints to keep; the newest good one is never deleted."""
-    eval_steps: Steps = 100
-    """Optimizer steps between evaluations; 0 evaluates only at the start and the end."""
+    load_best: bool = False
+    """Export the weights with the lowest held-out loss instead of the last; each new best is saved and kept."""
+    eval_steps: Literal["auto"] | Steps = "auto"
+    """Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start and the end."""
 
     # ----------------------------------------------------------------- batch and engine
     device: Literal["auto", "cpu", "cuda"] = "auto"

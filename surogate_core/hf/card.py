@@ -73,6 +73,15 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
     return found
 
 
+def without_places(value: Any) -> Any:
+    """Nested values with the last part alone of each absolute path, which says something of this machine."""
+    if isinstance(value, str):
+        return Path(value).name if value.startswith(("/", "~/")) else value
+    if isinstance(value, Mapping):
+        return {key: without_places(item) for key, item in value.items()}
+    return [without_places(item) for item in value] if isinstance(value, list) else value
+
+
 def config_overrides(base: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the base's ``config.json`` to change for the model that was trained.
 
@@ -91,21 +100,40 @@ def write_card(directory: Path, card: Card, *, library: str, notes: list[str]) -
     lines = [f"# {card.title}", "", f"Trained with Surogate {__version__}."]
     if card.base_model is not None:
         commit = f", commit `{card.base_commit}`" if card.base_commit else ""
-        lines.append(f"Base model: `{card.base_model}`{commit}.")
+        lines.append(f"Base model: `{without_places(card.base_model)}`{commit}.")
         # The hub refuses front matter whose base model is not a repository.
         if not Path(card.base_model).exists() and card.base_model.count("/") == 1:
             front.append(f"base_model: {json.dumps(card.base_model)}")
     for note in notes:
         lines += ["", note]
-    for heading, values in (("Figures", card.figures), ("Settings", card.settings)):
-        rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items() if value is not None]
-        if rows:
-            lines += ["", f"## {heading}", "", "| | |", "| --- | --- |", *rows]
+    values = {**card.figures, **card.settings}
+    if rows := [f"| {_cell(key)} | {_cell(value)} |" for key, value in values.items() if value is not None]:
+        lines += ["", "## Training", "", "| | |", "| --- | --- |", *rows]
     if card.configuration:
-        lines += ["", "## Configuration", "", "Keys that differ from their defaults.", "", "```yaml"]
-        lines += [*write_yaml(masked_values(card.configuration)).rstrip().splitlines(), "```"]
+        lines += ["", "<details><summary>Configuration: the keys that differ from their defaults</summary>", ""]
+        lines += [
+            "```yaml",
+            *write_yaml(without_places(masked_values(card.configuration))).rstrip().splitlines(),
+            "```",
+            "",
+            "</details>",
+        ]
     text = "\n".join(["---", *front, "---", "", *lines, ""])
     atomic.write_file(directory / "README.md", masked(text).encode())
+
+
+USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+place = "."  # this directory, or its id on the hub
+tokenizer = AutoTokenizer.from_pretrained(place)
+model = AutoModelForCausalLM.from_pretrained(place)
+chat = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
+```"""
+"""How to use an export: transformers loads an adapter on its base where PEFT is installed."""
 
 
 def overrides_note(overrides: Mapping[str, Any]) -> str:
@@ -124,7 +152,7 @@ def overrides_note(overrides: Mapping[str, Any]) -> str:
 def card_facts(card: Card) -> dict[str, Any]:
     """The facts that a later merge repeats in its own card, as JSON values."""
     kept = ("settings", "figures", "configuration", "base_files")
-    return {f.name: masked_values(dict(getattr(card, f.name))) for f in fields(card) if f.name in kept}
+    return {f.name: without_places(masked_values(dict(getattr(card, f.name)))) for f in fields(card) if f.name in kept}
 
 
 def _cell(value: Any) -> str:

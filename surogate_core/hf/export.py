@@ -15,7 +15,7 @@ from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
 from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
-from surogate_core.hf.card import OVERRIDES, Card, card_facts, overrides_note, write_card
+from surogate_core.hf.card import OVERRIDES, USE, Card, card_facts, overrides_note, write_card
 from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
 from surogate_core.masking import masked
 
@@ -85,7 +85,7 @@ def export_full(
         _write_json(new / "generation_config.json", generation_config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(new))
-        write_card(new, card, library="transformers", notes=[])
+        write_card(new, card, library="transformers", notes=[USE] if tokenizer is not None else [])
     return directory
 
 
@@ -128,7 +128,9 @@ def export_adapter(
             _write_json(new / "generation_config.json", generation_config)
         if stacked_on is not None:
             _copy_stack(stacked_on, new / STACKED_ON)
-        notes = ["This is a LoRA adapter in PEFT's format; load it on its base model."]
+        notes = ["This is a LoRA adapter in PEFT's format. `pip install peft`, then load it on its base model:"]
+        if tokenizer is not None and stacked_on is None and not card.base_overrides:
+            notes.append(USE)
         if stacked_on is not None:
             notes.append(f"The base must have the adapter in `{STACKED_ON}/` merged first: `surogate merge` does both.")
         if card.base_overrides:

@@ -269,7 +269,7 @@ def _engine(
     progress: Callable[[str, int, int], None],
 ) -> Engine:
     assembly = assemble(config, registry, resolved, borders=borders, columns=columns)
-    directory = config.offload_dir or config.output_dir
+    directory = config.offload_dir or config.place
     stores = assembly.offloader.build(config.offload.options, directory, assembly.settings.device)
     source = weights_source(config, registry, resolved, assembly)
     return Engine(replace(assembly, stores=stores), source, progress=progress)

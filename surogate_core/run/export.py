@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from surogate_core import __version__
 from surogate_core.config.resolve import to_dict
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine
@@ -20,7 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-SHOWN_KEYS = ("learning_rate", "lr_scheduler_type", "sequence_len", "lora")
+    from surogate_core.data.report import DataReport
+
+SHOWN_KEYS = ("learning_rate", "lr_scheduler_type", "sequence_len", "train_seed")
 """Keys whose values the model card always has."""
 
 
@@ -33,6 +39,10 @@ class Trained:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     state: LoopState
+    exported_step: int
+    """The step of the weights: the last, or the best."""
+    data: str
+    """The data in a few words."""
     longest: int
     """Tokens of the longest document."""
     base_files: dict[str, str]
@@ -66,10 +76,11 @@ def export(trained: Trained, progress: Callable[[str, int, int], None]) -> Path:
 def _card(trained: Trained) -> Card:
     config, resolved, state = trained.config, trained.resolved, trained.state
     settings = to_dict(config)
+    parameters, every = reversed(trained.engine.parameters.counts())
+    versions = f"Surogate {__version__}, torch {torch.__version__}, transformers {version('transformers')}"
     chosen = {"recipe": config.recipe.name, "optimizer": config.optimizer.name}
     if trained.weight_format is not None:
         chosen["weight_format"] = trained.weight_format
-    keys = [*SHOWN_KEYS, *(["lora_rank"] if config.lora else [])]
     return Card(
         title=config.run_name or Path(config.place).resolve().name,
         base_model=config.model.path if resolved.weights else None,
@@ -77,16 +88,53 @@ def _card(trained: Trained) -> Card:
         base_files=trained.base_files,
         base_overrides=resolved.base_overrides,
         configuration=changed_keys(config),
-        settings={**chosen, **{k: settings[k] for k in keys}},
+        settings={**chosen, **{k: settings[k] for k in SHOWN_KEYS}, "versions": versions},
         figures={
+            "method": _method(config),
+            "data": trained.data,
             "steps": state.step,
             "tokens": state.total_tokens,
             "tokens of the longest document": trained.longest,
-            "trained parameters": trained.engine.parameters.counts()[1],
-            "held-out loss before": state.first_eval_loss,
-            "held-out loss after": state.last_eval_loss if state.evaluated_step else None,
+            "trained parameters": f"{parameters:,} of {every:,}",
+            "eval loss": _eval_loss(state),
+            "weights of step": trained.exported_step if trained.exported_step != state.step else None,
         },
     )
+
+
+def _method(config: RunConfig) -> str:
+    """How the weights were trained, in a few words."""
+    how = "from random weights" if config.from_scratch else "pre-training" if config.task == "pt" else config.task
+    if not config.lora:
+        return f"all weights, {how}"
+    modules = "all projections" if "all" in config.lora_target_modules else ", ".join(config.lora_target_modules)
+    return f"LoRA, {how}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, {modules}"
+
+
+def _eval_loss(state: LoopState) -> str | None:
+    """The held-out loss before, after and at best, as far as it was measured."""
+    first, last = state.first_eval_loss, state.last_eval_loss
+    if first is None or last is None:
+        return None
+    if not state.evaluated_step:
+        return f"{first:.4f} before the first step"
+    best = state.best_step == state.evaluated_step
+    other = "the best" if best else f"the best {state.best_eval_loss:.4f} at step {state.best_step}"
+    return f"{first:.4f} → {last:.4f} at step {state.evaluated_step}, {other}"
+
+
+def data_in_words(config: RunConfig, report: DataReport) -> str:
+    """The data sets with their types and counts; of a path the name alone."""
+    entries = {"datasets": config.datasets, "validation_datasets": config.validation_datasets}
+    found = []
+    for one in report.datasets:
+        key, _, number = one.key.rstrip("]").partition("[")
+        kind = entries[key][int(number)].get("type", "auto")
+        role = ", held out" if key == "validation_datasets" else ""
+        found.append(f"{Path(one.path).name} ({kind}, {one.rows - one.bad_rows:,} rows{role})")
+    if not config.validation_datasets and report.eval is not None:
+        found.append(f"{config.validation_split_ratio:.3g} of it held out")
+    return "; ".join(found)
 
 
 def _own_adapter(trained: Trained) -> LoraAdapter | None:

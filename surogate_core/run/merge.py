@@ -12,6 +12,7 @@ from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files import atomic
 from surogate_core.files.hub import split_revision
+from surogate_core.files.paths import is_hub_id
 from surogate_core.hf import lora_files
 from surogate_core.hf.card import Card, config_overrides
 from surogate_core.hf.contents import contents_of, digest_cache
@@ -130,15 +131,19 @@ class Merged:
 
     used: Path
     """The directory that the adapter was read from."""
+    base: str
+    """The base that the adapter was folded into."""
     weights: int
     """Number of changed weights."""
     warnings: tuple[str, ...]
 
 
 def merge(
-    base: str, trained: Path, output: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
+    base: str | None, trained: Path, output: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Merged:
     """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
+
+    `base`: None is the model that the adapter was trained on.
 
     Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output` stays until the
     new one is complete. A hub id without a revision is read at the commit that the adapter was trained on, if known.
@@ -146,9 +151,10 @@ def merge(
     is written.
     """
     check_place(output)
-    repo, revision = _named_base(base)
     stack, used = open_trained(trained)
     top = stack[-1]
+    base = base or _own_base(top, used)
+    repo, revision = _named_base(base)
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
     model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
@@ -179,7 +185,7 @@ def merge(
         *_later_warnings(trained, used, facts),
         *_dtype_warnings(base, model, used, facts),
     )
-    return Merged(used=used, weights=len(modules), warnings=warnings)
+    return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
 
 
 def _named_base(base: str) -> tuple[str, str | None]:
@@ -189,6 +195,17 @@ def _named_base(base: str) -> tuple[str, str | None]:
     if not local and (repo.startswith((".", "/", "~")) or repo.count("/") > 1):
         raise UserError(f"--base-model {base}: there is no such directory. Fix: correct --base-model.")
     return repo, revision
+
+
+def _own_base(top: LoraAdapter, used: Path) -> str:
+    """The model that the adapter was trained on; raises `UserError` if that is unknown or not here."""
+    base = top.base_model
+    if base is None:
+        raise UserError(f"{used}: does not say which model it was trained on. Fix: add --base-model DIR_OR_HUB_ID")
+    gone = not Path(base).expanduser().is_dir() and not is_hub_id(split_revision(base)[0])
+    if gone:
+        raise UserError(f"{used}: was trained on {base}, which is not here now. Fix: add --base-model DIR_OR_HUB_ID")
+    return base
 
 
 def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Path) -> int:

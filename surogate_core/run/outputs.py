@@ -20,7 +20,7 @@ from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.preview import examples
 from surogate_core.errors import PluginError, SurogateError
-from surogate_core.events import ReportWritten, RunInfo
+from surogate_core.events import ReportWritten, RunEnd, RunInfo, strict_json
 from surogate_core.files import atomic
 from surogate_core.files.private import private
 from surogate_core.files.runs import point_latest
@@ -50,6 +50,8 @@ class Outputs:
         """Whether the record in the output directory is this run's to write."""
         self._keeps_record = False
         """Whether a monitor keeps the record that the report is made from."""
+        self._facts: dict[str, Any] = {}
+        """What is in ``run.json``."""
         self.bus = EventBus({})
 
     def __enter__(self) -> Outputs:
@@ -175,11 +177,21 @@ class Outputs:
                 "eval": dataclasses.asdict(data.report.eval) if data.report.eval else None,
                 "examples": examples(data.train, material.tokenizer),
             },
+            "base_model": identity["base_model"],
             "base_commit": identity["base_commit"],
             "base_files": identity["base_files"],
             "essential": identity["essential"],
         }
-        text = json.dumps(masked_values(facts), indent=1) + "\n"
+        self._facts = masked_values(facts)
+        text = json.dumps(self._facts, indent=1) + "\n"
         yaml = header + to_yaml(config)
         atomic.replace_file(self._directory / CONFIG, yaml.encode(), key="output_dir", opener=private)
+        atomic.replace_file(self._directory / FACTS, text.encode(), key="output_dir")
+
+    def write_result(self, end: RunEnd) -> None:
+        """Add the result to ``run.json``."""
+        names: tuple[str, ...] = ("reason", "step", "seconds", "first_eval_loss", "last_eval_loss", "last_eval_step")
+        names += ("best_eval_loss", "best_step", "export_path", "export_step")
+        result = {name: strict_json(getattr(end, name)) for name in names}
+        text = json.dumps({**self._facts, "result": result}, indent=1) + "\n"
         atomic.replace_file(self._directory / FACTS, text.encode(), key="output_dir")

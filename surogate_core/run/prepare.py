@@ -18,6 +18,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
 from surogate_core.dsl.rope import check_covers
+from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
 from surogate_core.run.assemble import (
@@ -168,6 +169,9 @@ def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | No
     longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
     check_covers(model.config, longest)
     task = spec.build(config, data)
+    if config.load_best and task.evaluation() is None:
+        message = "there is no held-out data to tell which step is best."
+        raise ConfigError([Problem(key="load_best", message=message, fix="validation_split_ratio=0.1")])
     steps = task.steps()
     if checkpoint is not None:
         steps.load_state(checkpoint.state.get("loader", {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
 from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.run.build import Choice, build_engine
-from surogate_core.run.export import Trained, export, places
+from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
+from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
     Base,
@@ -174,7 +176,9 @@ class _Run:
         if self.outputs is None:
             return
         if reason == "signal":
-            self.bus.emit(self._end(reason, None, ""))
+            end = self._end(reason, None, "")
+            self.outputs.write_result(end)
+            self.bus.emit(end)
             return
         weight_format = weight_format_spec(self.config, self.registry, base.resolved.model)
         trained = Trained(
@@ -183,13 +187,19 @@ class _Run:
             engine=loop.engine,
             tokenizer=material.tokenizer,
             state=loop.state,
+            exported_step=loop.state.step,
+            data=data_in_words(self.config, material.data.report),
             longest=material.longest,
             base_files=base.files(self._show),
             weight_format=weight_format.name if weight_format is not None else None,
         )
+        trained = replace(trained, exported_step=loop.load_best())
         place = export(trained, self._progress)
-        message = _next_steps(self.config) if reason == "finished" else f"Stopped: {loop.stop_reason}."
-        self.bus.emit(self._end(reason, place, message))
+        message = _own_data(self.config) if reason == "finished" else f"Stopped: {loop.stop_reason}."
+        end = self._end(reason, place, message)
+        end = replace(end, export_step=trained.exported_step, next_commands=next_commands(self.config))
+        self.outputs.write_result(end)
+        self.bus.emit(end)
 
     def _failed(self, error: BaseException) -> BaseException:
         """Emit the end of a failed run; returns the error to show, which proposes changes if memory ran out."""
@@ -257,6 +267,9 @@ class _Run:
             first_eval_loss=state.first_eval_loss if state else None,
             # Evaluated once, before the first step: there is no loss after it to compare with.
             last_eval_loss=state.last_eval_loss if state and state.evaluated_step else None,
+            last_eval_step=state.evaluated_step or None if state else None,
+            best_eval_loss=state.best_eval_loss if state else None,
+            best_step=state.best_step if state else None,
             export_path=str(place) if place else None,
             # Repeat the failure of a monitor, such as the one that keeps the record: it may be hours old.
             message="\n".join(text for text in (message, *self.bus.failures) if text),
@@ -270,7 +283,7 @@ def _in_words(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _next_steps(config: RunConfig) -> str:
+def _own_data(config: RunConfig) -> str:
     """How to continue from the embedded default to your own model and data."""
     # Data in a package is an example that a plugin contains.
     if not any(str(d.get("path", "")).startswith("pkg://") for d in config.datasets):

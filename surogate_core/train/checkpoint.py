@@ -105,6 +105,8 @@ class CheckpointDir:
         self.root = root
         self.limit = limit
         self.run = run
+        self.kept_step: int | None = None
+        """A step of this run whose checkpoint is kept beyond `limit`."""
         self.skipped: list[str] = []
         """Why the last `latest_good` did not choose a directory, one sentence each."""
         self._unusable: set[Path] = set()
@@ -274,7 +276,9 @@ class CheckpointDir:
         """Delete this run's whole checkpoints before the newest `limit`; what is torn or not its own stays."""
         own = [(path, manifest) for path, manifest in self._ours() if self._is_own_and_whole(path, manifest)]
         assert any(path == newest for path, _ in own), f"{newest} was complete a moment ago"
-        for path, _ in sorted(own, key=_newest_last)[: -self.limit]:
+        for path, manifest in sorted(own, key=_newest_last)[: -self.limit]:
+            if manifest.step == self.kept_step:
+                continue
             try:
                 atomic.remove_directory(path)
             except OSError as error:

@@ -19,7 +19,7 @@ from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
-from surogate_core.errors import UserError, printable
+from surogate_core.errors import SurogateError, UserError, printable
 from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
@@ -62,6 +62,10 @@ class LoopState:
     last_eval_loss: float | None = None
     evaluated_step: int | None = None
     """The step of the last evaluation: one that a signal prevented is made up for by the resumed run."""
+    best_eval_loss: float | None = None
+    """The lowest held-out loss after the first step."""
+    best_step: int | None = None
+    """The step of that evaluation."""
     recent_losses: list[float] = field(default_factory=list)
     """The last `GAP_WINDOW` training losses since the last evaluation."""
 
@@ -186,8 +190,14 @@ def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
     return done + max(0, math.ceil(left - 1e-6))
 
 
-def evaluation_due(done: int, *, total: int, every: int) -> bool:
+EVALUATIONS = 10
+"""Evaluations of a run with ``eval_steps: auto``, besides that before the first step."""
+
+
+def evaluation_due(done: int, *, total: int, every: int | Literal["auto"]) -> bool:
     """Whether a run evaluates after `done` of `total` steps: at the beginning, after each `every` steps, at the end."""
+    if every == "auto":
+        every = -(-total // EVALUATIONS)
     return done in (0, total) or (every > 0 and done % every == 0)
 
 
@@ -224,10 +234,13 @@ class Loop:
         self._precision = PrecisionWatch.of(engine)
         self._telemetry = GpuTelemetry.of_device(engine.settings.device) if config.log_gpu_util else None
         self._save_asked = False
+        self._best_is_new = False
+        """Whether the last evaluation was the best, and its weights are to be saved."""
         self._saved_step: int | None = None
         self._started_at = 0
         if checkpoint is not None:
             self._restore(checkpoint)
+        self._keep_best()
         self.total_steps = total_steps(config, loader, done=self.state.step)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -303,7 +316,7 @@ class Loop:
                     self._evaluate()
                 except _Interrupted:
                     signalled = True
-            if saving or last or signalled or self.stop_reason or self._save_asked:
+            if saving or last or signalled or self.stop_reason or self._save_asked or self._best_is_new:
                 if launched:
                     self._report(launched)
                     launched = None
@@ -315,6 +328,24 @@ class Loop:
         if self._saved_step != self.state.step:
             self._save(batches.state, last=True, signalled=False)
         return "finished"
+
+    def load_best(self) -> int:
+        """Load the weights of the best evaluation if the configuration wants them; the step of the weights now."""
+        state, checkpoints = self.state, self.checkpoints
+        if not self.config.load_best or checkpoints is None or state.best_step in (None, state.step):
+            return state.step
+        assert state.best_step is not None
+        path = checkpoints.root / f"checkpoint-{state.best_step}"
+        try:
+            checkpoint = CheckpointDir.load(path)
+            if checkpoint.run != checkpoints.run:
+                raise UserError(f"{path}: belongs to another run.")
+        except SurogateError as error:
+            message = f"load_best: the weights of step {state.step} are exported instead of those of the best: {error}"
+            self.emit(Notice(level="warning", message=message))
+            return state.step
+        self.engine.load_state({group: checkpoint.tensors(group) for group in checkpoint.groups})
+        return state.best_step
 
     def emit(self, event: Event) -> bool:
         """Show the event to the monitors and obey their controls; whether one wants to proceed whatever it says."""
@@ -437,6 +468,9 @@ class Loop:
         if state.first_eval_loss is None:
             state.first_eval_loss = loss
         state.last_eval_loss, state.evaluated_step = loss, state.step
+        if state.step and math.isfinite(loss) and (state.best_eval_loss is None or loss < state.best_eval_loss):
+            state.best_eval_loss, state.best_step = loss, state.step
+            self._best_is_new = self.config.load_best
         recent, state.recent_losses = state.recent_losses, []
         self.emit(
             EvalEnd(
@@ -461,14 +495,17 @@ class Loop:
 
     def _save(self, loader_state: Mapping[str, Any], *, last: bool, signalled: bool) -> None:
         asked, self._save_asked = self._save_asked, False
+        best, self._best_is_new = self._best_is_new, False
+        self._keep_best()
         if self._saved_step == self.state.step:
             return
         if self.checkpoints is None:
             self._saved_step = self.state.step
             return
         started = time.perf_counter()
-        reason: Literal["schedule", "signal", "control", "end"] = (
-            "signal" if signalled else "end" if last else "control" if asked or self.stop_reason else "schedule"
+        controlled = asked or bool(self.stop_reason)
+        reason: Literal["schedule", "signal", "control", "end", "best"] = (
+            "signal" if signalled else "end" if last else "control" if controlled else "best" if best else "schedule"
         )
         state = {
             **self.identity,
@@ -483,6 +520,10 @@ class Loop:
         progress.over()
         self.emit(CheckpointSaved(step=self.state.step, path=str(path), seconds=seconds, reason=reason))
         self._clock.restart()
+
+    def _keep_best(self) -> None:
+        if self.checkpoints is not None and self.config.load_best:
+            self.checkpoints.kept_step = self.state.best_step
 
     def _obey(self, control: Control, event: Event) -> None:
         for answer in control.events:

@@ -175,8 +175,8 @@ def test_every_export_is_complete(
     (model_copy / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }} with tools")
     keys = ("lora_rank=2", "max_steps=2", "merge_adapter=true", "learning_rate=3e-3", "run_name=my-run")
     run_here(tmp_path / "run", *base_on(model_copy), *keys)
-    arguments = ["--base-model", str(model_copy), "--checkpoint-dir", str(tmp_path / "run")]
-    assert main(["merge", *arguments, "--output", str(tmp_path / "merged")]) == 0
+    # The run knows its base.
+    assert main(["merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
     template = AutoTokenizer.from_pretrained(model_copy).chat_template
     assert sorted(template) == ["default", "tool_use"]
     for directory in (tmp_path / "run" / "adapter", tmp_path / "run" / "model", tmp_path / "merged"):
@@ -187,10 +187,12 @@ def test_every_export_is_complete(
         front, text = card.removeprefix("---\n").split("\n---\n", 1)
         assert yaml.safe_load(front)["pipeline_tag"] == "text-generation"
         assert text.startswith(f"\n# {'merged' if directory.name == 'merged' else 'my-run'}\n")
-        assert f"Base model: `{model_copy}`." in text
+        assert f"Base model: `{model_copy.name}`." in text
         for row in (
             "| steps | 2 |",
-            "| held-out loss after | ",
+            "| eval loss | ",
+            "| method | LoRA, sft, rank 2, alpha 32, all projections |",
+            "| data | train.jsonl (conversation, 120 rows); validation.jsonl (conversation, 12 rows, held out) |",
             "| trained parameters | ",
             "| learning_rate | 0.003 |",
         ):
@@ -201,7 +203,9 @@ def test_every_export_is_complete(
         assert "output_dir" not in configuration
         # Only what differs: of the group, the path alone.
         assert configuration["model"].keys() == {"path"}
-        assert str(tmp_path / "run") not in text, "the card tells nothing of the place"
+        assert str(tmp_path) not in text, "the card tells nothing of the place"
+        assert "null" not in text
+        assert "AutoModelForCausalLM.from_pretrained(place)" in text
     for directory in (tmp_path / "run" / "model", tmp_path / "merged"):
         written = json.loads((directory / "generation_config.json").read_text())
         # The base does not know the token that ends a turn of the chats: with its own ends alone it would talk on.

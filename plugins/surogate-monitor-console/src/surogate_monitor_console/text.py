@@ -162,11 +162,19 @@ def summary(event: RunEnd) -> list[str]:
     lines = [f"{words[event.reason]} after {event.step} steps, {duration(event.seconds)}."]
     first, last = event.first_eval_loss, event.last_eval_loss
     if first is not None and last is not None:
-        lines.append(f"Held-out loss {first:.4f} → {last:.4f}, perplexity {_perplexity(first)} → {_perplexity(last)}.")
+        at = f" at step {event.last_eval_step}" if event.last_eval_step not in (None, event.step) else ""
+        perplexities = f"{_perplexity(first)} → {_perplexity(last)}"
+        lines.append(f"Held-out loss {first:.4f} → {last:.4f}{at}, perplexity {perplexities}.")
+    if event.best_eval_loss is not None:
+        lines.append(f"Best held-out loss {event.best_eval_loss:.4f} at step {event.best_step}.")
     if event.export_path is not None:
-        lines.append(f"Exported to {event.export_path}")
+        older = f", the weights of step {event.export_step}" if event.export_step not in (None, event.step) else ""
+        lines.append(f"Exported to {event.export_path}{older}")
     if event.reason == "signal":
         lines.append("Run the same command again to resume.")
+    if event.next_commands:
+        width = max(len(purpose) for purpose, _ in event.next_commands)
+        lines += ["Next:", *(f"  {purpose:<{width}}  {command}" for purpose, command in event.next_commands)]
     # The command itself prints the reason of a failure once, at the very end.
     if event.message and event.reason != "failed":
         lines += event.message.splitlines()

@@ -1,0 +1,25 @@
+"""What to do with the result of a run, as commands to paste."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+
+
+def next_commands(config: RunConfig) -> tuple[tuple[str, str], ...]:
+    """(purpose, command line) of what can be done with the exported result."""
+    place = Path(config.place)
+    whole = not config.lora or config.merge_adapter
+    model = place / ("model" if whole else "merged")
+    run = shlex.quote(str(place))
+    merge = () if whole else (("fold the adapter in", f"surogate merge {run} --output {shlex.quote(str(model))}"),)
+    return (
+        *merge,
+        ("read the report", f"surogate report {run}"),
+        ("publish (private)", f"surogate export {run} --to hub://USER/NAME"),
+        ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"),
+    )
