@@ -187,8 +187,9 @@ def _explained(error: Exception, at: str, repo: str) -> SurogateError:
         return UserError(f"{at}: the name is taken. Fix: choose another name")
     if status is not None:
         return MachineError(f"{at}: the Hugging Face hub answered {status}: {error}. Fix: try again later")
-    # The HTTP client's own errors; the library has changed it before.
-    if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "requests"):
+    # The library has changed its HTTP client before: such an error is recognised by the names of its classes.
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    if isinstance(error, OSError) or any(word in names for word in ("Connect", "Timeout", "Transport", "Network")):
         fix = "check the network and HF_ENDPOINT"
         return MachineError(f"{at}: the Hugging Face hub cannot be reached: {error}. Fix: {fix}")
     return MachineError(f"{at}: the upload failed: {error}")
