@@ -17,9 +17,12 @@ def next_commands(config: RunConfig) -> tuple[tuple[str, str], ...]:
     model = place / ("model" if whole else "merged")
     run = shlex.quote(str(place))
     merge = () if whole else (("fold the adapter in", f"surogate merge {run} --output {shlex.quote(str(model))}"),)
+    # Nobody else has an adapter's base that is a directory here.
+    ours = not whole and config.model.path is not None and Path(config.model.path).expanduser().is_dir()
+    sent = shlex.quote(str(model)) if ours else run
     return (
         *merge,
         ("read the report", f"surogate report {run}"),
-        ("publish (private)", f"surogate export {run} --to hub://USER/NAME"),
+        ("publish (private)", f"surogate export {sent} --to hub://USER/NAME"),
         ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"),
     )

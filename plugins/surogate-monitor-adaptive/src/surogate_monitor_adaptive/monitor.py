@@ -28,7 +28,7 @@ from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, A
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
 from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
-from surogate_monitor_adaptive.phases import PhaseDetector, PlateauDetector, improvement_of, surely_rising
+from surogate_monitor_adaptive.phases import LevelWatch, PhaseDetector, PlateauDetector, improvement_of, surely_rising
 from surogate_monitor_adaptive.routing import RoutingMonitor
 from surogate_monitor_adaptive.windows import Detector, mean
 
@@ -82,7 +82,7 @@ class AdaptiveMonitor:
         self._warmup_keys = int(config.get("warmup_steps", 0)), float(config.get("warmup_ratio", 0.0))
         self._warmup = 0
         self._parameters = 0
-        self._phases, self._plateau = PhaseDetector(), PlateauDetector()
+        self._phases, self._levels, self._plateau = PhaseDetector(), LevelWatch(), PlateauDetector()
         self._gradients, self._guard, self._routing = GradientTracker(), LossGuard(), RoutingMonitor()
         self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
 
@@ -158,7 +158,8 @@ class AdaptiveMonitor:
         step, loss = event.step, event.loss
         told: list[Event] = []
         phases, gradients, routing = self._phases, self._gradients, self._routing
-        if (change := phases.observe(step, loss)) is not None and self._options.phases:
+        self._levels.observe(loss)
+        if (change := phases.observe(step, loss, unstable=self._levels.raised)) is not None and self._options.phases:
             told.append(change)
         if phases.phase == "diverging" and surely_rising(phases.losses):
             evidence = {"improvement": improvement_of(phases.losses), "steps": phases.steps_in("diverging", step)}
@@ -195,6 +196,8 @@ class AdaptiveMonitor:
         return self._control(self._advisor.tell(event.step, "scales_overrun", evidence), None)
 
     def _eval_end(self, event: EvalEnd) -> Control | None:
+        if math.isfinite(event.loss):
+            self._levels.observe_held_out(event.loss)
         flops = training_flops(self._parameters, self._counters.total_tokens)
         reason = self._stop.at_evaluation(event.loss, flops)
         return self._control([], None, stop=reason if self._stops else None)
@@ -257,6 +260,7 @@ class AdaptiveMonitor:
     def _detectors(self) -> dict[str, Detector]:
         return {
             "phases": self._phases,
+            "levels": self._levels,
             "plateau": self._plateau,
             "gradients": self._gradients,
             "guard": self._guard,

@@ -23,8 +23,23 @@ CONVERGING = 0.001
 DIVERGING = -0.01
 """Relative improvement below which it diverges."""
 
-UNSTABLE = 0.15
-"""Coefficient of variation above which the phase is unstable."""
+LEVEL = 25
+"""Losses whose mean is a level of the training."""
+
+RAISED = 0.15
+"""Relative rise above the best level before it from which a level is raised, if noise does not explain it."""
+
+RAISED_ERRORS = 5.0
+"""Standard errors by which a raised level is above the best one. The best is the lowest of many: a healthy run is often
+2 or 3 above it."""
+
+HELD_OUT_RAISED = 0.1
+"""Relative rise of the held-out loss above its best from which it is raised, if it also jumps."""
+
+JUMPING = 0.1
+"""Relative scatter of the last `JUMPS` held-out losses around their line from which they jump. Overfitting does not."""
+
+JUMPS = 4
 
 CONFIRMED = 25
 """Steps that a new phase must last before it is reported, because noise crosses the bounds for a few steps."""
@@ -46,29 +61,81 @@ def improvement_of(losses: Sequence[float]) -> float:
     return relative(before - after, before)
 
 
-def phase_of(losses: Sequence[float]) -> Phase:
+def phase_of(losses: Sequence[float], *, unstable: bool) -> Phase:
     """The phase that a window of losses, oldest first, is in.
 
-    The coefficient of variation is that of the newer half around its regression line, so a loss that falls quickly does
-    not count as unstable.
+    `unstable`: whether the loss is above what the run had reached. A loss that is still rising diverges.
     """
     if len(losses) <= WARMUP:
         return "warmup"
-    recent = losses[-(len(losses) // 2) :]
-    if relative(scatter(recent), mean(recent)) > UNSTABLE:
-        return "unstable"
     improvement = improvement_of(losses)
-    if improvement > CONVERGING:
-        return "converging"
-    return "plateau" if improvement >= DIVERGING else "diverging"
+    if improvement < DIVERGING and surely_rising(losses):
+        return "diverging"
+    if unstable:
+        return "unstable"
+    return "converging" if improvement > CONVERGING else "plateau"
 
 
 def surely_rising(losses: Sequence[float]) -> bool:
     """Whether the second half's mean is above the first's by more than noise explains."""
     half = len(losses) // 2
     before, after = losses[:half], losses[-half:]
-    error = (deviation(before) ** 2 / half + deviation(after) ** 2 / half) ** 0.5
-    return mean(after) - mean(before) > RISE_ERRORS * error
+    return mean(after) - mean(before) > RISE_ERRORS * error_of(before, after)
+
+
+def error_of(before: Sequence[float], after: Sequence[float]) -> float:
+    """Standard error of the difference of two means."""
+    return (deviation(before) ** 2 / len(before) + deviation(after) ** 2 / len(after)) ** 0.5
+
+
+@dataclass(slots=True)
+class LevelWatch(Detector):
+    """Whether the losses are above what the run had reached: their level, not the scatter of single batches."""
+
+    first: list[float] = field(default_factory=list)
+    """The first losses, which are a level of their own: a rate far too high ruins the model at once."""
+    best: list[float] = field(default_factory=list)
+    """The losses of the lowest level so far; levels do not overlap."""
+    now: list[float] = field(default_factory=list)
+    """The last losses."""
+    steps: int = 0
+    held_out: list[float] = field(default_factory=list)
+    """The last held-out losses."""
+    best_held_out: float | None = None
+
+    def observe(self, loss: float) -> None:
+        """Take a finite training loss."""
+        self.steps += 1
+        if len(self.first) < LEVEL // 5:
+            self.first.append(loss)
+        push(self.now, loss, LEVEL)
+        if self.steps % LEVEL == 0 and (not self.best or mean(self.now) < mean(self.best)):
+            self.best = list(self.now)
+
+    def observe_held_out(self, loss: float) -> None:
+        """Take a finite held-out loss."""
+        push(self.held_out, loss, JUMPS)
+        if self.best_held_out is None or loss < self.best_held_out:
+            self.best_held_out = loss
+
+    @property
+    def raised(self) -> bool:
+        """Whether the last losses are above the best level, or the held-out losses jump above their best."""
+        return self._train_raised() or self._held_out_jumps()
+
+    def _train_raised(self) -> bool:
+        levels = [level for level in (self.first, self.best) if level]
+        if len(self.now) < LEVEL or not levels:
+            return False
+        best = min(levels, key=mean)
+        rise = mean(self.now) - mean(best)
+        return relative(rise, mean(best)) > RAISED and rise > RAISED_ERRORS * error_of(best, self.now)
+
+    def _held_out_jumps(self) -> bool:
+        losses, best = self.held_out, self.best_held_out
+        if best is None or len(losses) < JUMPS or relative(losses[-1] - best, best) <= HELD_OUT_RAISED:
+            return False
+        return relative(scatter(losses), mean(losses)) > JUMPING
 
 
 @dataclass(slots=True)
@@ -83,10 +150,10 @@ class PhaseDetector(Detector):
     candidate: Phase = "warmup"
     candidate_since: int = 0
 
-    def observe(self, step: int, loss: float) -> PhaseChange | None:
-        """Take a finite loss; return the change of phase that it confirms, if any."""
+    def observe(self, step: int, loss: float, *, unstable: bool) -> PhaseChange | None:
+        """Take a finite loss; return the change of phase that it confirms, if any. `unstable`: see `LevelWatch`."""
         push(self.losses, loss, WINDOW)
-        now = phase_of(self.losses)
+        now = phase_of(self.losses, unstable=unstable)
         if now != self.candidate:
             self.candidate, self.candidate_since = now, step
         if now == self.phase or step - self.candidate_since + 1 < CONFIRMED:
