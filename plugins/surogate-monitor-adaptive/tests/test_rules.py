@@ -375,8 +375,8 @@ def phases(events: Sequence[Event]) -> list[tuple[int, str, str]]:
         (lambda at: 2.0 - 0.0008 * 2 * at / 50, "plateau"),
         (lambda at: 2.0 + 0.009 * 2 * at / 50, "plateau"),
         (lambda at: 2.0 + 0.012 * 2 * at / 50, "diverging"),
-        (lambda at: 2.0 + 0.32 * (-1) ** at, "unstable"),
-        (lambda at: 2.0 + 0.28 * (-1) ** at, "plateau"),
+        (lambda at: 2.0 + 1.5 * (-1) ** at, "plateau"),  # single batches scatter, their level is the same
+        (lambda at: 2.0 if at < 90 else 2.5 + 0.3 * (-1) ** at, "unstable"),
         (lambda at: 12 * math.exp(-at / 80), "converging"),
     ],
 )

@@ -44,6 +44,9 @@ JUMPS = 4
 CONFIRMED = 25
 """Steps that a new phase must last before it is reported, because noise crosses the bounds for a few steps."""
 
+PHASE_ERRORS = 2.0
+"""Standard errors by which the loss must have risen for the phase, which must last `CONFIRMED` steps too."""
+
 RISE_ERRORS = 3.0
 """Standard errors by which the loss must have risen before a divergence is reported."""
 
@@ -69,18 +72,18 @@ def phase_of(losses: Sequence[float], *, unstable: bool) -> Phase:
     if len(losses) <= WARMUP:
         return "warmup"
     improvement = improvement_of(losses)
-    if improvement < DIVERGING and surely_rising(losses):
+    if improvement < DIVERGING and surely_rising(losses, PHASE_ERRORS):
         return "diverging"
     if unstable:
         return "unstable"
     return "converging" if improvement > CONVERGING else "plateau"
 
 
-def surely_rising(losses: Sequence[float]) -> bool:
+def surely_rising(losses: Sequence[float], errors: float = RISE_ERRORS) -> bool:
     """Whether the second half's mean is above the first's by more than noise explains."""
     half = len(losses) // 2
     before, after = losses[:half], losses[-half:]
-    return mean(after) - mean(before) > RISE_ERRORS * error_of(before, after)
+    return mean(after) - mean(before) > errors * error_of(before, after)
 
 
 def error_of(before: Sequence[float], after: Sequence[float]) -> float:
