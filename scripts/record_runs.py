@@ -6,7 +6,7 @@ unstable: from random weights, of all weights, and with LoRA on the trained resu
 loss, the gradient norm and the learning rate with four digits; tests replay them. Takes about 45 minutes on one core;
 bits differ between machines.
 
-    OMP_NUM_THREADS=1 python scripts/record_runs.py [--only NAME …] [--seeds 20] [--output DIR]
+    OMP_NUM_THREADS=1 python scripts/record_runs.py [--only NAME …] [--families NAME …] [--seeds 20] [--output DIR]
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from surogate_core.config.resolve import load_run_config, to_dict
 from surogate_core.engine.engine import Inputs
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.job import launch
+from surogate_core.train.loop import DivergedError
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "plugins" / "surogate-monitor-adaptive" / "tests" / "data"
@@ -76,7 +77,7 @@ UNSTABLE_TUNINGS: dict[str, tuple[str, ...]] = {
     "qwen2, all weights, 0.1": ("lora=false", "learning_rate=0.1", "per_device_train_batch_size=4", *FAR_TOO_HIGH),
     "llama, all weights, 1": ("lora=false", "learning_rate=1", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
     "qwen3, lora, 1": ("lora=true", "learning_rate=1", "per_device_train_batch_size=2", *FAR_TOO_HIGH),
-    "llama, lora, 0.5": ("lora=true", "learning_rate=0.5", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
+    "llama, lora, 0.2": ("lora=true", "learning_rate=0.2", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
     "qwen2, lora, ramp to 2": (
         "lora=true",
         "learning_rate=2",
@@ -116,7 +117,8 @@ def record(name: str, overrides: tuple[str, ...], *, place: Path | None = None) 
         directory = str(place or temporary)
         latest = {text.partition("=")[0]: text for text in (*COMMON, *overrides)}
         config = load_run_config([*latest.values(), f"output_dir={directory}"], registry=registry)
-        launch(config, registry)
+        with suppress(DivergedError):  # what it did until then is recorded
+            launch(config, registry)
         lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "step_end"]
     (start,) = [line for line in lines if line["event"] == "run_start"]
@@ -139,35 +141,32 @@ def write(path: Path, runs: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def record_tunings(file: Path) -> None:
-    """`tunings.json`: {"healthy": {name: curve}, "unstable": {name: curve}}."""
+def record_tunings(file: Path, families: Sequence[str]) -> None:
+    """`tunings.json`: {"healthy": {name: curve}, "unstable": {name: curve}}; runs of other families there are kept."""
+    found = json.loads(file.read_text()) if file.is_file() else {"healthy": {}, "unstable": {}}
     with tempfile.TemporaryDirectory() as directory:
-        healthy = {}
-        for family in FAMILIES:
-            name = f"{family}, random weights"
-            healthy[name] = record(name, (*BASE, f"model={family}"), place=Path(directory) / family)
+
+        def take(kind: str, name: str, keys: tuple[str, ...], place: Path | None = None) -> None:
+            found[kind][name] = record(name, keys, place=place)
+            text = json.dumps(found, separators=(",", ":")).replace(directory, "DIR")
+            file.write_text(text.replace('},"', '},\n"') + "\n")
             print(name, flush=True)
-        data = "dataset=embedded"
-        for family in FAMILIES:
+
+        for family in families:
+            take("healthy", f"{family}, random weights", (*BASE, f"model={family}"), Path(directory) / family)
+            base = (*TUNING, f"model={directory}/{family}/model", "dataset=embedded")
             for how, keys in HEALTHY_TUNINGS.items():
-                name = f"{family}, {how}"
-                healthy[name] = record(name, (*TUNING, f"model={directory}/{family}/model", data, *keys))
-                print(name, flush=True)
-        unstable = {}
-        for name, keys in UNSTABLE_TUNINGS.items():
-            family = name.partition(",")[0]
-            unstable[name] = record(name, (*TUNING, f"model={directory}/{family}/model", data, *keys))
-            print(name, flush=True)
-        runs = {"healthy": healthy, "unstable": unstable}
-        file.write_text(
-            json.dumps(runs, separators=(",", ":")).replace(directory, "DIR").replace('},"', '},\n"') + "\n"
-        )
+                take("healthy", f"{family}, {how}", (*base, *keys))
+            for name, keys in UNSTABLE_TUNINGS.items():
+                if name.startswith(family):
+                    take("unstable", name, (*base, *keys))
 
 
 def main() -> None:
     """Record what is asked for; what is there of other runs is kept."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", choices=[*RUNS, "seeds", "tunings"], default=[*RUNS, "seeds", "tunings"])
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=FAMILIES, help="of the tunings")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--output", type=Path, default=DATA)
     options = parser.parse_args()
@@ -179,7 +178,7 @@ def main() -> None:
         write(file, found)
         print(name)
     if "tunings" in options.only:
-        record_tunings(options.output / "tunings.json")
+        record_tunings(options.output / "tunings.json", options.families)
     if "seeds" not in options.only:
         return
     seeds_file = options.output / "healthy.json"
