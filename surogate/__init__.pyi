@@ -42,14 +42,15 @@ def sft(
     rope_scaling: Literal["linear", "dynamic", "yarn"] | Mapping[str, Any] | None = ...,
     max_model_len: int | None = ...,
     run_name: str | None = ...,
-    output_dir: _Path = ...,
+    output_dir: _Path | None = ...,
     checkpoint_dir: _Path | None = ...,
     num_epochs: float = ...,
     max_steps: int = ...,
     resume_from_checkpoint: bool | str = ...,
     save_steps: int = ...,
     save_total_limit: int = ...,
-    eval_steps: int = ...,
+    load_best: bool = ...,
+    eval_steps: Literal["auto"] | int = ...,
     device: Literal["auto", "cpu", "cuda"] = ...,
     compiler: Literal["auto", "fx", "inductor"] = ...,
     per_device_train_batch_size: int = ...,
@@ -158,7 +159,8 @@ def sft(
         max_model_len: Positions of the trained model, exported as `max_position_embeddings`; null keeps the
             model's.
         run_name: Name of the run; null generates one.
-        output_dir: Directory for everything that the run writes: config, metrics, checkpoints, export.
+        output_dir: Directory for everything that the run writes; null makes one, `runs/NAME-DATE-TIME`, or resumes
+            in its own.
         checkpoint_dir: Directory for checkpoints; null is `output_dir`.
         num_epochs: Passes over the training rows.
         max_steps: Number of optimizer steps; -1 computes it from `num_epochs`.
@@ -166,7 +168,10 @@ def sft(
             false starts from step 0.
         save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
         save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
-        eval_steps: Optimizer steps between evaluations; 0 evaluates only at the start and the end.
+        load_best: Export the weights with the lowest held-out loss instead of the last; each new best is saved and
+            kept.
+        eval_steps: Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start
+            and the end.
         device: Device to train on; auto is the first GPU if there is one.
         compiler: Compiler of the traced blocks; auto is inductor on CUDA and fx on a CPU.
         per_device_train_batch_size: Rows of `sequence_len` in a micro-batch.
@@ -293,14 +298,15 @@ def pt(
     rope_scaling: Literal["linear", "dynamic", "yarn"] | Mapping[str, Any] | None = ...,
     max_model_len: int | None = ...,
     run_name: str | None = ...,
-    output_dir: _Path = ...,
+    output_dir: _Path | None = ...,
     checkpoint_dir: _Path | None = ...,
     num_epochs: float = ...,
     max_steps: int = ...,
     resume_from_checkpoint: bool | str = ...,
     save_steps: int = ...,
     save_total_limit: int = ...,
-    eval_steps: int = ...,
+    load_best: bool = ...,
+    eval_steps: Literal["auto"] | int = ...,
     device: Literal["auto", "cpu", "cuda"] = ...,
     compiler: Literal["auto", "fx", "inductor"] = ...,
     per_device_train_batch_size: int = ...,
@@ -409,7 +415,8 @@ def pt(
         max_model_len: Positions of the trained model, exported as `max_position_embeddings`; null keeps the
             model's.
         run_name: Name of the run; null generates one.
-        output_dir: Directory for everything that the run writes: config, metrics, checkpoints, export.
+        output_dir: Directory for everything that the run writes; null makes one, `runs/NAME-DATE-TIME`, or resumes
+            in its own.
         checkpoint_dir: Directory for checkpoints; null is `output_dir`.
         num_epochs: Passes over the training rows.
         max_steps: Number of optimizer steps; -1 computes it from `num_epochs`.
@@ -417,7 +424,10 @@ def pt(
             false starts from step 0.
         save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
         save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
-        eval_steps: Optimizer steps between evaluations; 0 evaluates only at the start and the end.
+        load_best: Export the weights with the lowest held-out loss instead of the last; each new best is saved and
+            kept.
+        eval_steps: Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start
+            and the end.
         device: Device to train on; auto is the first GPU if there is one.
         compiler: Compiler of the traced blocks; auto is inductor on CUDA and fx on a CPU.
         per_device_train_batch_size: Rows of `sequence_len` in a micro-batch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from surogate_core.errors import UserError
+from surogate_core.files.runs import run_directory
 
 if TYPE_CHECKING:
     from surogate_core.report.records import RunRecord
@@ -143,11 +143,8 @@ class Run:
         from surogate_core.run.merge import merge
 
         target = Path(output) if output is not None else self.path / "merged"
-        if base_model is None:
-            file = self.path / "adapter" / "adapter_config.json"
-            if not file.is_file():
-                raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.path}/model")
-            base_model = str(json.loads(file.read_bytes())["base_model_name_or_path"])
+        if not (self.path / "adapter" / "adapter_config.json").is_file():
+            raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.path}/model")
         merge(base_model, self.path, target)
         return target
 
@@ -190,8 +187,11 @@ class Run:
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """The run in a directory: finished, interrupted or still going. Raises `UserError` where there is none."""
-    run = Run(Path(path).expanduser())
+    """The run in a directory: finished, interrupted or still going; ``latest`` is the one that began last.
+
+    Raises `UserError` where there is none.
+    """
+    run = Run(run_directory(os.fspath(path)))
     if not any((run.path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise UserError(f"{run.path}: there is no run in this directory. Fix: name the output_dir of a run")
     return run

@@ -89,7 +89,7 @@ def _train(
         code = start(checked, registry, Watch(callbacks=monitors, quiet=quiet))
     except SystemExit as error:
         raise PluginError(f"a plugin ended the process with exit code {error.code}; the run is over.") from error
-    return place.directory(checked.output_dir), code
+    return place.directory(checked.place), code
 
 
 def _plain(value: Any) -> Any:
