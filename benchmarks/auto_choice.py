@@ -125,6 +125,8 @@ def measure(line: str) -> list[Measured]:
     overrides, gib = LINES[line]
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((gib * 2**30 - CUDA_CONTEXT) / total if gib else 1.0)
+    free, _ = torch.cuda.mem_get_info()
+    print(f"CUDA itself at the start: {(total - free) / 2**20:.0f} MiB")
     config = load_run_config(["model=qwen3", "from_scratch=true", *DEFAULTS, *overrides], registry=bench.registry())
     resolved = resolve_model(config, bench.registry())
     found = []

@@ -32,6 +32,13 @@ KINDS_WITH_EQUAL_FILES = ("model", "optimizer")
 """Plugins of these kinds have modules of the same names; recipes, monitors and data sets differ in what they need."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_trees_left() -> Iterator[None]:
+    """The parsed files are hundreds of MiB, which every later pass of the garbage collector would walk through."""
+    yield
+    parsed.cache_clear()
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 

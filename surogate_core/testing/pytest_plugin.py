@@ -25,6 +25,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks of plugins' tests."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "slow: takes minutes")
+    config.addinivalue_line("markers", "slow_cases(*ids): cases with such an id, or a part of it, are slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow cases of tests with several, before ``-m`` chooses."""
+    for item in items:
+        found = str(getattr(getattr(item, "callspec", None), "id", ""))
+        for mark in item.iter_markers("slow_cases"):
+            if {found, *found.split("-")}.intersection(mark.args):
+                item.add_marker("slow")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -168,7 +168,7 @@ class _Prefetcher:
 def _settled_objects() -> Iterator[None]:
     """Take the objects that exist before the loop out of the garbage collector's passes.
 
-    A pass over everything that torch and transformers made takes 0.1 s and more, which is a step of a small model.
+    A pass over everything that torch and transformers made takes 0.1 s and more, which is several steps of a GPU.
     """
     gc.collect()
     gc.freeze()
@@ -276,7 +276,7 @@ class Loop:
         """Take the remaining steps; returns why it ended. If a step was taken, a checkpoint of the end is on disk."""
         batches = _Prefetcher(self.loader, self._work, self.engine.settings.device)
         try:
-            with _settled_objects():
+            with _settled_objects() if self.engine.settings.device.type == "cuda" else nullcontext():
                 return self._run(batches)
         except _Interrupted:
             # An evaluation before the first step: nothing is new since the checkpoint, if there is one.

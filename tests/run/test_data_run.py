@@ -30,6 +30,7 @@ def test_before_the_first_step_a_document_shows_that_almost_nothing_is_trained(
     assert "⟦!" in example
 
 
+@pytest.mark.slow
 def test_loss_weights_change_the_run_and_weights_of_one_do_not(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:

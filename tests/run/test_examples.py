@@ -36,6 +36,7 @@ def command(name: str, index: int = 0) -> list[str]:
     return example_commands.commands(example_commands.ROOT / "examples" / f"{name}.yaml")[index]
 
 
+@pytest.mark.slow_cases("qwen2_sft_lora", "llama3_sft_lora", "instruction_data", "full_finetune")
 @pytest.mark.parametrize(
     ("name", "result"),
     [

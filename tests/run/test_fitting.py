@@ -24,6 +24,7 @@ def advised(*keys: str, mib: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str,
     return message, changes, search.total(search.predicted(search.config))
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 8192 rows would need gigabytes too."""
     message, changes, nbytes = advised(
@@ -36,6 +37,7 @@ def test_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.6 * fitting.SHARE * 400 * 2**20 < nbytes <= fitting.SHARE * 400 * 2**20
 
 
+@pytest.mark.slow
 def test_shorter_rows_where_one_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     _, changes, nbytes = advised(
         "lora=true", "sequence_len=65536", "per_device_train_batch_size=4", mib=300, monkeypatch=monkeypatch

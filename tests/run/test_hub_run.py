@@ -73,6 +73,7 @@ def test_the_commit_is_in_everything_that_a_run_leaves(
         assert digests(tmp_path / "merged") == digests(out / "model")
 
 
+@pytest.mark.slow
 def test_a_branch_that_moved_is_not_resumed_on(
     tmp_path: Path, repository: Path, keys: list[str], run_here: Run
 ) -> None:

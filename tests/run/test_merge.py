@@ -129,6 +129,7 @@ def test_an_adapter_says_how_its_base_was_changed(scaled: Path, hf_dir: Path) ->
     torch.testing.assert_close(adapted, logits(scaled / "model"), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("adapter", "checkpoint-1")
 @pytest.mark.parametrize("source", ["", "adapter", "checkpoint-1"])
 def test_a_merge_has_the_configuration_that_was_trained(
     scaled: Path, tmp_path: Path, hf_dir: Path, source: str
@@ -140,6 +141,7 @@ def test_a_merge_has_the_configuration_that_was_trained(
     assert torch.equal(logits(tmp_path / "m"), logits(scaled / "model"))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_stretched_adapter_is_told_when_it_does_not_stretch(
     scaled: Path,
     tmp_path: Path,
@@ -157,6 +159,7 @@ def test_a_run_on_a_stretched_adapter_is_told_when_it_does_not_stretch(
     assert told == [True, False]
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("generation", [None, {"temperature": 0.5, "do_sample": True, "eos_token_id": [1, 2]}])
 def test_every_export_is_complete(
     tmp_path: Path,

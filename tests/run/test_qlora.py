@@ -31,6 +31,7 @@ def test_offloading_changes_no_bit(
     assert history(tmp_path / "plain") != history(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_its_format_alone(
     tmp_path: Path, base: list[str], run_here: RunHere, history: Any
 ) -> None:

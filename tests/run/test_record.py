@@ -80,6 +80,7 @@ def test_a_failed_start_in_a_fresh_directory_is_recorded_and_makes_way(
     assert not (tmp_path / "former-1").exists()
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", [(), ("lora=true", "lora_target_modules=[q_proj]")], ids=["full", "lora"])
 def test_a_new_start_keeps_the_former_run_as_a_run_directory(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, mode: tuple[str, ...]
@@ -122,6 +123,7 @@ def test_going_on_with_the_same_run_moves_nothing(
     assert not any("another run" in note for note in records(tmp_path, "run_start")[-1]["notes"])
 
 
+@pytest.mark.slow
 def test_a_run_from_before_run_ids_goes_on(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:

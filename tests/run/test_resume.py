@@ -45,6 +45,7 @@ OTHERS = [
 """The recipes' graphs are large and take seconds to trace in every run."""
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", [pytest.param((), id="full"), pytest.param(LORA, id="lora"), *OTHERS])
 def test_every_checkpoint_continues_bit_identically(
     mode: tuple[str, ...], tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
@@ -110,6 +111,7 @@ def test_resuming_evaluates_nothing_twice_and_says_where_it_stands(
     assert any("Resumed from" in note and "at step 4 of 6" in note for note in start["notes"])
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("limit", [4, 3])
 def test_nothing_left_to_train_says_so_and_exports_again(
     limit: int, tmp_path: Path, base: list[str], run_here: RunHere, records: Records, digests: Digests

@@ -25,6 +25,7 @@ Digests = Callable[[Path], dict[str, str]]
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]")
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", [(), LORA], ids=["full", "lora"])
 def test_two_runs_are_bit_identical(
     mode: tuple[str, ...], tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
@@ -198,6 +199,7 @@ def test_full_finetune_of_a_directory_keeps_its_generation_config(
 # ---------------------------------------------------------------------- length and schedule
 
 
+@pytest.mark.slow_cases("constant", "linear", "cosine")
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -367,6 +369,7 @@ def test_controls_are_obeyed(
     assert monitor.loaded == [{"n": 1}]
 
 
+@pytest.mark.slow_cases("eval_end", "checkpoint_saved")
 @pytest.mark.parametrize("event", ["run_start", "eval_end", "checkpoint_saved"])
 def test_stop_is_obeyed_from_any_event(
     event: str, fake: tuple[Any, Registry], tmp_path: Path, base: list[str], run_here: RunHere, records: Records

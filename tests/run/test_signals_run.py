@@ -208,6 +208,7 @@ def test_a_closed_terminal_saves_a_checkpoint(
     assert digests(tmp_path / "cut" / "checkpoint-6") == digests(whole / "checkpoint-6")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, base: list[str], run_here: RunHere) -> None:
     with child(tmp_path / "out", base, seconds=60, stdout=subprocess.DEVNULL) as process:
         process.send_signal(signal.SIGTERM)
@@ -219,6 +220,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, base: list[str
     assert run_here(tmp_path / "out", *base, "max_steps=1") == 0
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_stop_the_run(tmp_path: Path, base: list[str], records: Records) -> None:
     with child(tmp_path / "out", base, "monitor=[console,jsonl]", seconds=0.1, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -49,6 +49,7 @@ def test_loss_and_every_gradient(changes: dict[str, Any], recompute: bool, recor
     assert error <= TOLERANCE, name
 
 
+@pytest.mark.slow_cases("linear", "dynamic")
 @pytest.mark.parametrize("scaling", LONG.values(), ids=LONG)
 def test_rope_past_its_original_length(scaling: dict[str, Any], record_testsuite_property: Record) -> None:
     logits = long_pair(scaling).logits_error()

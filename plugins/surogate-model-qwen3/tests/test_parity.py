@@ -97,6 +97,7 @@ def test_logits(tied: bool, bias: bool) -> None:
         start += len(document)
 
 
+@pytest.mark.slow_cases("True-True-recomputed", "False-False-recomputed", "True-False-recomputed", "True-False-kept")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
@@ -144,6 +145,7 @@ def long_pair(scaling: dict[str, Any]) -> Pair:
     return Pair.of(Qwen3ForCausalLM, config, build, lengths=(90, 21))
 
 
+@pytest.mark.slow_cases("linear", "dynamic")
 @pytest.mark.parametrize("scaling", LONG.values(), ids=LONG)
 def test_rope_past_its_original_length(scaling: dict[str, Any], record_testsuite_property: Record) -> None:
     logits = long_pair(scaling).logits_error()
@@ -212,6 +214,7 @@ def compare_losses(found: list[float], expected: list[float], record_testsuite_p
     assert abs(expected[0] - expected[-1]) > 1e-3 * expected[0], "the weights must have moved"
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("bias", [False, True])
 def test_twenty_lora_steps_and_the_exported_adapter(
     tmp_path: Path, bias: bool, record_testsuite_property: Record

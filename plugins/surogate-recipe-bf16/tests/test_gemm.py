@@ -116,6 +116,7 @@ def test_the_run_says_what_it_multiplies_in_and_that_fp8_is_emulated() -> None:
     assert "e4m3 × e4m3 → bf16, backward in e4m3 × e5m2 → bf16" in narrow
 
 
+@pytest.mark.slow_cases("e4m3")
 @pytest.mark.parametrize(
     ("matmul", "gradient", "model", "adapters"), [("bf16", None, "fp32", True), ("e4m3", "e5m2", "bf16", False)]
 )

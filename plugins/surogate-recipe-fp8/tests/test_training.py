@@ -106,6 +106,7 @@ def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
     return [engine.train_step(batches(step % 2), step=step, lr=1e-2).read() for step in steps]
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_are_near_those_of_fp32(mode: str) -> None:
     """e4m3 has 4 bits of precision, so single products are a few per cent off, and their mean much less."""
@@ -115,6 +116,7 @@ def test_losses_are_near_those_of_fp32(mode: str) -> None:
     assert fp8 != wide
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputation_changes_no_bit(mode: str) -> None:
     kept, again = engine(mode), engine(mode, block=True)

@@ -120,6 +120,7 @@ def train(engine: Engine, steps: range, lr: float = 1e-2) -> list[tuple[float, f
     return [engine.train_step(batches, step=step, lr=lr).read() for step in steps]
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_are_near_those_of_fp32(mode: str) -> None:
     """e2m1 has 2 bits of precision and 32 features average little out: the step's descent is slower."""
@@ -128,6 +129,7 @@ def test_losses_are_near_those_of_fp32(mode: str) -> None:
     assert fp4[-1][0] < 0.9 * fp4[0][0]
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputation_changes_no_bit(mode: str) -> None:
     kept, again = engine(mode), engine(mode, block=True)
@@ -149,6 +151,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
     assert train(made, range(3, 5)) != expected
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_is_another_run() -> None:
     assert train(engine("full"), range(2)) != train(engine("full", stochastic=False), range(2))
 
