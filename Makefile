@@ -5,10 +5,12 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# What the NVIDIA driver of this machine runs: cuda13, cuda12 or cpu. It chooses torch and the extra with CuPy.
+CUDA ?= $(shell sh install.sh --cuda)
 # The torch to install when the venv has none, as pip takes it: a version, a wheel or a URL, with options.
-# The CPU build is found where pip's configuration offers one (find-links, index); else say where:
+# Without a GPU the CPU build is found where pip's configuration offers one (find-links, index); otherwise say where:
 #   make train TORCH='torch==2.13.0 --index-url URL_OF_AN_INDEX_OF_CPU_BUILDS'
-TORCH ?= torch==2.13.0
+TORCH ?= $(shell sh install.sh --torch)
 # Overrides for `make train`, e.g. ARGS='max_steps=20 learning_rate=1e-3'.
 ARGS ?=
 # Options for pytest, e.g. PYTEST='-k packing'.
@@ -72,6 +74,7 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python scripts/make_plugins_page.py
 	$(BIN)/python scripts/make_reference.py
 	$(BIN)/python scripts/make_stub.py
+	$(BIN)/python scripts/make_dockerfiles.py
 
 site: $(STAMP) ## Build the documentation into site/; its links are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -93,5 +96,5 @@ $(STAMP): Makefile $(PROJECTS)
 	  *tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["docs"], "editables", sep="\n")' \
 	  > $(VENV)/dev-requirements.txt
 	$(PIP) install -r $(VENV)/dev-requirements.txt
-	$(PIP) install --no-build-isolation -e . $(addprefix -e ,$(PLUGINS))
+	$(PIP) install --no-build-isolation -e '.$(if $(filter cuda%,$(CUDA)),[$(CUDA)])' $(addprefix -e ,$(PLUGINS))
 	touch $@
