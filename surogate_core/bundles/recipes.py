@@ -149,5 +149,7 @@ class RecipeSpec:
     configuration's check, before anything is built."""
     packs: bool = False
     """Whether the recipe has `pack`; read before anything is built."""
+    products: Literal["bf16", "fp8", "fp4"] = "bf16"
+    """Format of its products where the GPU has units for it; for the times that `surogate plan` estimates."""
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     """The reason why the device cannot run the recipe natively, or None."""

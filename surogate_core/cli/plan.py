@@ -1,8 +1,7 @@
-"""`surogate plan`: what a run would do and hold; nothing is trained, no weight is read."""
+"""`surogate plan`: does a run fit, how fast is it, how long does it take; nothing is trained, no weight is read."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -10,52 +9,38 @@ from typing import TYPE_CHECKING
 from surogate_core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
+    import torch
+
+    from surogate_core.cli.gpus import Gpu
+    from surogate_core.cli.plan_fit import Proposal
+    from surogate_core.cli.plan_view import Plan
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
-usage: surogate plan [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--json]
+usage: surogate plan [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
 
-Shows the composed config, the block schedule, where each kind of tensor lives, the predicted memory
-and the tokens of a step. Takes what `surogate sft` takes; `--json` prints the same as JSON.
+Answers before anything is trained: does it fit, how fast is it, how long does it take, what will it choose. Then one
+table shows where the memory goes. Takes what `surogate sft` takes. Nothing is trained and no weight is read; data of up
+to 16 MiB is tokenised, and the run finds the result in the cache.
 
---gpu h200   plans for such a GPU, which need not be here: a name such as a100, rtx4090, h200 or b200,
+--gpu h200   plans for such a GPU, which need not be here: a name such as t4, a100, rtx4090, h200 or b200,
              or a compute capability such as sm_90
 --fit 24GiB  also proposes the cheapest changes with which the run fits into so much GPU memory;
              exit code 3 if nothing does
+--config     also prints the composed configuration
+--schedule   also prints the schedule of a micro-step, for engine developers
+--json       prints the plan as JSON
 """
 
-GPUS = {
-    "a100": (8, 0),
-    "a10": (8, 6),
-    "rtx3090": (8, 6),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "rtx4090": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "b300": (10, 3),
-    "rtx5090": (12, 0),
-}
-"""Name → compute capability, which says what kernels there are."""
+SWITCHES = ("--json", "--config", "--schedule")
 
 
-def parse_gpu(text: str) -> tuple[int, int]:
-    """The compute capability of a name or of ``sm_90``; raises `UserError` with the names."""
-    capability = re.fullmatch(r"sm_?(\d+)(\d)", text.lower())
-    if capability is not None:
-        return int(capability[1]), int(capability[2])
-    name = re.sub(r"[^a-z0-9]", "", text.lower())
-    if name not in GPUS:
-        raise UserError(f"--gpu {text}: not known. Fix: one of {', '.join(GPUS)}, or a capability such as sm_90.")
-    return GPUS[name]
-
-
-def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], bool]:
-    """(the other words, the values of --fit and --gpu, whether --json is there)."""
+def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]]:
+    """(the other words, the values of --fit and --gpu, the switches that are there)."""
     words: list[str] = []
     values: dict[str, str] = {}
+    switches: set[str] = set()
     examples = {"--fit": ("a size", "24GiB"), "--gpu": ("a name", "h200")}
     rest = list(argv)
     while rest:
@@ -66,53 +51,59 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], bool]:
             if not equals and not rest:
                 raise UserError(f"{flag}: {what} must follow. Fix: {flag} {example}")
             values[flag] = attached if equals else rest.pop(0)
-        elif word != "--json":
+        elif word == "--config" and rest and rest[0].endswith((".yaml", ".yml")):
+            words += [word, rest.pop(0)]  # the other commands name the file so
+        elif word in SWITCHES:
+            switches.add(word)
+        else:
             words.append(word)
-    return words, values, "--json" in argv
+    return words, values, switches
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
     from surogate_core.cli.arguments import load, parse
 
-    words, values, as_json = _own_flags(argv)
+    words, values, switches = _own_flags(argv)
     arguments = parse(words, command="surogate plan")
     if arguments.help:
         print(USAGE, end="")
         return 0
-    gpu = None if "--gpu" not in values else parse_gpu(values["--gpu"])
     from surogate_core import logs
+    from surogate_core.cli.gpus import Gpu, find
 
+    asked = None if "--gpu" not in values else find(values["--gpu"])
     logs.configure()
     config, registry = load(arguments, None)
-    if gpu is not None and config.device == "cpu":
+    if asked is not None and config.device == "cpu":
         raise UserError("--gpu: the configuration says device=cpu. Fix: leave --gpu, or set device=auto.")
     with ExitStack() as stack:
-        if gpu is not None:
+        if asked is not None:
             from surogate_core.kernels.native import assuming
 
-            stack.enter_context(assuming(gpu))
-        return _plan(config, registry, fit=values.get("--fit"), as_json=as_json)
+            stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
+        gpu = asked if isinstance(asked, Gpu) else None
+        return _plan(config, registry, fit=values.get("--fit"), switches=switches, gpu=gpu)
 
 
-def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bool) -> int:
+def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: set[str], gpu: Gpu | None) -> int:
     """Predict, and print; the exit code."""
     from surogate_core.cli import plan_fit, plan_view
+    from surogate_core.cli.plan_length import length_of
     from surogate_core.cli.plan_room import Room
-    from surogate_core.dsl.budget import ARITHMETIC
+    from surogate_core.cli.plan_speed import speed
     from surogate_core.engine.prediction import Counts, Prediction
-    from surogate_core.kernels.attention import TORCH_PACK
-    from surogate_core.kernels.native import assumed
     from surogate_core.run.assemble import resolve_device, resolve_model
-    from surogate_core.run.build import free_memory
     from surogate_core.run.fitting import assembly_of, placed, settled_for
-    from surogate_core.train.flops import gemm_flops_per_second
 
     budget = None if fit is None else plan_fit.parse_size(fit)
+    asked = config
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
+    gpu = gpu or _here(device)
+    room = Room.here(config, gpu)
     # What --fit proposes is named as changes of the fastest setting.
-    free = None if budget is not None or assumed() else free_memory(device)
+    free = None if budget is not None else room.device
     config = settled_for(config, registry, resolved, room=free)
 
     def count(config: RunConfig) -> Counts:
@@ -123,25 +114,64 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, as_json: bo
 
     counts = count(config)
     prediction = place(config, counts)
-    settings = counts.settings
-    here = assumed() is None
-    reasons = {} if here else {n: pack.unavailable(device) for n, pack in registry.all("kernels").items()}
-    measured = here and (prediction.again > 0 or budget is not None)
-    told = plan_view.Device(
-        flops=gemm_flops_per_second(device, settings.dtype) if measured else ARITHMETIC,
-        source="measured here" if measured else "assumed",
-        left_out={name: reason for name, reason in reasons.items() if reason and name != TORCH_PACK.name},
+    rates = plan_fit.Rates.of(gpu)
+    estimate = None
+    if gpu is not None:
+        more = plan_fit.seconds_of(config, registry, prediction, rates)
+        estimate = speed(config, registry, resolved.model, prediction, gpu, more=more)
+    plan = plan_view.Plan(
+        config=config,
+        title=resolved.title,
+        settings=counts.settings,
+        prediction=prediction,
+        gpu=gpu,
+        again_rate=rates.flops,
+        left_out=_left_out(registry, device),
+        room=room,
+        speed=estimate,
+        length=length_of(config, registry, resolved),
+        chosen=plan_view.chosen(asked, config),
     )
     fitting = None
     if budget is not None:
-        fitting = plan_fit.proposals(config, registry, count, place, counts=counts, flops=told.flops)
-    room = Room.here(config)
-    if as_json:
-        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, room=room)}
-        print(plan_view.as_json(config, resolved.title, settings, prediction, told, **extra), end="")
-    else:
-        print(plan_view.as_text(config, resolved.title, settings, prediction, told, room), end="")
-        if fitting is not None and budget is not None:
-            print("\n" + plan_fit.as_text(budget, fitting, room=room), end="")
+        fitting = plan_fit.proposals(config, registry, count, place, counts=counts, rates=rates)
+    _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0
+
+
+def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:
+    from surogate_core.cli import plan_fit, plan_view
+
+    if "--json" in switches:
+        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, room=plan.room)}
+        print(plan_view.as_json(plan, **extra), end="")
+        return
+    text = plan_view.as_text(plan, config="--config" in switches, schedule="--schedule" in switches)
+    print(text, end="")
+    if fitting is not None and budget is not None:
+        print("\n" + plan_fit.as_text(budget, fitting, room=plan.room, rates=plan_fit.Rates.of(plan.gpu)), end="")
+
+
+def _left_out(registry: Registry, device: torch.device) -> dict[str, str]:
+    """Kernel pack → the reason why it is not counted on, for an assumed GPU."""
+    from surogate_core.kernels.attention import TORCH_PACK
+    from surogate_core.kernels.native import assumed
+
+    if assumed() is None:
+        return {}
+    reasons = {name: pack.unavailable(device) for name, pack in registry.all("kernels").items()}
+    return {name: reason for name, reason in reasons.items() if reason and name != TORCH_PACK.name}
+
+
+def _here(device: torch.device) -> Gpu | None:
+    """The GPU of this machine; None for a CPU, for a GPU that is not known, or where one is only assumed."""
+    import torch
+
+    from surogate_core.cli.gpus import of_device
+    from surogate_core.kernels.native import assumed
+
+    if device.type != "cuda" or assumed() is not None:
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    return of_device(facts.name, facts.total_memory)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OptimizerSpec
 from surogate_core.bundles.options import flat_values, options_from_flat
+from surogate_core.cli.gpus import Gpu
 from surogate_core.cli.plan_room import Room
+from surogate_core.cli.plan_speed import again_rate
 from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.config import offload
 from surogate_core.config.checks import RULES
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.schema import RunConfig, Selection
+from surogate_core.dsl.budget import ARITHMETIC
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.atomic import human_bytes
 
@@ -27,7 +30,9 @@ UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "G": 2**30, "M": 
 MARGIN = 1.05
 """The prediction times this must fit, because workspaces and fragmentation need memory too."""
 BUS = 25e9
-"""Bytes a second between host and GPU in one direction, assumed: PCIe 4.0 x16."""
+"""Bytes a second between host and GPU in one direction where the GPU is not known: PCIe 4.0 x16."""
+BUS_SHARE = 0.8
+"""Share of the bus's rate that copies reach."""
 HOST = 50e9
 """Bytes a second of the optimizer step on a CPU, assumed."""
 BUDGETS = (0.75, 0.5, 0.25)
@@ -68,12 +73,12 @@ def proposals(
     place: Callable[[RunConfig, Counts], Prediction],
     *,
     counts: Counts,
-    flops: float,
+    rates: Rates,
 ) -> list[Proposal]:
     """All sound combinations of changes, the cheapest first, then the one with fewer changes.
 
-    `count` traces a configuration, `place` predicts it from such counts; `counts` are those of `config`. `flops` is
-    the rate of what is computed again, in FLOP/s. Nothing that the configuration asks for is taken back.
+    `count` traces a configuration, `place` predicts it from such counts; `counts` are those of `config`. Nothing
+    that the configuration asks for is taken back.
     """
 
     def key(changed: RunConfig) -> tuple[bool | str, float, bool]:
@@ -86,14 +91,10 @@ def proposals(
             traced[key(changed)] = count(changed)
         return place(changed, traced[key(changed)])
 
-    def seconds_of(changed: RunConfig, prediction: Prediction) -> float:
-        spec: OptimizerSpec = registry.get("optimizer", changed.optimizer.name)
-        return _seconds(changed, prediction, flops, spec.cpu_cost)
-
-    before, found = seconds_of(config, predicted(config)), []
+    before, found = seconds_of(config, registry, predicted(config), rates), []
     for changed in _candidates(config, registry):
         prediction = predicted(changed)
-        seconds = seconds_of(changed, prediction) - before
+        seconds = seconds_of(changed, registry, prediction, rates) - before
         found.append(
             Proposal(changes=_overrides(config, changed), config=changed, prediction=prediction, seconds=seconds)
         )
@@ -174,37 +175,53 @@ def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _seconds(config: RunConfig, prediction: Prediction, flops: float, cpu_cost: float) -> float:
-    """Time of an optimizer step that goes into offloading, computing again and the pieces of the head.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast a GPU computes again and copies."""
 
-    `cpu_cost`: that of the optimizer's spec.
-    """
+    flops: float
+    """FLOP/s of what is computed again."""
+    bus: float
+    """Bytes a second between host and GPU in one direction."""
+
+    @classmethod
+    def of(cls, gpu: Gpu | None) -> Rates:
+        """Of a GPU of the table, or assumed."""
+        if gpu is None:
+            return cls(flops=ARITHMETIC, bus=BUS)
+        return cls(flops=again_rate(gpu), bus=BUS_SHARE * gpu.bus)
+
+
+def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, rates: Rates) -> float:
+    """Time of an optimizer step that goes into offloading, computing again and the pieces of the head."""
+    spec: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
+    cpu_cost, bus = spec.cpu_cost, rates.bus
     assert config.lmhead_chunks != "auto"
     size = {h.kind: h.nbytes for h in prediction.held}
     times = config.gradient_accumulation_steps
     gradients, masters = size.get("gradients", 0), size.get("masters", 0)
     weights = size.get("weights", 0)
     # Each piece of the head is a few launches; a product of fewer rows is slower too.
-    seconds = times * config.lmhead_chunks * 2e-5 + times * prediction.again / flops
+    seconds = times * config.lmhead_chunks * 2e-5 + times * prediction.again / rates.flops
     if config.offload_residual:
-        seconds += times * 2 * size.get("residuals", 0) / BUS
+        seconds += times * 2 * size.get("residuals", 0) / bus
     if config.offload_optimizer:
-        seconds += 2 * size.get("optimizer state", 0) / BUS
+        seconds += 2 * size.get("optimizer state", 0) / bus
     if config.offload_master:
-        seconds += 3 * masters / BUS
+        seconds += 3 * masters / bus
     if config.offload_grads:
         # Written by each micro-step and read by all but the first; read for the norm and the update.
-        seconds += (2 * times + 1) * gradients / BUS
+        seconds += (2 * times + 1) * gradients / bus
     if config.offload_quants:
-        seconds += times * 2 * weights / BUS
+        seconds += times * 2 * weights / bus
     if config.cpu_training:
         streamed = weights + (size.get("compute copies", 0) or masters)
         update = 2 * masters + gradients + 2 * size.get("optimizer state", 0)
-        seconds += times * 2 * (streamed + gradients) / BUS + cpu_cost * update / HOST
+        seconds += times * 2 * (streamed + gradients) / bus + cpu_cost * update / HOST
     return seconds
 
 
-def as_text(budget: int, ordered: list[Proposal], *, room: Room) -> str:
+def as_text(budget: int, ordered: list[Proposal], *, room: Room, rates: Rates) -> str:
     """For people: the cheapest that fit, or the smallest there is."""
     fitting = best(budget, ordered, room=room)
     if not fitting:
@@ -217,7 +234,8 @@ def as_text(budget: int, ordered: list[Proposal], *, room: Room) -> str:
     return (
         f"# fit into {human_bytes(budget)}, with {MARGIN - 1:.0%} to spare, cheapest first\n"
         + "\n".join(lines)
-        + f"\nTimes are estimates: {BUS / 1e9:.0f} GB/s to the host and nothing overlapped.\n"
+        + f"\nTimes are estimated: {rates.flops / 1e12:.0f} TFLOP/s, {rates.bus / 1e9:.0f} GB/s to the host, "
+        "nothing overlapped.\n"
     )
 
 

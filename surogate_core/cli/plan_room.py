@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from surogate_core.cli.gpus import Gpu
 from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.files import atomic
 from surogate_core.files.atomic import human_bytes
@@ -25,12 +26,22 @@ class Room:
     """Free on the disk of `directory`."""
     directory: str
     """The directory of an offloader's files."""
+    device: int | None = None
+    """Memory of the GPU that is planned for, or what is free of the one that is here; on a CPU what is free of the
+    host's.
+    """
 
     @classmethod
-    def here(cls, config: RunConfig) -> Room:
-        """The free memory and space now."""
+    def here(cls, config: RunConfig, gpu: Gpu | None = None) -> Room:
+        """The free memory and space now; with an assumed GPU its memory."""
+        from surogate_core.kernels.native import assumed
+        from surogate_core.run.assemble import resolve_device
+        from surogate_core.run.build import free_memory
+
+        known = gpu.memory if gpu is not None else None
+        device = known if assumed() is not None else free_memory(resolve_device(config))
         directory = config.offload_dir or config.place
-        return cls(host=memory_of_machine(), disk=_free(directory), directory=directory)
+        return cls(host=memory_of_machine(), disk=_free(directory), directory=directory, device=device)
 
     def short_of(self, prediction: Prediction) -> dict[str, str]:
         """Place that does not hold what is predicted there → what this machine has of it."""

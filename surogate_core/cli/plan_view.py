@@ -11,7 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from surogate_core.cli.gpus import Gpu
+from surogate_core.cli.plan_length import Length
 from surogate_core.cli.plan_room import Room
+from surogate_core.cli.plan_speed import ASSUMED, Speed
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import EngineSettings
@@ -19,8 +22,10 @@ from surogate_core.engine.prediction import Prediction
 from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml
+from surogate_core.run.build import MARGIN, Choice
 
 PLACES = ("device", "host", "disk")
+CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -35,41 +40,158 @@ def totals(prediction: Prediction) -> str:
     return ", ".join(f"{place} {human_bytes(prediction.total(place))}" for place in places)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """The facts about the device in a plan."""
+def chosen(asked: RunConfig, settled: RunConfig) -> str:
+    """What the run chooses by itself, as overrides; empty if the configuration leaves nothing open."""
+    if asked == settled:
+        return ""
+    return str(Choice(**{key: getattr(settled, key) for key in CHOSEN_KEYS}))
 
-    flops: float
-    """FLOP/s of a product."""
-    source: str
-    """Whether that was measured here or assumed."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that is said about a run."""
+
+    config: RunConfig
+    """What the run leaves open is chosen."""
+    title: str
+    settings: EngineSettings
+    prediction: Prediction
+    gpu: Gpu | None
+    """None on a CPU, and for a GPU that is not in the table."""
+    again_rate: float
+    """FLOP/s of what is computed again."""
     left_out: Mapping[str, str]
     """Kernel pack → why it is not counted on."""
+    room: Room
+    speed: Speed | None
+    length: Length
+    chosen: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes in the device's memory; on a CPU the host's and the device's are one."""
+        total = self.prediction.total
+        return total("device") + (0 if self.settings.device.type == "cuda" else total("host"))
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits, with a margin; None if the memory is not known."""
+        return None if self.room.device is None else self.needed * MARGIN <= self.room.device
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all steps, without evaluations and checkpoints."""
+        if self.speed is None or self.length.steps is None:
+            return None
+        return self.speed.seconds * self.length.steps
 
 
-def as_json(
-    config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, device: Device, **extra: Any
-) -> str:
+def as_json(plan: Plan, **extra: Any) -> str:
     """The plan as one JSON object, with further keys at its end."""
+    prediction, speed = plan.prediction, plan.speed
     value = {
-        "model": title,
-        "config": masked_values(to_dict(config)),
-        "device": str(settings.device),
+        "model": plan.title,
+        "gpu": None if plan.gpu is None else plan.gpu.title,
+        "fits": plan.fits,
+        "memory_bytes": plan.room.device,
+        "tokens_per_second": None if speed is None else speed.tokens_per_second,
+        "seconds_per_step": None if speed is None else speed.seconds,
+        "mfu": None if speed is None else speed.mfu,
+        "steps": plan.length.steps,
+        "seconds": plan.seconds,
+        "config": masked_values(to_dict(plan.config)),
+        "device": str(plan.settings.device),
         "parameters": prediction.parameters,
         "trainable_parameters": prediction.trainable_parameters,
-        "tokens_per_step": tokens_per_step(config),
+        "tokens_per_step": tokens_per_step(plan.config),
         "schedule": [str(action) for action in prediction.schedule],
         "kernels": {f"{op} {dtype}": name for (op, dtype), name in prediction.kernels.items()},
-        "kernels_left_out": dict(device.left_out),
+        "kernels_left_out": dict(plan.left_out),
         "held": [asdict(h) for h in prediction.held],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
         "disk_bytes": prediction.total("disk"),
         "recomputed_flops": prediction.again,
-        "recomputed_seconds": prediction.again / device.flops,
+        "recomputed_seconds": prediction.again / plan.again_rate,
         **extra,
     }
     return json.dumps(value, indent=1) + "\n"
+
+
+def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
+    """The plan for people: the answers, then the memory; the rest on request."""
+    trained = f"{plan.prediction.parameters:,} parameters, {plan.prediction.trainable_parameters:,} trained"
+    answers = [("Fits", _fit(plan)), ("Speed", _speed(plan)), ("Time", _time(plan))]
+    answers += [("Chooses", plan.chosen)] if plan.chosen else []
+    answers += [("Note", note) for note in _notes(plan)]
+    parts = [
+        f"{plan.title}: {trained}\n{_device(plan)}\n\n" + "".join(f"{name:<9}{text}\n" for name, text in answers),
+        f"Memory, predicted\n{_memory(plan)}",
+    ]
+    if schedule:
+        parts.append(_schedule(plan))
+    if config:
+        parts.append(f"Configuration\n{masked_yaml(to_yaml(plan.config))}")
+    return "\n".join(parts)
+
+
+def _device(plan: Plan) -> str:
+    if plan.settings.device.type != "cuda":
+        return "on the CPU of this machine"
+    return f"on {plan.gpu.title if plan.gpu is not None else 'a GPU that is not in the table'}"
+
+
+def _fit(plan: Plan) -> str:
+    needed = human_bytes(plan.needed)
+    if plan.room.device is None:
+        return f"{needed} are needed; the memory of this GPU is not known"
+    sizes = f"{needed} of {human_bytes(plan.room.device)}"
+    if plan.fits:
+        return f"yes: {sizes}"
+    return f"no: {sizes}; --fit {plan.room.device / 2**30 * 0.99:.3g}GiB proposes what to change"
+
+
+def _speed(plan: Plan) -> str:
+    if plan.speed is None:
+        what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
+        return f"not estimated for {what}; train with max_steps=5 to see"
+    rate = plan.speed.tokens_per_second
+    shown = f"{rate / 1000:.3g}k" if rate >= 1000 else f"{rate:.3g}"
+    return f"about {shown} tokens/s, {plan.speed.seconds:.2g} s a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
+
+
+def _time(plan: Plan) -> str:
+    steps, config = plan.length.steps, plan.config
+    if steps is None:
+        return f"not known: {plan.length.data}"
+    epochs = "" if config.max_steps > 0 else f", {config.num_epochs:g} epochs"
+    about = "about " if plan.length.estimated else ""
+    count = f"{about}{steps:,} steps of {tokens_per_step(config):,} tokens{epochs} ({plan.length.data})"
+    return count if plan.seconds is None else f"about {duration(plan.seconds)} without evaluations: {count}"
+
+
+def duration(seconds: float) -> str:
+    """``3 h 20 min``, ``12 min``, ``40 s``."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours < 48 else f"{minutes / 1440:.1f} days"
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = []
+    if plan.gpu is not None and plan.gpu.note:
+        notes.append(f"{plan.gpu.title}: {plan.gpu.note}")
+    notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]
+    if disk := plan.room.short_of(plan.prediction).get("disk"):
+        notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")
+    if plan.prediction.again and plan.gpu is not None:
+        seconds = plan.config.gradient_accumulation_steps * plan.prediction.again / plan.again_rate
+        notes.append(f"{seconds:.2g} s of a step compute again what was not kept")
+    return notes
 
 
 def _on_top(settings: EngineSettings) -> str:
@@ -79,38 +201,26 @@ def _on_top(settings: EngineSettings) -> str:
     return "fragmentation not included"
 
 
-def as_text(
-    config: RunConfig, title: str, settings: EngineSettings, prediction: Prediction, device: Device, room: Room
-) -> str:
-    """The plan for people."""
+def _memory(plan: Plan) -> str:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensors")
     table.add_column("place")
     table.add_column("bytes", justify="right")
     table.add_column("")
-    for held in prediction.held:
+    for held in plan.prediction.held:
         table.add_row(held.kind, held.place, human_bytes(held.nbytes), held.detail)
     buffer = io.StringIO()
     Console(file=buffer, width=110, highlight=False).print(table)
-    trained = f"{prediction.parameters:,} parameters, {prediction.trainable_parameters:,} trained"
-    kernels = ", ".join(f"{op} {name}" for (op, _), name in sorted(prediction.kernels.items()))
-    again = (
-        f"computed again in a micro-step: {prediction.again / 1e12:.3g} TFLOP of products and attention, "
-        f"{1e3 * prediction.again / device.flops:.3g} ms at {device.flops / 1e12:.3g} TFLOP/s ({device.source})\n"
-        if prediction.again
-        else ""
-    )
-    disk = room.short_of(prediction).get("disk")
-    full = f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.\n" if disk else ""
-    left_out = "".join(f"without the kernels of {name}: {why}\n" for name, why in sorted(device.left_out.items()))
-    parts = [
-        f"# config\n{masked_yaml(to_yaml(config))}",
-        f"# model\n{title}: {trained}\n",
-        f"# micro-step on {settings.device} ({settings.compiler}), {settings.tokens:,} tokens\n"
-        f"{render(prediction.schedule)}\n"
+    return f"{buffer.getvalue()}{totals(plan.prediction)}; {_on_top(plan.settings)}\n"
+
+
+def _schedule(plan: Plan) -> str:
+    settings, config = plan.settings, plan.config
+    kernels = ", ".join(f"{op} {name}" for (op, _), name in sorted(plan.prediction.kernels.items()))
+    return (
+        f"Micro-step on {settings.device} ({settings.compiler}), {settings.tokens:,} tokens\n"
+        f"{render(plan.prediction.schedule)}\n"
         f"× {config.gradient_accumulation_steps} micro-steps, then clip and {config.optimizer.name}: "
         f"{tokens_per_step(config):,} tokens a step\n"
-        f"kernels: {kernels}\n{left_out}",
-        f"# memory, predicted\n{buffer.getvalue()}{totals(prediction)}; {_on_top(settings)}\n{full}{again}",
-    ]
-    return "\n".join(parts)
+        f"kernels: {kernels}\n"
+    )

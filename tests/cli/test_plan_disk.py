@@ -61,7 +61,7 @@ def test_a_disk_is_named_where_something_rests_on_it(capsys: Any) -> None:
     totals = re.findall(r"^.*device .+, host .+$", with_disk, re.MULTILINE)
     assert len(totals) > 1, "of the plan, and of proposals"
     assert all(f", disk {atomic.human_bytes(nbytes)}" in line for line in totals)
-    assert "disk" not in text(capsys, "--fit", "4GiB").partition("# memory")[2]
+    assert "disk" not in text(capsys, "--fit", "4GiB").partition("Memory, predicted")[2]
     assert plan(capsys)["disk_bytes"] == 0
 
 

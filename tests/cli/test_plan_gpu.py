@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from surogate_core.cli.gpus import Gpu, find, gpus, of_device
 from surogate_core.cli.main import main
-from surogate_core.cli.plan import GPUS, parse_gpu
+from surogate_core.cli.plan_view import duration
 from surogate_core.engine.prediction import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from surogate_core.errors import UserError
 from surogate_core.kernels import native
@@ -32,15 +33,157 @@ def plan(capsys: Any, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "capability"), [("h200", (9, 0)), ("H200", (9, 0)), ("RTX 4090", (8, 9)), ("sm_120", (12, 0))]
+    ("text", "capability"),
+    [
+        ("h200", (9, 0)),
+        ("H200", (9, 0)),
+        ("RTX 4090", (8, 9)),
+        ("t4", (7, 5)),
+        ("A100 40GB", (8, 0)),
+        ("sm_120", (12, 0)),
+    ],
 )
 def test_names(text: str, capability: tuple[int, int]) -> None:
-    assert parse_gpu(text) == capability
+    found = find(text)
+    assert (found.capability if isinstance(found, Gpu) else found) == capability
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "title"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100 SXM"),
+        ("NVIDIA H100 PCIe", 79.1, "H100 PCIe"),
+        ("NVIDIA H100 NVL", 93.1, "H100 NVL"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GH200 480GB", 94.5, "GH200"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100 40 GB"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100 80 GB"),
+        ("NVIDIA A10", 22.0, "A10"),
+        ("NVIDIA A10G", 22.0, "A10G"),
+        ("Tesla T4", 14.6, "T4"),
+        ("NVIDIA L4", 22.0, "L4"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA RTX A6000", 47.4, "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4, "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 94.9, "RTX PRO 6000 Blackwell"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.9, None),
+        ("NVIDIA GeForce GTX 1080", 8.0, None),
+    ],
+)
+def test_the_name_of_a_driver_finds_its_row(name: str, gib: float, title: str | None) -> None:
+    found = of_device(name, int(gib * 2**30))
+    assert (None if found is None else found.title) == title
+
+
+def test_the_table_is_plausible() -> None:
+    assert {
+        "t4",
+        "v100",
+        "a10",
+        "l4",
+        "a100",
+        "rtx3090",
+        "rtx5090",
+        "h100",
+        "h200",
+        "b200",
+        "b300",
+        "gh200",
+    } <= gpus().keys()
+    for name, gpu in gpus().items():
+        assert find(name) == find(gpu.title) == gpu
+        assert 5e12 < gpu.bf16 < 3e15, name
+        assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.02), name
+        assert (gpu.fp8 is not None) == (gpu.capability >= (8, 9)), name
+        assert (gpu.fp4 is not None) == (gpu.capability >= (10, 0)), name
+        assert gpu.rate("fp4") == (gpu.fp4 or gpu.fp8 or gpu.bf16)
+        assert 2e11 < gpu.bandwidth < 1e13
+        assert gpu.memory is not None
+        assert 14 * 2**30 < gpu.memory < 300 * 2**30
+        assert gpu.source
+
+
+MEASURED = [
+    ("qwen3-0.6b", [], 130.1e3),
+    ("qwen3-1.7b", [], 66.2e3),
+    ("qwen3-4b", [], 28.7e3),
+    ("qwen3-8b", [], 17.6e3),
+    ("qwen3-8b", ["recipe=fp8-hybrid"], 26.2e3),
+    ("qwen3-1.7b", ["recipe=fp8-hybrid"], 86.5e3),
+    ("qwen3-1.7b", ["lora=false"], 47.7e3),
+]
+"""tok/s of docs/performance.md on one H200: 2 rows of 2048 tokens, 4 micro-steps."""
+
+
+@pytest.mark.parametrize(("model", "keys", "rate"), MEASURED, ids=lambda v: str(v))
+def test_the_estimate_is_calibrated_on_what_was_measured(model: str, keys: list[str], rate: float) -> None:
+    from surogate_core.cli.plan_speed import speed
+    from surogate_core.config.resolve import load_run_config
+    from surogate_core.engine.prediction import Prediction
+    from surogate_core.plugins import load_plugins
+    from surogate_core.run.assemble import resolve_model
+
+    registry = load_plugins()
+    shape = ["sequence_len=2048", "per_device_train_batch_size=2", "gradient_accumulation_steps=4"]
+    config = load_run_config([f"model={model}", "lora=true", "optimizer=adamw", *shape, *keys], registry=registry)
+    resolved = resolve_model(config, registry, weights_needed=False)
+    trained = 0 if config.lora else 1_720_000_000
+    held = Prediction(held=(), schedule=(), parameters=0, trainable_parameters=trained, kernels={}, again=0)
+    found = speed(config, registry, resolved.model, held, gpus()["h200"], more=0)
+    assert found.tokens_per_second == pytest.approx(rate, rel=0.06)
+    assert found.seconds == pytest.approx(found.tokens / found.tokens_per_second)
+
+
+def test_a_slower_gpu_takes_longer_and_may_not_hold_it(capsys: Any) -> None:
+    keys = ["model=qwen3-8b", "lora=true", "sequence_len=1024", "recompute=false", "lmhead_chunks=1"]
+    found = {}
+    for name in ("h200", "l4", "t4"):
+        assert main(["plan", *keys, "--gpu", name, "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    assert [found[name]["fits"] for name in found] == [True, False, False]
+    assert found["h200"]["seconds_per_step"] < found["l4"]["seconds_per_step"] < found["t4"]["seconds_per_step"]
+    for plan in found.values():
+        assert plan["seconds"] == pytest.approx(plan["steps"] * plan["seconds_per_step"])
+
+
+def test_it_answers_first_and_shows_the_rest_on_request(capsys: Any) -> None:
+    assert main(["plan", *SMALL, "--gpu", "t4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "on T4"
+    assert [line.split()[0] for line in lines[3:6]] == ["Fits", "Speed", "Time"]
+    assert lines[3].startswith("Fits     yes: ")
+    assert "estimated" in lines[4]
+    assert "no bf16 units" in "\n".join(lines)
+    assert len(lines) < 40
+    text = "\n".join(lines)
+    assert "learning_rate" not in text
+    assert "Micro-step" not in text
+    assert main(["plan", *SMALL, "--gpu", "t4", "--config", "--schedule"]) == 0
+    text = capsys.readouterr().out
+    assert "\nMicro-step on cuda:0" in text
+    assert "\nlearning_rate: " in text
+
+
+def test_the_length_is_that_of_the_data(capsys: Any, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"the number {n} and more of it"}) + "\n" for n in range(200))
+    (tmp_path / "my.jsonl").write_text(rows)
+    keys = [f"datasets={tmp_path}/my.jsonl", f"data_cache_dir={tmp_path}/cache", "num_epochs=2"]
+    once, twice = (plan(capsys, *keys, f"num_epochs={n}")["steps"] for n in (2, 4))
+    assert 0 < once < twice <= 2 * once
+    assert plan(capsys, *keys, "max_steps=7")["steps"] == 7
+    assert plan(capsys, "datasets=owner/on-the-hub")["steps"] is None
+    assert plan(capsys, f"datasets={tmp_path}/none.jsonl")["steps"] is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(40, "40 s"), (600, "10 min"), (9000, "2 h 30 min"), (3e5, "3.5 days")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_a_name_that_is_not_known() -> None:
     with pytest.raises(UserError, match="h200"):
-        parse_gpu("h2000")
+        find("h2000")
     assert main(["plan", "--gpu", "h2000"]) == 2
     assert main(["plan", "device=cpu", "--gpu", "h200"]) == 2
     assert main(["plan", "--gpu"]) == 2
@@ -86,7 +229,7 @@ def test_what_is_computed_again(capsys: Any) -> None:
 
 
 def test_every_gpu_has_a_capability_that_packs_can_ask_for() -> None:
-    for capability in GPUS.values():
+    for capability in {gpu.capability for gpu in gpus().values()}:
         with native.assuming(capability):
             assert native.capability(torch.device("cuda", 0)) == capability
             assert native.missing_gpu(torch.device("cuda", 0)) is None

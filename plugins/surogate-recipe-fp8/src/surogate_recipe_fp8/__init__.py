@@ -56,6 +56,7 @@ def surogate_recipe() -> bundles.RecipeSpec:
         build=build,
         options=FP8Options,
         packs=True,
+        products="fp8",
         unavailable=unavailable,
     )
 

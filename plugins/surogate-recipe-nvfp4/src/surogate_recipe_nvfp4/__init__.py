@@ -56,6 +56,7 @@ def surogate_recipe() -> bundles.RecipeSpec:
         build=build,
         options=NVFP4Options,
         packs=True,
+        products="fp4",
         unavailable=unavailable,
     )
 
