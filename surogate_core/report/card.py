@@ -236,7 +236,7 @@ def _amount_tiles(run: RunRecord, *, peak: float | None) -> list[tuple[str, str,
     seconds = run.along("time")
     found = [("tokens", figure(float(run.total_tokens)), "")] if run.total_tokens else []
     if len(seconds) and seconds[-1]:
-        found.append(("time in steps", duration(float(seconds[-1])), ""))
+        found.append(("training time", duration(float(seconds[-1])), ""))
     if peak is not None and np.isfinite(peak):
         found.append(("peak memory", _gibibytes(peak), ""))
     return found

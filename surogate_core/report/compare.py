@@ -69,7 +69,7 @@ def _figures(run: RunRecord) -> dict[str, str]:
         "best eval loss": f"{run.best[1]:.4f} (step {run.best[0]:,})" if run.best and len(steps) > 1 else "",
         "train loss": f"{trained[-20:].mean():.4f}" if len(trained) else "",
         "tokens/s": figure(speed) if speed is not None else "",
-        "time in steps": f"{seconds[-1]:,.0f} s" if len(seconds) and seconds[-1] else "",
+        "training time": f"{seconds[-1]:,.0f} s" if len(seconds) and seconds[-1] else "",
         "peak memory": f"{peaks.max() / 2**30:.2f} GiB" if len(peaks) else "",
     }
 

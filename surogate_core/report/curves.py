@@ -156,7 +156,8 @@ def chart(
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     parts += [*_bands(bands, frame), *_axes(frame), *_marks(marks, frame), *_lines(curves, frame)]
     parts += _tips(curves, frame) if tips else []
-    key = legend([(c.label, c.style or 0, c.dots) for c in curves if c.label and not c.pale and c.points])
+    entries = [(c.label, c.style or 0, c.dots) for c in curves if c.label and not c.pale and c.points]
+    key = legend(entries, list(dict.fromkeys(band.label for band in bands if band.label in palette.PHASES)))
     scale = ", log scale" if frame.log else ""
     return f"{head}{scale}</figcaption>{key}{''.join(parts)}</svg></figure>"
 
@@ -235,14 +236,19 @@ def _tips(curves: Sequence[Curve], frame: _Frame) -> Iterable[str]:
             )
 
 
-def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
-    """The names beside samples of their lines: (name, style, whether the line has dots)."""
-    items = (
+def legend(entries: Sequence[tuple[str, int, bool]], shades: Sequence[str] = ()) -> str:
+    """The names beside samples of their lines: (name, style, whether the line has dots); then those of phases."""
+    items = [
         f'<li><svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><line class="s{style}" x1="1" x2="25" y1="5" '
         f'y2="5"/>{f"""<circle class="d{style}" cx="13" cy="5" r="3"/>""" if dots else ""}</svg>{escape(label)}</li>'
         for label, style, dots in entries
-    )
-    return f'<ul class="key">{"".join(items)}</ul>' if entries else ""
+    ]
+    items += [
+        f'<li><svg class="shade" viewBox="0 0 10 10" aria-hidden="true"><rect width="10" height="10" rx="2" '
+        f'fill="{palette.PHASES[phase]}" opacity="0.45"/></svg>{escape(phase)}</li>'
+        for phase in shades
+    ]
+    return f'<ul class="key">{"".join(items)}</ul>' if items else ""
 
 
 def figure(value: float) -> str:

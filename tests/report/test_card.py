@@ -34,7 +34,7 @@ def test_tiles_have_what_was_measured_and_no_more() -> None:
     cpu = tiles(run_of(START, STEP))
     assert cpu == {
         "train loss": "2.123", "learning rate": "2.0e-04", "grad norm": "1",
-        "tokens/s": "93.51k (median, 2 steps/s)", "tokens": "1.235M", "time in steps": "0:00:00",
+        "tokens/s": "93.51k (median, 2 steps/s)", "tokens": "1.235M", "training time": "0:00:00",
         "peak memory": "0.50 GiB", "MFU": "17.5% (of a measured matmul)",
     }  # fmt: skip
     more: list[dict[str, Any]] = [

@@ -58,7 +58,7 @@ def test_a_sweep_is_one_thing_named_by_what_differs(tmp_path: Path) -> None:
         "best eval loss",
         "train loss",
         "tokens/s",
-        "time in steps",
+        "training time",
     )
     assert [row[0] for row in rows] == ["learning_rate=3e-4", "learning_rate=1e-3 (lowest)", "learning_rate=0.02"]
     assert rows[1][3:5] == ("5.0000 → 1.5000", "1.5000 (step 2)")

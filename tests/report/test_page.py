@@ -187,7 +187,7 @@ def test_runs_are_laid_over_each_other_and_can_be_hidden(browser: Any) -> None:
         assert tab.locator("h1").all_inner_texts() == ["comparison: 2 runs"]
         assert tab.locator("details.run > summary").all_inner_texts() == ["a", "b"]
         assert tab.locator("#tables tr").all_inner_texts()[0].split("\t") == [
-            "run", "outcome", "steps", "train loss", "tokens/s", "time in steps", "peak memory",
+            "run", "outcome", "steps", "train loss", "tokens/s", "training time", "peak memory",
         ]  # fmt: skip
         assert shown.verdict().startswith("2 running. Lowest eval loss: 2.5000")
         both = shown.ink("Loss")
