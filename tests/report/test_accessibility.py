@@ -1,17 +1,16 @@
 """axe-core finds nothing serious on live page and report, in both schemes, wide and narrow.
 
-Skipped without Chromium, playwright or axe-core: `npm install axe-core` in any directory, and its `axe.min.js` in the
-variable AXE_CORE.
+Skipped without Chromium, playwright or axe-core (tests/support/axe.py).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import axe
 import pytest
 
 from surogate_core.report import html
@@ -19,11 +18,9 @@ from surogate_core.report.records import RunRecord
 from surogate_core.report.serve import PageServer
 from tests.report.test_page import CHROMIUM, FLAGS, make_run
 
-AXE = os.environ.get("AXE_CORE", "")
-
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
-    pytest.mark.skipif(not Path(AXE).is_file(), reason="needs axe-core: AXE_CORE=…/node_modules/axe-core/axe.min.js"),
+    pytest.mark.skipif(not axe.AXE.is_file(), reason=axe.MISSING),
 ]
 
 VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (390, 768, 1440)]
@@ -46,11 +43,9 @@ def violations(browser: Any, url: str, scheme: str, width: int) -> list[str]:
     tab.goto(url)
     tab.wait_for_selector("body[data-drawn]")
     tab.evaluate("document.querySelectorAll('details').forEach(element => { element.open = true; })")
-    tab.add_script_tag(path=AXE)
-    found = tab.evaluate("axe.run()")
+    found = axe.violations(tab)
     context.close()
-    assert len(found["passes"]) > 10
-    return [f"{v['impact']} {v['id']}: {n['html'][:120]}" for v in found["violations"] for n in v["nodes"]]
+    return found
 
 
 def runs_of(name: str) -> list[RunRecord]:

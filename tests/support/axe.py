@@ -1,7 +1,7 @@
 """axe-core in a browser: the rules of accessibility that a page breaks.
 
-axe-core is a package of npm and is not kept here: `npm install axe-core` at the root of the repository, or in the
-directory that `AXE_CORE` names.
+axe-core is a package of npm and is not kept here: `npm install axe-core` at the root of the repository, or elsewhere with
+the path of its `axe.min.js` in the variable AXE_CORE.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+AXE = Path(os.environ.get("AXE_CORE", Path(__file__).resolve().parents[2] / "node_modules/axe-core/axe.min.js"))
+MISSING = "needs axe-core: npm install axe-core, or AXE_CORE=…/node_modules/axe-core/axe.min.js"
 
 
-def script() -> Path | None:
-    """axe.min.js, if it is installed."""
-    places = [Path(os.environ["AXE_CORE"])] if "AXE_CORE" in os.environ else [ROOT]
-    found = [p / "node_modules/axe-core/axe.min.js" for p in places]
-    return next((p for p in found if p.is_file()), None)
-
-
-def broken(page: Any, axe: Path) -> list[str]:
-    """Each rule that the page of Playwright breaks, with its impact and the first element."""
-    page.evaluate(axe.read_text(encoding="utf-8"))
-    found = page.evaluate("axe.run(document)")["violations"]
-    return [f"{v['impact']} {v['id']}: {v['nodes'][0]['html'][:160]} ({len(v['nodes'])})" for v in found]
+def violations(page: Any) -> list[str]:
+    """Each rule of any impact that the page of Playwright breaks, with the element."""
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run()")
+    assert len(found["passes"]) > 10
+    return [f"{v['impact']} {v['id']}: {n['html'][:120]}" for v in found["violations"] for n in v["nodes"]]
