@@ -1,7 +1,7 @@
 """axe-core in a browser: the rules of accessibility that a page breaks.
 
-axe-core is a package of npm and is not kept here: `npm install axe-core` at the root of the repository, or elsewhere with
-the path of its `axe.min.js` in the variable AXE_CORE.
+axe-core is a package of npm and is not kept here: `npm install axe-core` at the root of the repository, or elsewhere,
+with the path of `axe.min.js` in the variable AXE_CORE.
 """
 
 from __future__ import annotations
