@@ -1,13 +1,18 @@
 """The build backend of the front door: hatchling's, which lets ``pip install .`` find the siblings in a checkout.
 
-``surogate`` requires ``surogate-core`` and the plugins by name. pip would ask an index for them. A wheel built in a
-checkout therefore requires the directories (``surogate-core @ file:///…/core``). An sdist, a wheel built from an sdist
-and the wheels of scripts/release.py require the names. uv finds the siblings by `tool.uv.sources`.
+``surogate`` requires ``surogate-core`` and the plugins by name, and pip would ask an index for them. In a checkout this
+builds their wheels, which takes two seconds for all of them, and requires these files. Each has a label in its version,
+``0.1.0+g1a2b3c4d``, that changes with its contents: pip replaces no wheel by one of the same version.
+
+An sdist, a wheel that is built from an sdist, and the wheels of scripts/release.py require the names. uv finds the
+siblings by `tool.uv.sources`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from hatchling.build import (
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
 )
+from hatchling.builders.wheel import WheelBuilder
 
 __all__ = [
     "build_editable",
@@ -34,29 +40,53 @@ def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
     """Build the wheel of the working directory; its file name."""
-    from hatchling.builders.wheel import WheelBuilder
-
     root = Path.cwd()
-    builder = WheelBuilder(str(root), config=with_directories(root))
-    return Path(next(builder.build(directory=wheel_directory, versions=["standard"]))).name
+    return _build(root, Path(wheel_directory), with_files(root)).name
 
 
-def with_directories(root: Path) -> dict[str, Any]:
-    """The pyproject.toml of a checkout, where each requirement that has a directory here names that directory."""
-    config = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    directories = {
-        tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"]: file.parent
-        for pattern in config["tool"]["uv"]["workspace"]["members"]
-        for file in root.glob(f"{pattern}/pyproject.toml")
-    }
+def with_files(root: Path) -> dict[str, Any]:
+    """The pyproject.toml of a checkout; each requirement that has a directory here names the wheel of it."""
+    config = _read(root)
+    projects = [
+        f.parent for p in config["tool"]["uv"]["workspace"]["members"] for f in root.glob(f"{p}/pyproject.toml")
+    ]
+    wheels = {_read(project)["project"]["name"]: _labelled(project, _place(root)) for project in projects}
     project = config["project"]
-    extras = project["optional-dependencies"]
+    extras = project.get("optional-dependencies", {})
     for table, key in ((project, "dependencies"), *((extras, name) for name in extras)):
-        table[key] = [_located(requirement, directories) for requirement in table[key]]
-    config["tool"]["hatch"]["metadata"] = {"allow-direct-references": True}
+        table[key] = [_located(requirement, wheels) for requirement in table[key]]
+    config["tool"].setdefault("hatch", {})["metadata"] = {"allow-direct-references": True}
     return config
 
 
-def _located(requirement: str, directories: dict[str, Path]) -> str:
+def _place(root: Path) -> Path:
+    """Where the wheels are kept: pip reads them after this backend has ended."""
+    place = root / "build" / "wheels"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        place = Path(tempfile.mkdtemp(prefix="surogate-wheels-"))
+    return place
+
+
+def _labelled(project: Path, place: Path) -> Path:
+    """The wheel of a directory, with the digest of its contents in its version."""
+    config = _read(project)
+    with tempfile.TemporaryDirectory() as plain:
+        digest = hashlib.sha256(_build(project, Path(plain), config).read_bytes()).hexdigest()
+    config["project"]["version"] += f"+g{digest[:8]}"
+    return _build(project, place, config)
+
+
+def _build(project: Path, place: Path, config: dict[str, Any]) -> Path:
+    builder = WheelBuilder(str(project), config=config)
+    return Path(next(builder.build(directory=str(place), versions=["standard"])))
+
+
+def _read(project: Path) -> dict[str, Any]:
+    return tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _located(requirement: str, wheels: dict[str, Path]) -> str:
     name, extras = re.match(r"([\w-]+)(\[[^]]*\])?", requirement).groups(default="")  # type: ignore[union-attr]
-    return f"{name}{extras} @ {directories[name].as_uri()}" if name in directories else requirement
+    return f"{name}{extras} @ {wheels[name].as_uri()}" if name in wheels else requirement
