@@ -143,8 +143,8 @@ class Run:
         from surogate_core.run.merge import merge
 
         target = Path(output) if output is not None else self.path / "merged"
-        if not (self.path / "adapter" / "adapter_config.json").is_file():
-            raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.path}/model")
+        if self.paths.model is not None:
+            raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.paths.model}")
         merge(base_model, self.path, target)
         return target
 
