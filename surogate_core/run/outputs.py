@@ -22,6 +22,7 @@ from surogate_core.data.preview import examples
 from surogate_core.errors import PluginError, SurogateError
 from surogate_core.events import ReportWritten, RunEnd, RunInfo, strict_json
 from surogate_core.files import atomic
+from surogate_core.files.metrics import METRICS
 from surogate_core.files.private import private
 from surogate_core.files.runs import point_latest
 from surogate_core.masking import masked_values
@@ -118,9 +119,11 @@ class Outputs:
     def _write_report(self) -> None:
         """Write report.html and report.md; a failure changes nothing else.
 
-        A failed start does not change the report of the previous run.
+        A failed start does not change the report of the previous run, and one that failed before the first event has
+        nothing to report.
         """
-        if not self._keeps_record or (self._record.exists and not self._accepted):
+        kept = self._keeps_record and (self._directory / METRICS).is_file()
+        if not kept or (self._record.exists and not self._accepted):
             return
         try:
             written = write_report([self._directory])

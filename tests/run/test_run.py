@@ -402,9 +402,10 @@ def test_a_raising_monitor_does_not_stop_the_run(
     assert "saving its state" in notice["message"]
 
 
-def test_a_monitor_that_cannot_be_built_is_named(
-    fake: tuple[Any, Registry], tmp_path: Path, base: list[str], run_here: RunHere, records: Records
+def test_a_monitor_that_cannot_be_built_is_named_and_no_report_is_missed(
+    fake: tuple[Any, Registry], tmp_path: Path, base: list[str], run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("surogate_core.run.outputs.write_report", lambda runs: pytest.fail("there is no record"))
     monitor, registry = fake
     monitor.answers = {"build": KeyError("token")}
     with pytest.raises(UserError, match=r"monitor fake of plugin monitor-fake cannot be built: KeyError: 'token'"):
