@@ -21,7 +21,7 @@ FILES = [
     ("lora_target_modules: {a: q_proj}", "lora_target_modules", "lora_target_modules: [q_proj]"),
     ("monitor: {jsonl: x}", "monitor.jsonl", "monitor: [jsonl]"),
     # empty text, as from an unset shell variable
-    ("output_dir: ''", "output_dir", "output_dir=VALUE"),
+    ("output_dir: ''", "output_dir", "output_dir=VALUE or null"),
     ("run_name: ''", "run_name", "run_name=VALUE or null"),
     ("checkpoint_dir: ''", "checkpoint_dir", "checkpoint_dir=VALUE or null"),
     ("log_file: ''", "log_file", "log_file=VALUE or null"),
@@ -93,7 +93,7 @@ def test_an_adapter_as_the_model_names_both_ways_out(problems: Problems, here: P
     (problem,) = problems("model=./adapter")
     assert problem.message == "./adapter is a LoRA adapter, not a model; its base is ./base."
     assert "model=./base adapter_path=./adapter" in problem.fix
-    assert "surogate merge --base-model ./base --checkpoint-dir ./adapter --output MERGED" in problem.fix
+    assert "surogate merge ./adapter --output MERGED" in problem.fix
 
 
 def test_what_is_near_a_forbidden_place_is_allowed(load: Any, here: Path) -> None:

@@ -175,8 +175,10 @@ def test_merge_never_replaces_what_it_reads_or_a_stranger(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "--base-model, --checkpoint-dir, --output missing"),
-        (["--base-model", "x", "--output", "y"], "--checkpoint-dir missing"),
+        ([], "no run is named and there is no runs/latest"),
+        (["x"], "--output missing, and x is no run"),
+        (["x", "y"], "given twice (x, y)"),
+        (["x", "--output="], "--output: the value is empty"),
         (["--base_model", "x"], "Fix: --base-model"),
         (["--output"], "a value must follow"),
         (["--output", "x", "--output=y"], "given twice"),

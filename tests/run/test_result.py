@@ -85,7 +85,7 @@ def test_load_best_needs_held_out_data(tmp_path: Path, base: list[str], run_here
 
 
 def test_about_ten_evaluations_by_default(tmp_path: Path, base: list[str], run_here: RunHere, records: Records) -> None:
-    run_here(tmp_path, *base, "max_steps=25", "save_steps=0")
+    run_here(tmp_path, *base, "max_steps=25", "eval_steps=auto", "save_steps=0")
     assert [line["step"] for line in records(tmp_path, "eval_end")] == [*range(0, 25, 3), 25]
 
 

@@ -35,6 +35,7 @@ QUICK = (
     "per_device_train_batch_size=2",
     "gradient_accumulation_steps=2",
     "max_steps=6",
+    "eval_steps=0",
     "device=cpu",
     "monitor=[jsonl]",
 )
