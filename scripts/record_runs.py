@@ -78,13 +78,6 @@ UNSTABLE_TUNINGS: dict[str, tuple[str, ...]] = {
     "llama, all weights, 1": ("lora=false", "learning_rate=1", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
     "qwen3, lora, 1": ("lora=true", "learning_rate=1", "per_device_train_batch_size=2", *FAR_TOO_HIGH),
     "llama, lora, 0.2": ("lora=true", "learning_rate=0.2", "per_device_train_batch_size=8", *FAR_TOO_HIGH),
-    "qwen2, lora, ramp to 2": (
-        "lora=true",
-        "learning_rate=2",
-        "per_device_train_batch_size=4",
-        "lr_scheduler_type=constant",
-        "warmup_steps=160",
-    ),
 }
 """On the result of the family that the name begins with."""
 

@@ -24,7 +24,7 @@ def test_the_option_has_the_defaults() -> None:
 @pytest.mark.parametrize("advice", [True, False])
 def test_advice_can_be_turned_off(advice: bool) -> None:
     spec = surogate_monitor_adaptive.surogate_monitor()
-    info = RunInfo(run_name="r", output_dir="o", task="sft", config={}, interactive=False)
+    info = RunInfo(run_name="r", output_dir="o", task="pt", config={}, interactive=False)
     monitor = spec.build(spec.options(advice=advice), info)
     control = monitor.on_event(START)
     assert [type(event) for event in control.events] == [Notice] if advice else control is None

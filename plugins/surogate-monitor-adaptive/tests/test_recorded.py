@@ -14,11 +14,12 @@ import pytest
 from surogate_monitor_adaptive.advisor import RULES
 from surogate_monitor_adaptive.monitor import replay
 
-from surogate_core.events import Advice, Control, EvalEnd, Event, RunInfo, RunStart, StepEnd
+from surogate_core.events import Advice, Control, EvalEnd, Event, PhaseChange, RunInfo, RunStart, StepEnd
 
 DATA = Path(__file__).parent / "data"
 RUNS: dict[str, Any] = json.loads((DATA / "runs.json").read_text())
 HEALTHY: dict[str, Any] = json.loads((DATA / "healthy.json").read_text())
+TUNINGS: dict[str, Any] = json.loads((DATA / "tunings.json").read_text())
 
 TOLD: dict[str, list[tuple[int, str]]] = {
     "healthy": [],
@@ -70,6 +71,8 @@ def events(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
         epochs=begin["epochs"],
         device="cpu",
     )
+    if 0 in held_out:
+        yield EvalEnd(step=0, loss=held_out[0], label_tokens=1, seconds=0.1, gap=None)
     for step, (loss, norm, rate) in enumerate(zip(run["loss"], run["grad_norm"], rates, strict=True), start=1):
         yield StepEnd(
             step=step,
@@ -97,6 +100,25 @@ def controls(run: dict[str, Any], rates: Sequence[float], **config: Any) -> list
 
 def advices(found: Sequence[Control]) -> list[Advice]:
     return [event for control in found for event in control.events if isinstance(event, Advice)]
+
+
+def phases(run: dict[str, Any], rates: Sequence[float]) -> set[str]:
+    return {e.phase for control in controls(run, rates) for e in control.events if isinstance(e, PhaseChange)}
+
+
+def test_no_healthy_run_is_unstable() -> None:
+    """Three families, LoRA and all weights, rates from 2e-4 to 3e-3, 1 to 8 rows a batch; and the demo."""
+    runs = {**TUNINGS["healthy"], "the demo": RUNS["healthy"]}
+    assert len(runs) > 20
+    wrong = {name: found & {"unstable", "diverging"} for name, run in runs.items() if (found := phases(run, run["lr"]))}
+    assert {name for name, found in wrong.items() if found} == set()
+    assert all(phases(run, HEALTHY["0"]["lr"]) == {"converging"} for run in HEALTHY.values())
+
+
+def test_every_unstable_run_is_unstable() -> None:
+    runs = {**TUNINGS["unstable"], **{name: RUNS[name] for name in ("lr_too_high", "warmup_too_short")}}
+    assert len(runs) > 5
+    assert {name for name, run in runs.items() if "unstable" not in phases(run, run["lr"])} == set()
 
 
 def test_every_run_has_its_expectation() -> None:

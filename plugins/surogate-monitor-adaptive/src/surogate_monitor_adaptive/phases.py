@@ -39,6 +39,10 @@ HELD_OUT_RAISED = 0.1
 JUMPING = 0.1
 """Relative scatter of the last `JUMPS` held-out losses around their line from which they jump. Overfitting does not."""
 
+LOST = 0.5
+"""Relative rise above the best held-out loss from which a model has lost what it knew, if both the held-out loss and
+the level of the training loss are there. Overfitting raises the held-out loss alone."""
+
 JUMPS = 4
 
 CONFIRMED = 25
@@ -123,8 +127,8 @@ class LevelWatch(Detector):
 
     @property
     def raised(self) -> bool:
-        """Whether the last losses are above the best level, or the held-out losses jump above their best."""
-        return self._train_raised() or self._held_out_jumps()
+        """Whether the last losses are above the best level, or the held-out losses jump or stay above their best."""
+        return self._train_raised() or self._held_out_jumps() or self._lost()
 
     def _train_raised(self) -> bool:
         levels = [level for level in (self.first, self.best) if level]
@@ -133,6 +137,12 @@ class LevelWatch(Detector):
         best = min(levels, key=mean)
         rise = mean(self.now) - mean(best)
         return relative(rise, mean(best)) > RAISED and rise > RAISED_ERRORS * error_of(best, self.now)
+
+    def _lost(self) -> bool:
+        best = self.best_held_out
+        if best is None or len(self.now) < LEVEL:
+            return False
+        return min(relative(self.held_out[-1] - best, best), relative(mean(self.now) - best, best)) > LOST
 
     def _held_out_jumps(self) -> bool:
         losses, best = self.held_out, self.best_held_out
