@@ -23,7 +23,7 @@ CORE = ROOT / "surogate_core"
 PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))
 SOURCES = sorted(
     f
-    for top in (CORE, ROOT / "plugins", ROOT / "scripts", ROOT / "benchmarks")
+    for top in (CORE, ROOT / "surogate", ROOT / "core", ROOT / "plugins", ROOT / "scripts", ROOT / "benchmarks")
     for f in top.rglob("*.py")
     if "tests" not in f.relative_to(ROOT).parts
 )

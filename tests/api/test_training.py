@@ -146,6 +146,16 @@ def test_mistakes_are_told_together_with_the_keyword(trained: SimpleNamespace) -
         surogate.sft(model=str(trained.place))
 
 
+def test_progress_is_printed_unless_quiet(trained: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {**trained.keys, "max_steps": 1, "eval_steps": 0}
+    surogate.sft(datasets=ROWS, quiet=True, **{**keys, "output_dir": trained.place / "quiet"})
+    assert capsys.readouterr().out == ""
+    surogate.sft(datasets=ROWS, **{**keys, "output_dir": trained.place / "loud"})
+    said = capsys.readouterr().out
+    assert "step 1/1" in said
+    assert "\x1b" not in said, "plain lines, no codes of a terminal"
+
+
 def test_a_run_works_outside_the_main_thread(trained: SimpleNamespace) -> None:
     found: list[Any] = []
     keys = {**trained.keys, "output_dir": trained.place / "thread", "max_steps": 1}

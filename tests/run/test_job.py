@@ -17,6 +17,7 @@ from surogate_core.errors import PluginError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.job import Job
 from surogate_core.run.run import train
+from surogate_core.run.watch import Watch
 
 History = Callable[[Path], list[tuple[Any, ...]]]
 
@@ -105,3 +106,12 @@ def test_another_rank_locks_and_writes_and_shows_nothing(
     config = load_run_config([*base, "max_steps=2", f"output_dir={tmp_path / 'out'}"], registry=installed)
     assert train(config, installed, rank=1) == 0
     assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_of_a_job_has_no_callbacks(installed: Registry) -> None:
+    """Functions cannot be pickled; they stay in the process that launches."""
+    config = load_run_config(["model=qwen3"], registry=installed)
+    job = Job.of(config, installed, Watch(callbacks={"mine": lambda info: None}, quiet=True))
+    copied = pickle.loads(pickle.dumps(job))
+    assert copied == job
+    assert (dict(copied.watch.callbacks), copied.watch.quiet) == ({}, False)
