@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.cli.arguments import Arguments, load, parse, registry_for
+from surogate_core.cli.sweep import STOPPED, Sweep
 from surogate_core.errors import ConfigError, Problem, SurogateError
-from surogate_core.masking import masked, masked_yaml
+from surogate_core.masking import masked_yaml
 
 if TYPE_CHECKING:
-    from surogate_core.config.overrides import Settings
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.place import Place
     from surogate_core.run.watch import Watch
 
 USAGE = """\
@@ -34,8 +30,6 @@ usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
   --info [WHAT]        show how it was composed and stop
   -sc install=bash     print the tab-completion script (bash, zsh, fish)
 """
-
-_STOPPED = (129, 130, 143)
 
 
 def main(argv: Sequence[str], task: str | None) -> int:
@@ -168,12 +162,12 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
         check_model_is_there(config)
     require_own_data(arguments, task, [config for _, config in every], registry)
     settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
-    sweep = _Sweep(settings, registry)
+    sweep = Sweep(settings, registry, lambda config: _guarded(config, registry))
     with sweep.placed(every[0][1]) as place:
         try:
             code = _hydra_exit(lambda: run_hydra(["--multirun"], sweep.overrides(), registry, sweep.job))
         except KeyboardInterrupt:
-            if sweep.codes and sweep.codes[-1] in _STOPPED:
+            if sweep.codes and sweep.codes[-1] in STOPPED:
                 return sweep.codes[-1]
             raise
         sweep.summary()
@@ -181,89 +175,6 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
         if code == 0 and place is not None:
             place.done()
     return code
-
-
-class _Sweep:
-    """The runs of a sweep, one after the other."""
-
-    def __init__(self, settings: Settings, registry: Registry) -> None:
-        self.settings = settings
-        self.registry = registry
-        self.codes: list[int] = []
-        self.directories: list[str] = []
-        self.directory = ""
-        """The directory of the sweep, where the user names none."""
-        self.swept = {v.key for v in settings.values if v.sweep}
-        self.groups = {group for group, choice in settings.choices.items() if choice.sweep}
-
-    @contextlib.contextmanager
-    def placed(self, first: RunConfig) -> Iterator[Place | None]:
-        """While the sweep runs, the directory of its runs is its own; None if the user names one."""
-        from surogate_core.run.place import claimed
-
-        lines = self.settings.overrides()
-        if first.output_dir is not None or "output_dir" in self.swept or any("hydra.sweep.dir" in s for s in lines):
-            yield None
-            return
-        with claimed(lines, name=f"sweep-{'-'.join(sorted(self.swept | self.groups))}"[:60]) as place:
-            self.directory = str(place.directory)
-            if place.note:
-                print(place.note, file=sys.stderr)
-            yield place
-
-    def overrides(self) -> list[str]:
-        """Hydra's overrides: the user's settings override the default places of the runs."""
-        from surogate_core.config.grammar import encode
-
-        lines = self.settings.overrides()
-        named = [line.lstrip("+~").partition("=")[0] for line in lines]
-        # The name of a run's directory shows what is swept over, not what all the runs share.
-        shared = sorted({key for key in named if key not in self.swept | self.groups})
-        subdirectory = "." if "output_dir" in self.swept else "${hydra.job.num}"
-        return [
-            f"hydra.sweep.dir={encode(self.directory) if self.directory else '${output_dir}'}",
-            f"hydra.sweep.subdir={subdirectory}",
-            f"hydra.job.config.override_dirname.exclude_keys={encode(shared)}",
-            *lines,
-        ]
-
-    def job(self, config: Any) -> int:
-        """One run."""
-        from hydra.core.hydra_config import HydraConfig
-
-        from surogate_core.config.compose import plain_values
-        from surogate_core.config.resolve import check_values
-
-        checked = check_values(plain_values(config), self.registry, self.settings.where, self.settings.is_set)
-        hydra = HydraConfig.get()
-        if not self.codes:
-            # It repeats every override, as a run's config.yaml does.
-            (Path(hydra.sweep.dir) / "multirun.yaml").chmod(0o600)
-        paths: dict[str, Any] = {}
-        if "output_dir" not in self.swept:
-            paths["output_dir"] = str(Path(hydra.sweep.dir) / hydra.sweep.subdir)
-        if checked.checkpoint_dir is not None and "checkpoint_dir" not in self.swept:
-            paths["checkpoint_dir"] = str(Path(checked.checkpoint_dir) / hydra.sweep.subdir)
-        one = dataclasses.replace(checked, **paths)
-        what = ", ".join(line for line in hydra.overrides.task if self._is_swept(line))
-        named = masked(f"run {len(self.codes)}" + (f": {what}" if what else ""))
-        print(f"{named} → {one.place}", file=sys.stderr, flush=True)
-        self.directories.append(one.place)
-        self.codes.append(_guarded(one, self.registry))
-        if self.codes[-1] in _STOPPED:
-            raise KeyboardInterrupt
-        return self.codes[-1]
-
-    def summary(self) -> None:
-        """The outcome of the runs, and how to compare them."""
-        failed = [str(number) for number, code in enumerate(self.codes) if code]
-        done = f"{len(self.codes) - len(failed)} of {len(self.codes)} runs are done"
-        print(done + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)
-        if len(set(self.directories)) > 1:
-            print(f"Compare them: surogate report {' '.join(map(shlex.quote, self.directories))}", file=sys.stderr)
-
-    def _is_swept(self, line: str) -> bool:
-        return line.lstrip("+~").partition("=")[0] in self.swept | self.groups
 
 
 def _guarded(config: RunConfig, registry: Registry) -> int:

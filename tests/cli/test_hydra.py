@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces the training run; the list gets each config."""
     configs: list[Any] = []
 
-    def fake(config: Any, registry: Any) -> int:
+    def fake(config: Any, registry: Any, watch: Any = None) -> int:
         import structlog
 
         structlog.get_logger("surogate_test").info("a record", chosen={"op": "kernel"})
@@ -219,9 +219,9 @@ def test_mistakes_in_a_defaults_list(
 @pytest.mark.parametrize(
     ("args", "directories"),
     [
-        (["output_dir=out"], ["out/0", "out/1"]),
-        (["hydra.sweep.dir=zz"], ["zz/0", "zz/1"]),
-        (["hydra.sweep.dir=zz", "output_dir=out"], ["zz/0", "zz/1"]),
+        (["output_dir=out"], ["out/learning_rate=0.001", "out/learning_rate=0.0001"]),
+        (["hydra.sweep.dir=zz"], ["zz/learning_rate=0.001", "zz/learning_rate=0.0001"]),
+        (["hydra.sweep.dir=zz", "output_dir=out"], ["zz/learning_rate=0.001", "zz/learning_rate=0.0001"]),
         (["output_dir=out", "hydra.sweep.subdir=run-${hydra.job.num}"], ["out/run-0", "out/run-1"]),
         (
             ["output_dir=out", "model=qwen3", "hydra.sweep.subdir=${hydra.job.override_dirname}"],
@@ -273,12 +273,17 @@ def test_the_console_has_the_runs_and_nothing_of_hydra(
 ) -> None:
     assert main(["sft", "learning_rate=1e-3,666", "model=qwen3", "output_dir=out", "-m"]) == 3
     captured = capfd.readouterr()
-    assert not captured.out
+    assert [line.split() for line in captured.out.splitlines()] == [
+        [],
+        ["learning_rate", "eval", "loss", "best", "at", "step", "time", "outcome", "directory"],
+        ["0.001", "–", "–", "–", "–", "finished", "out/learning_rate=0.001"],
+        ["666", "–", "–", "–", "–", "failed", "out/learning_rate=666"],
+    ]
     assert captured.err.splitlines() == [
-        "run 0: learning_rate=0.001 → out/0",
-        "run 1: learning_rate=666 → out/1",
+        "run 0: learning_rate=0.001 → out/learning_rate=0.001",
+        "run 1: learning_rate=666 → out/learning_rate=666",
         "1 of 2 runs are done; failed: 1",
-        "Compare them: surogate report out/0 out/1",
+        "Compare them: surogate report out",
     ]
 
 

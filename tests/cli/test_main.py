@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     configs: list[Any] = []
     RESULT[:] = [lambda config: 0]
 
-    def fake(config: Any, registry: Any) -> int:
+    def fake(config: Any, registry: Any, watch: Any = None) -> int:
         configs.append(config)
         return RESULT[0](config)
 
@@ -381,8 +381,9 @@ def test_multirun(run: list[Any], tmp_path: Path) -> None:
     assert main(["sft", "learning_rate=1e-3,1e-4", "model=qwen3,qwen3-0.6b", f"output_dir={out}", "--multirun"]) == 0
     expected = {(rate, preset) for rate in (1e-3, 1e-4) for preset in ("tiny", "0.6b")}
     assert {(c.learning_rate, c.model.preset) for c in run} == expected
-    assert [c.output_dir for c in run] == [str(out / str(i)) for i in range(4)]
-    assert all((out / str(i) / "surogate.log").is_file() for i in range(4))
+    names = [f"model={model},learning_rate={rate}" for model in ("qwen3", "qwen3-0.6b") for rate in ("0.001", "0.0001")]
+    assert {c.output_dir for c in run} == {str(out / name) for name in names}
+    assert all((out / name / "surogate.log").is_file() for name in names)
 
 
 def test_multirun_goes_on_after_a_failure_and_says_so(

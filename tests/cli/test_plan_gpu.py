@@ -168,7 +168,8 @@ def test_it_answers_first_and_shows_the_rest_on_request(capsys: Any) -> None:
 def test_the_length_is_that_of_the_data(capsys: Any, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": f"the number {n} and more of it"}) + "\n" for n in range(200))
     (tmp_path / "my.jsonl").write_text(rows)
-    keys = [f"datasets={tmp_path}/my.jsonl", f"data_cache_dir={tmp_path}/cache", "num_epochs=2"]
+    keys = [f"datasets={tmp_path}/my.jsonl", f"data_cache_dir={tmp_path}/cache"]
+    keys += ["tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer"]
     once, twice = (plan(capsys, *keys, f"num_epochs={n}")["steps"] for n in (2, 4))
     assert 0 < once < twice <= 2 * once
     assert plan(capsys, *keys, "max_steps=7")["steps"] == 7

@@ -156,5 +156,5 @@ def test_a_run_without_output_dir_is_resumed_by_the_same_command(
 def test_a_sweep_has_one_directory(base: list[str]) -> None:
     assert main([*base, "learning_rate=1e-3,1e-4", "max_steps=1", "--multirun"]) == 0
     (sweep,) = RUNS.glob("sweep-learning_rate-*")
-    assert {path.name for path in sweep.glob("[0-9]")} == {"0", "1"}
-    assert (RUNS / "latest").resolve() == (sweep / "1").resolve()
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"learning_rate=0.001", "learning_rate=0.0001"}
+    assert (RUNS / "latest").resolve() == (sweep / "learning_rate=0.0001").resolve()

@@ -1,0 +1,234 @@
+"""A sweep (`--multirun`): its runs one after the other, named by what differs, and one table of their results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.masking import masked
+
+if TYPE_CHECKING:
+    from surogate_core.config.overrides import Settings
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.place import Place
+
+STOPPED = (129, 130, 143)
+"""Exit codes of a run that a signal ended."""
+LONGEST_NAME = 100
+"""Characters of a run's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run of a sweep."""
+
+    name: str
+    directory: str
+    overrides: Mapping[str, str]
+    """What differs from the other runs: key → value."""
+    exit_code: int
+    outcome: str
+    steps: int | None = None
+    eval_loss: float | None = None
+    """Of the last evaluation."""
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    seconds: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss by which runs are compared; infinite without one."""
+        found = [loss for loss in (self.best_eval_loss, self.eval_loss) if loss is not None and math.isfinite(loss)]
+        return found[0] if found and not self.exit_code else math.inf
+
+
+class Sweep:
+    """The runs of a sweep, one after the other."""
+
+    def __init__(self, settings: Settings, registry: Registry, start: Callable[[RunConfig], int]) -> None:
+        """`start` trains a configuration and returns its exit code."""
+        self.settings = settings
+        self.registry = registry
+        self.start = start
+        self.codes: list[int] = []
+        self.results: list[Result] = []
+        self.root: Path | None = None
+        """The directory of the sweep, after its first run began."""
+        self.directory = ""
+        """The same, where the user names none."""
+        self.swept = {v.key for v in settings.values if v.sweep}
+        self.groups = {group for group, choice in settings.choices.items() if choice.sweep}
+        self.named_by_hydra = any(line.startswith("hydra.sweep.subdir") for line in settings.hydra)
+
+    @contextlib.contextmanager
+    def placed(self, first: RunConfig) -> Iterator[Place | None]:
+        """While the sweep runs, the directory of its runs is its own; None if the user names one."""
+        from surogate_core.run.place import claimed
+
+        lines = self.settings.overrides()
+        if first.output_dir is not None or "output_dir" in self.swept or any("hydra.sweep.dir" in s for s in lines):
+            yield None
+            return
+        with claimed(lines, name=f"sweep-{'-'.join(sorted(self.swept | self.groups))}"[:60]) as place:
+            self.directory = str(place.directory)
+            if place.note:
+                print(place.note, file=sys.stderr)
+            yield place
+
+    def overrides(self) -> list[str]:
+        """Hydra's overrides: the user's settings override the default places of the runs."""
+        from surogate_core.config.grammar import encode
+
+        lines = self.settings.overrides()
+        named = [line.lstrip("+~").partition("=")[0] for line in lines]
+        # The name of a run's directory shows what is swept over, not what all the runs share.
+        shared = sorted({key for key in named if key not in self.swept | self.groups})
+        return [
+            f"hydra.sweep.dir={encode(self.directory) if self.directory else '${output_dir}'}",
+            "hydra.sweep.subdir=.",
+            f"hydra.job.config.override_dirname.exclude_keys={encode(shared)}",
+            *lines,
+        ]
+
+    def job(self, config: Any) -> int:
+        """One run."""
+        from hydra.core.hydra_config import HydraConfig
+
+        from surogate_core.config.compose import plain_values
+        from surogate_core.config.resolve import check_values
+
+        checked = check_values(plain_values(config), self.registry, self.settings.where, self.settings.is_set)
+        hydra = HydraConfig.get()
+        root = Path(hydra.sweep.dir)
+        if not self.codes:
+            # It repeats every override, as a run's config.yaml does.
+            (root / "multirun.yaml").chmod(0o600)
+        differs = self._differs(hydra.overrides.task)
+        name = str(hydra.sweep.subdir) if self.named_by_hydra else self._name(differs)
+        paths: dict[str, Any] = {}
+        if "output_dir" not in self.swept:
+            self.root = root
+            paths["output_dir"] = str(root / name)
+        if checked.checkpoint_dir is not None and "checkpoint_dir" not in self.swept:
+            paths["checkpoint_dir"] = str(Path(checked.checkpoint_dir) / name)
+        one = dataclasses.replace(checked, **paths)
+        what = ", ".join(f"{key}={value}" for key, value in differs.items())
+        print(masked(f"run {len(self.codes)}" + (f": {what}" if what else "") + f" → {one.place}"), file=sys.stderr)
+        sys.stderr.flush()
+        self.codes.append(self.start(one))
+        self.results.append(result_of(name, one.place, differs, self.codes[-1]))
+        self.write()
+        if self.codes[-1] in STOPPED:
+            raise KeyboardInterrupt
+        return self.codes[-1]
+
+    def summary(self) -> None:
+        """The table of the runs, and how to compare them."""
+        failed = [str(number) for number, code in enumerate(self.codes) if code]
+        print("\n" + masked(table(self.results)), flush=True)
+        done = f"{len(self.codes) - len(failed)} of {len(self.codes)} runs are done"
+        print(done + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)
+        directories = list(dict.fromkeys(result.directory for result in self.results))
+        if len(directories) > 1:
+            places = [str(self.root)] if self.root is not None else directories
+            print(f"Compare them: surogate report {' '.join(map(shlex.quote, places))}", file=sys.stderr)
+
+    def write(self) -> None:
+        """``sweep.json`` and ``sweep.md`` beside the runs, after each of them."""
+        from surogate_core.files import atomic
+        from surogate_core.files.private import private
+
+        if self.root is None:
+            return
+        best = best_of(self.results)
+        runs = [{**asdict(r), "directory": Path(r.directory).name} for r in self.results]
+        value = {"best": None if best is None else best.name, "runs": runs}
+        for file, text in (("sweep.json", json.dumps(value, indent=1)), ("sweep.md", table(self.results, page=True))):
+            atomic.replace_file(self.root / file, masked(f"{text}\n").encode(), key="output_dir", opener=private)
+
+    def _differs(self, lines: Sequence[str]) -> dict[str, str]:
+        found = {}
+        for line in lines:
+            key, _, value = line.lstrip("+~").partition("=")
+            if key in self.swept | self.groups:
+                found["model" if key == "model.path" else key] = value
+        return found
+
+    def _name(self, differs: Mapping[str, str]) -> str:
+        """A name for a directory: ``learning_rate=0.001,lora_rank=8``."""
+        number = str(len(self.codes))
+        text = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{key}={value}" for key, value in differs.items())).strip("-.")
+        taken = {result.name for result in self.results}
+        name = masked(text)[:LONGEST_NAME] or number
+        return f"{name}-{number}" if name in taken else name
+
+
+def result_of(name: str, directory: str, differs: Mapping[str, str], code: int) -> Result:
+    """What a run's record says of its end; without a record only its exit code."""
+    from surogate_core.files.metrics import read_lines
+
+    path = Path(directory) / "metrics.jsonl"
+    ends = [line for line in read_lines(path) if line.get("event") == "run_end"] if path.is_file() else []
+    end: Mapping[str, Any] = ends[-1] if ends else {}
+    outcome = str(end.get("reason") or ("failed" if code else "finished"))
+    return Result(
+        name=name,
+        directory=directory,
+        overrides=dict(differs),
+        exit_code=code,
+        outcome="failed" if code and outcome == "finished" else outcome,
+        steps=end.get("step"),
+        eval_loss=end.get("last_eval_loss"),
+        best_eval_loss=end.get("best_eval_loss"),
+        best_step=end.get("best_step"),
+        seconds=end.get("seconds"),
+    )
+
+
+def best_of(results: Sequence[Result]) -> Result | None:
+    """The run with the lowest eval loss; None if no run has one."""
+    best = min(results, key=lambda result: result.loss, default=None)
+    return None if best is None or math.isinf(best.loss) else best
+
+
+def table(results: Sequence[Result], *, page: bool = False) -> str:
+    """One line a run, the best one marked; `page`: as Markdown."""
+    keys = list(dict.fromkeys(key for result in results for key in result.overrides))
+    head = [*(keys or ["run"]), "eval loss", "best", "at step", "time", "outcome", "directory", ""]
+    best = best_of(results)
+    rows = [head]
+    for result in results:
+        named = [result.overrides.get(key, "") for key in keys] or [result.name]
+        loss, lowest = (_number(value) for value in (result.eval_loss, result.best_eval_loss))
+        step = "–" if result.best_step is None else f"{result.best_step:,}"
+        mark = "← best" if result is best else ""
+        place = Path(result.directory).name if page else result.directory
+        rows.append([*named, loss, lowest, step, _time(result.seconds), result.outcome, place, mark])
+    if page:
+        lines = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in rows]
+        return "\n".join([lines[0], "|" + " --- |" * len(head), *lines[1:]])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    padded = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
