@@ -23,6 +23,9 @@ PAGES = {
 }
 """A file of the repository → the page of the site that it becomes."""
 
+FILES = ("LICENSE", "CITATION.cff", "install.sh", "examples/*", "docker/*", ".devcontainer/*")
+"""Files that pages link to, as they are."""
+
 _LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
@@ -31,9 +34,9 @@ def outside() -> dict[str, str]:
     """Every file outside docs/ that the site shows or offers, and its place there."""
     readmes = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("plugins/*/README.md"))
     plugins = {readme: f"plugins/{readme.split('/')[1]}.md" for readme in readmes}
-    files = [p.relative_to(ROOT).as_posix() for p in sorted(ROOT.glob("examples/*")) if p.is_file()]
-    files += [name for name in ("LICENSE", "CITATION.cff") if (ROOT / name).is_file()]
-    return PAGES | plugins | {f: f for f in files}
+    found = sorted(path for pattern in FILES for path in ROOT.glob(pattern) if path.is_file())
+    files = [path.relative_to(ROOT).as_posix() for path in found]
+    return PAGES | plugins | {file: file.removeprefix(".") for file in files}
 
 
 def on_config(config: Any) -> Any:
