@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
             directories.append(run_directory(word))
     if not directories:
         directories.append(latest_run(command="surogate report"))
+    # What a shell's `runs/sweep/*` names beside the runs.
+    directories = [directory for directory in directories if not directory.is_file()] or directories
     if serve and output is not None:
         raise UserError("surogate report: --serve writes no --output. Fix: keep one of them")
     if serve:

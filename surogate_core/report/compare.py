@@ -24,7 +24,9 @@ BEST = "lowest"
 def titles(runs: Sequence[RunRecord]) -> list[str]:
     """Names that distinguish the runs: those of a sweep by the values that differ, the others by their directories."""
     names = [run.name for run in runs]
-    if len(runs) > 1 and (any(run.group for run in runs) or len(set(names)) < len(names)):
+    # The numbers that Hydra gives to the runs of a sweep say nothing.
+    telling = len(set(names)) == len(names) and not all(name.isdigit() for name in names)
+    if len(runs) > 1 and (any(run.group for run in runs) or not telling):
         keys, values = _differing(runs)
         by_values = [
             ", ".join(f"{key}={value}" for key, value in zip(keys, column, strict=True))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def markdown(found: Numerics) -> str:
     """The facts, the losses, and how operands are rounded by layer and role."""
     reference = found.trainings[0]
-    seen = "held-out loss" if reference.held else "training loss of the last steps"
+    seen = "eval loss" if reference.held else "training loss of the last steps"
     lines = [
         "# Numerics",
         "",
@@ -65,7 +65,7 @@ def _curve(training: Training) -> list[tuple[float, float]]:
 def picture(found: Numerics) -> str:
     """SVG: losses and gaps by step, relative errors by layer for each role; a colour for each run."""
     reference = found.trainings[0]
-    seen = "Held-out loss" if reference.held else "Training loss"
+    seen = "Eval loss" if reference.held else "Train loss"
     wide = dict(_curve(reference))
     losses = [Curve(label=t.name, points=_curve(t)) for t in found.trainings]
     gaps = [

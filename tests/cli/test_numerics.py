@@ -97,7 +97,7 @@ def test_files_of_a_comparison(numerics: Numerics, tmp_path: Path, capsys: pytes
     assert text in capsys.readouterr().out
     picture = (out / "numerics.svg").read_text()
     titles = [e.text for e in ElementTree.fromstring(picture).iter() if e.get("class") == "title"]
-    assert titles[:2] == ["Held-out loss by step", "Held-out loss: gap to bf16 by step, %"]
+    assert titles[:2] == ["Eval loss by step", "Eval loss: gap to bf16 by step, %"]
     assert len(titles) == 5
     assert not re.search(r"(href|src)=|url\(|<script", picture)
 
@@ -108,7 +108,7 @@ def test_the_first_recipe_is_the_reference_and_nothing_need_be_held_out(numerics
     text = (tmp_path / "out" / "numerics.md").read_text()
     assert re.search(r"\| fp8-hybrid \| \d\.\d+ \| \+0\.00% \|", text)
     assert "| run | training loss of the last steps | gap |" in text
-    assert "Training loss: gap to fp8-hybrid" in (tmp_path / "out" / "numerics.svg").read_text()
+    assert "Train loss: gap to fp8-hybrid" in (tmp_path / "out" / "numerics.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,14 @@ def test_the_report_of_a_sweep_is_written_into_its_directory(tmp_path: Path, cap
         assert text.index("Runs") < text.index("Configuration: what differs") < text.index("adamw")
 
 
+def test_the_directories_of_a_sweep_may_be_named_with_the_files_beside_them(tmp_path: Path) -> None:
+    place = sweep(tmp_path / "rates")
+    (place / "sweep.json").write_text("{}")
+    output = tmp_path / "r.md"
+    assert main(["report", *map(str, sorted(place.iterdir())), "--output", str(output)]) == 0
+    assert "| learning_rate=1e-3 (lowest) |" in output.read_text()
+
+
 def test_only_what_differs_is_compared(tmp_path: Path) -> None:
     one = "a: 1\nb: {c: true, d: x}\noutput_dir: p\nrun_name: p\nlist: [1, 2]\n"
     two = "a: 1\nb: {c: false, d: x}\noutput_dir: q\nrun_name: q\nlist: [1]\nnew: 1.0e-05\n"

@@ -311,7 +311,7 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no run is named. Fix: surogate report OUTPUT_DIR"),
+        ([], "no run is named and there is no runs/latest. Fix: surogate report RUN_DIRECTORY"),
         (["gone"], "surogate report gone: there is no such directory. Fix: name a run's output_dir."),
         (["empty"], "surogate report empty: there is no metrics.jsonl in it or below it. Fix:"),
         (["run", "--output", "x.pdf"], "--output x.pdf: the name must end in .html or .md. Fix: x.html"),
