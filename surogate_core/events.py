@@ -158,7 +158,7 @@ class StepEnd(Event):
     peak_memory_bytes: int
     """Peak of the device allocator on CUDA, peak resident set on a CPU."""
     speed_of_light: float | None = None
-    """SOL: rate of the step's necessary FLOPs, as a share (0 to 1) of the measured rate of a product."""
+    """MFU against a measured product: rate of the step's necessary FLOPs as a share (0 to 1) of that product's rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

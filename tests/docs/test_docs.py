@@ -213,7 +213,7 @@ def test_hook_examples_train_together(shell):
         "'datasets=[{path: pairs.jsonl, type: pair}]' max_steps=3 warmup_steps=0 sequence_len=32 eval_steps=0 "
         "lora=true qlora_format=int8_rows tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer output_dir=out"
     )
-    assert "held-out loss" in printed
+    assert "eval loss" in printed
     assert "is below 100" in printed
     assert "kept in int8_rows" in printed
     log = (shell.work / "out/surogate.log").read_text(encoding="utf-8")

@@ -175,7 +175,7 @@ def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
     assert (tmp_path / "cut" / "checkpoint-1").is_dir()
     assert "Run the same command again to resume." in out
     # It was evaluated before the first step only: there is nothing to compare.
-    assert "Held-out loss" not in out
+    assert "Eval loss" not in out
     assert err == ""
     assert run_here(tmp_path / "cut", *base) == 0
     assert history(tmp_path / "cut") == history(whole)

@@ -124,16 +124,17 @@ def test_plain_run_reads_well() -> None:
     steps = [line for line in lines if line.startswith("step") and "/120" in line]
     assert [int(line.split("/")[0].split()[1]) for line in steps] == [1, 2, 3, 4, 5, *range(10, 121, 10)]
     assert steps[0] == (
-        "step   1/120  loss  10.0000  grad     1.23  lr 2.00e-04  epoch  0.03   12.3k tok/s  mem  1.50 GiB  eta    1:01"
+        "step   1/120  loss  10.0000  grad     1.23  lr 2.00e-04  epoch  0.03     80k tok/s  mem  1.50 GiB  eta    1:01"
     )
     assert len({len(line) for line in steps}) == 1
     assert "step 50: saved output/checkpoint-50 in 0.2 s" in lines
-    assert "step 100: held-out loss 2.5000  gap +0.1250  (12.3k label tokens in 1.2 s)" in lines
+    assert "step 100: eval loss 2.5000  (0.1250 above the train loss; 12.3k tokens in 1.2 s)" in lines
     assert "warning: the rate is high" in lines
     assert "resumed" in lines
-    assert lines[-4:] == [
+    assert lines[-5:] == [
         "Finished after 120 steps, 1:23.",
-        "Held-out loss 5.0000 → 2.0000, perplexity 148.4 → 7.389.",
+        "Mean 80k tok/s, 10 steps/s.",
+        "Eval loss 5.0000 → 2.0000, perplexity 148.4 → 7.389.",
         "Exported to output/adapter",
         "Your own data: datasets=…",
     ]
@@ -162,8 +163,8 @@ def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> Non
     view.on_event(END)
     view.on_event(ReportWritten(path="output/report.html"))
     lines = stream.getvalue().splitlines()
-    assert "tok/s  SOL  7.1 %  mem  1.50 GiB  eta    1:01" in lines[4]
-    assert lines[6].endswith("tok/s  SOL 41.5 %  mem  1.50 GiB  eta    1:01  converging")
+    assert "tok/s  MFU  7.1 %  mem  1.50 GiB  eta    1:01" in lines[4]
+    assert lines[6].endswith("tok/s  MFU 41.5 %  mem  1.50 GiB  eta    1:01  converging")
     assert lines[7] == f"step 2: {GPU_TEXT}"
     assert "Report: output/report.html" in lines
 
@@ -273,8 +274,8 @@ def test_live_view() -> None:
         assert rows[0].startswith("step 30/120 ━")
         assert rows[0].endswith("25 % 0:30 gone 1:01 to go")
         assert rows[1].startswith("loss 0.2000 ↓ █")
-        assert rows[1].endswith("▁  held-out 2.5000  epoch 0.75")
-        assert rows[2] == "lr 2.00e-04  grad norm 1.23  12.3k tok/s  memory 1.50 GiB"
+        assert rows[1].endswith("▁  eval loss 2.5000  epoch 0.75")
+        assert rows[2] == "lr 2.00e-04  grad norm 1.23  80k tok/s  memory 1.50 GiB"
         assert rows[3].endswith("1/4 batches  0.0 s")
         view.on_event(END)
     finally:
@@ -285,11 +286,11 @@ def test_live_view() -> None:
         "qwen3 [tiny] · 1.23M parameters",
         "no GPU: training on the CPU",
         "loading: 10 tensors in 3.0 s",
-        "step 100: held-out loss 2.5000",
+        "step 100: eval loss 2.5000",
         "step 50: saved output/checkpoint-50",
         "warning: gradients [bold]vanish[/bold]",
         "Finished after 120 steps, 1:23.",
-        "Held-out loss 5.0000 → 2.0000",
+        "Eval loss 5.0000 → 2.0000",
         "Exported to output/adapter",
     ):
         assert part in output, part
@@ -313,7 +314,7 @@ def test_speed_of_light_and_telemetry_in_the_live_view() -> None:
     view.on_event(START)
     view.on_event(step(2, speed_of_light=0.415))
     view.on_event(GPU)
-    assert drawn(view)[2] == "lr 2.00e-04  grad norm 1.23  12.3k tok/s  SOL 41.5 %  memory 1.50 GiB"
+    assert drawn(view)[2] == "lr 2.00e-04  grad norm 1.23  80k tok/s  MFU 41.5 %  memory 1.50 GiB"
     assert drawn(view)[3] == GPU_TEXT
     view.close()
 
@@ -360,7 +361,7 @@ def test_summaries() -> None:
     signalled = replace(failed, reason="signal", message="")
     assert text.summary(signalled)[1] == "Run the same command again to resume."
     worse = replace(END, first_eval_loss=2.0, last_eval_loss=1e4, message="")
-    assert text.summary(worse)[1] == "Held-out loss 2.0000 → 10000.0000, perplexity 7.389 → inf."
+    assert text.summary(worse)[1] == "Eval loss 2.0000 → 10000.0000, perplexity 7.389 → inf."
 
 
 def test_figures() -> None:
@@ -412,3 +413,20 @@ def test_importing_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_the_speed_is_a_mean_of_the_last_steps() -> None:
+    """Single steps scatter, and the first one compiles."""
+    pace = text.Pace()
+    assert pace.line() == []
+    pace.add(step(1, seconds=100.0))
+    for number in range(2, 22):
+        pace.add(step(number, seconds=0.05 if number % 2 else 0.15))
+    assert pace.tokens_per_second == pytest.approx(80_000)
+    assert pace.line() == ["Mean 1.65k tok/s, 0.206 steps/s."]
+
+
+def test_an_eval_loss_below_the_train_loss() -> None:
+    assert text.eval_line(replace(EVAL, gap=-0.5)).startswith(
+        "step 100: eval loss 2.5000  (0.5000 below the train loss;"
+    )

@@ -61,6 +61,7 @@ class LiveView:
         self._losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._evals: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._phase = ""
+        self._pace = text.Pace()
         self._gpu: GpuStats | None = None
         self._tasks: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = Live(
@@ -83,6 +84,7 @@ class LiveView:
                     self._say(note)
             case StepEnd():
                 self._step = event
+                self._pace.add(event)
                 self._losses.append(event.loss)
             case EvalEnd():
                 self._evals.append(event.loss)
@@ -105,7 +107,7 @@ class LiveView:
             case RunEnd():
                 self._stop()
                 style = "bold green" if event.reason == "finished" else "bold yellow"
-                for line in text.summary(event):
+                for line in text.summary(event, self._pace):
                     self._say(line, style=style)
                     style = ""
             case ReportWritten():
@@ -180,16 +182,16 @@ class LiveView:
             (f"{arrow} ", TREND_STYLES[arrow]),
             (text.sparkline(losses), "cyan"),
         )
-        held_out = Text.assemble(("held-out ", "dim"), f"{self._evals[-1]:.4f}" if self._evals else "–")
+        held_out = Text.assemble(("eval loss ", "dim"), f"{self._evals[-1]:.4f}" if self._evals else "–")
         epoch = Text.assemble(("epoch ", "dim"), f"{step.epoch:.2f}")
-        speed = Text.assemble(f"{text.count(step.tokens_per_second)} ", ("tok/s", "dim"))
+        speed = Text.assemble(f"{text.count(self._pace.tokens_per_second)} ", ("tok/s", "dim"))
         memory = Text.assemble(("memory ", "dim"), text.size(step.peak_memory_bytes))
         grad = Text.assemble(("grad norm ", "dim"), f"{step.grad_norm:.3g}")
         rate = Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")
         grid.add_row(loss, held_out, epoch)
         second = Table.grid(padding=(0, 2))
         phase = Text.assemble(("phase ", "dim"), self._phase) if self._phase else Text()
-        share = text.speed_of_light(step.speed_of_light)
+        share = text.utilization(step.speed_of_light)
         second.add_row(rate, grad, speed, *([share] if share else []), memory, phase)
         rows: list[RenderableType] = [grid, second]
         if self._gpu is not None:

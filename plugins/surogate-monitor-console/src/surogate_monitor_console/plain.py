@@ -47,6 +47,7 @@ class PlainView:
         self._steps = 0
         self._seen = 0
         self._phase = ""
+        self._pace = text.Pace()
         self._last_line = float("-inf")
         self._tasks: dict[str, list[float]] = {}
 
@@ -76,7 +77,7 @@ class PlainView:
             case Progress():
                 self._progress(event)
             case RunEnd():
-                self._print(*text.summary(event))
+                self._print(*text.summary(event, self._pace))
             case ReportWritten():
                 self._print(f"Report: {event.path}")
         return None
@@ -97,6 +98,7 @@ class PlainView:
 
     def _step(self, event: StepEnd) -> None:
         options, now = self._options, self._clock()
+        self._pace.add(event)
         self._seen += 1
         due = (
             self._seen <= options.first
@@ -107,14 +109,14 @@ class PlainView:
         if not due:
             return
         self._last_line = now
-        width, share = len(str(self._steps)), text.speed_of_light(event.speed_of_light)
+        width, share = len(str(self._steps)), text.utilization(event.speed_of_light)
         self._print(
             f"step {event.step:>{width}}/{self._steps}"
             f"  loss {event.loss:>8.4f}"
             f"  grad {event.grad_norm:>8.3g}"
             f"  lr {event.lr:.2e}"
             f"  epoch {event.epoch:>5.2f}"
-            f"  {text.count(event.tokens_per_second):>6} tok/s"
+            f"  {text.count(self._pace.tokens_per_second):>6} tok/s"
             f"{f'  {share}' if share else ''}"
             f"  mem {text.size(event.peak_memory_bytes):>9}"
             f"  eta {text.duration(event.eta_seconds):>7}"

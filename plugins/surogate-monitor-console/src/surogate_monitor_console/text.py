@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,11 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
     RunStart,
+    StepEnd,
 )
+
+PACE_STEPS = 20
+"""Steps whose mean speed is shown."""
 
 TREND_WINDOW = 20
 """Losses whose two halves the trend compares."""
@@ -105,9 +110,11 @@ def _name(value: Any) -> str:
 
 def eval_line(event: EvalEnd) -> str:
     """An evaluation in one line."""
-    gap = f"  gap {event.gap:+.4f}" if event.gap is not None else ""
-    tokens = f"{count(event.label_tokens)} label tokens in {duration(event.seconds)}"
-    return f"step {event.step}: held-out loss {event.loss:.4f}{gap}  ({tokens})"
+    gap = ""
+    if event.gap is not None:
+        gap = f"{abs(event.gap):.4f} {'above' if event.gap >= 0 else 'below'} the train loss; "
+    tokens = f"{count(event.label_tokens)} tokens in {duration(event.seconds)}"
+    return f"step {event.step}: eval loss {event.loss:.4f}  ({gap}{tokens})"
 
 
 def phase_line(event: PhaseChange) -> str:
@@ -115,9 +122,35 @@ def phase_line(event: PhaseChange) -> str:
     return f"step {event.step}: {event.previous} → {event.phase}"
 
 
-def speed_of_light(share: float | None) -> str:
-    """``SOL 41.5 %``: the share of the device's product rate; empty where it was not measured."""
-    return f"SOL {100 * share:4.1f} %" if share is not None else ""
+def utilization(share: float | None) -> str:
+    """``MFU 41.5 %``, against the measured rate of a matrix product; empty where that was not measured."""
+    return f"MFU {100 * share:4.1f} %" if share is not None else ""
+
+
+class Pace:
+    """How fast the steps of a run are; single steps scatter."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
+        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+
+    def add(self, event: StepEnd) -> None:
+        """Take a step."""
+        self._last.append((event.tokens, event.seconds))
+        self._tokens += event.tokens
+        self._seconds += event.seconds
+        self._steps += 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The mean of the last steps."""
+        return sum(tokens for tokens, _ in self._last) / max(1e-9, sum(seconds for _, seconds in self._last))
+
+    def line(self) -> list[str]:
+        """The means of the whole run, without evaluations and checkpoints; nothing without a step."""
+        if not self._steps or not self._seconds:
+            return []
+        return [f"Mean {count(self._tokens / self._seconds)} tok/s, {self._steps / self._seconds:.3g} steps/s."]
 
 
 def gpu_line(event: GpuStats) -> str:
@@ -151,7 +184,7 @@ def saved_line(event: CheckpointSaved) -> str:
     return f"step {event.step}: saved {event.path} in {duration(event.seconds)}{why}"
 
 
-def summary(event: RunEnd) -> list[str]:
+def summary(event: RunEnd, pace: Pace | None = None) -> list[str]:
     """The end of the run, in a few lines; the message last."""
     words = {
         "finished": "Finished",
@@ -159,14 +192,17 @@ def summary(event: RunEnd) -> list[str]:
         "signal": "Stopped by a signal",
         "failed": "Failed",
     }
-    lines = [f"{words[event.reason]} after {event.step} steps, {duration(event.seconds)}."]
+    lines = [
+        f"{words[event.reason]} after {event.step} steps, {duration(event.seconds)}.",
+        *(pace.line() if pace is not None else []),
+    ]
     first, last = event.first_eval_loss, event.last_eval_loss
     if first is not None and last is not None:
         at = f" at step {event.last_eval_step}" if event.last_eval_step not in (None, event.step) else ""
         perplexities = f"{_perplexity(first)} → {_perplexity(last)}"
-        lines.append(f"Held-out loss {first:.4f} → {last:.4f}{at}, perplexity {perplexities}.")
+        lines.append(f"Eval loss {first:.4f} → {last:.4f}{at}, perplexity {perplexities}.")
     if event.best_eval_loss is not None:
-        lines.append(f"Best held-out loss {event.best_eval_loss:.4f} at step {event.best_step}.")
+        lines.append(f"Best eval loss {event.best_eval_loss:.4f} at step {event.best_step}.")
     if event.export_path is not None:
         older = f", the weights of step {event.export_step}" if event.export_step not in (None, event.step) else ""
         lines.append(f"Exported to {event.export_path}{older}")
