@@ -67,7 +67,7 @@ def rows() -> list[str]:
                 cells.append("")
                 continue
             device, host = found[fits[-1]]
-            beside = f", {host / GIB:.0f} of the host" if host > GIB else ""
+            beside = f", {host / GIB:.0f} GiB host" if host > GIB else ""
             cells.append(f"{fits[-1]} ({device / GIB:.1f} GiB{beside})")
         lines.append(f"| {budget} GiB | {' | '.join(cells)} |")
     return lines
