@@ -168,7 +168,7 @@ def sft(
             false starts from step 0.
         save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
         save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
-        load_best: Export the weights with the lowest held-out loss instead of the last; each new best is saved and
+        load_best: Export the weights with the lowest eval loss instead of the last; each new best is saved and
             kept.
         eval_steps: Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start
             and the end.
@@ -424,7 +424,7 @@ def pt(
             false starts from step 0.
         save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
         save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
-        load_best: Export the weights with the lowest held-out loss instead of the last; each new best is saved and
+        load_best: Export the weights with the lowest eval loss instead of the last; each new best is saved and
             kept.
         eval_steps: Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start
             and the end.

@@ -12,12 +12,12 @@ from surogate_core.data.encoded import RowError
 if TYPE_CHECKING:
     pass
 
-INSTRUCTIONS = ("instruction", "prompt", "question", "query")
+INSTRUCTIONS = tuple("instruction prompt question query".split())  # noqa: SIM905
 INPUTS = ("input", "context")
 OUTPUTS = ("output", "response", "completion", "answer")
 """Usual names of the fields of an instruction, its input and its output; the first that fits is taken."""
 
-MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
+MESSAGES = tuple("messages conversations conversation chat dialog turns".split())  # noqa: SIM905
 """Usual names of the field of messages."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a message that is a system prompt."""

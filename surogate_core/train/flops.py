@@ -1,4 +1,4 @@
-"""The necessary FLOPs of a step and the rate of a product on this device, which together give SOL.
+"""The necessary FLOPs of a step and the rate of a product on this device, which together give MFU.
 
 The count includes the products of the base weights and attention. It excludes adapters, recomputation, norms and
 padding: a run that does less of them is faster at the same count.

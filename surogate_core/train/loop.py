@@ -483,7 +483,7 @@ class Loop:
         )
         if not math.isfinite(loss):
             at_start = state.step == self._started_at
-            raise DivergedError(self._divergence(f"step {state.step}: the held-out loss is {loss}", at_start=at_start))
+            raise DivergedError(self._divergence(f"step {state.step}: the eval loss is {loss}", at_start=at_start))
         self._clock.restart()
 
     def _evaluation_batches(self, batches: Evaluation) -> Iterator[MicroBatch]:

@@ -373,7 +373,7 @@ def test_a_diverged_end_is_neither_saved_nor_exported(
 
     monkeypatch.setattr(Engine, "evaluate", evaluate)
     message = fails(tmp_path, *base, "max_steps=1")
-    assert "step 1: the held-out loss is nan; no checkpoint was saved before" in message
+    assert "step 1: the eval loss is nan; no checkpoint was saved before" in message
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.glob("*checkpoint-*"))
 
@@ -385,7 +385,7 @@ def test_poisoned_weights_are_found_before_the_first_step(
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(tensors, model_copy / "model.safetensors", metadata={"format": "pt"})
     message = fails(tmp_path / "a", *base_on(model_copy))
-    assert "step 0: the held-out loss is nan; nothing has been trained yet" in message
+    assert "step 0: the eval loss is nan; nothing has been trained yet" in message
     assert "weights of the model that are not finite" in message
     message = fails(tmp_path / "b", *base_on(model_copy), "validation_datasets=[]", "validation_split_ratio=0")
     assert "step 1: the loss is nan" in message
