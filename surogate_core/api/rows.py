@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.config.yamlfile import KEYWORD
+from surogate_core.data.fields import INSTRUCTIONS, MESSAGES
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.files.atomic import disk_error
 
@@ -40,7 +41,7 @@ def _is_source(item: Any) -> bool:
 
 def _is_entry(value: Mapping[str, Any]) -> bool:
     """Whether it is an entry of `datasets`, not a row: a row of data has text or messages, no `path` beside `type`."""
-    return "path" in value and not value.keys() & {"messages", "conversations", "text", "prompt", "instruction"}
+    return "path" in value and not value.keys() & {*MESSAGES, *INSTRUCTIONS, "text"}
 
 
 def _is_table(value: Any) -> bool:
