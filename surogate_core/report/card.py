@@ -244,8 +244,10 @@ def _amount_tiles(run: RunRecord, *, peak: float | None) -> list[tuple[str, str,
 
 def _places(run: RunRecord) -> Rows:
     found: Rows = [("run", str(run.directory))]
-    if path := (run.end or {}).get("export_path"):
-        found.append(("export", str(path)))
+    end = run.end or {}
+    if path := end.get("export_path"):
+        older = end.get("export_step") not in (None, end.get("step"))
+        found.append(("export", f"{path}, the weights of step {end['export_step']:,}" if older else str(path)))
     return found
 
 

@@ -54,8 +54,8 @@ def test_the_best_weights_are_kept_and_exported(
     assert "| eval loss | 9.0000 → 8.0000 at step 6, the best 3.0000 at step 2 |" in card
     assert "| weights of step | 2 |" in card
     report = (tmp_path / "report.md").read_text()
-    assert "| best step | 2, held-out loss 3.0000 |" in report
-    assert "(step 2)" in report
+    assert "lowest 3.0000 at step 2" in report
+    assert "adapter, the weights of step 2" in report
     # A run that goes on does so from its last step, and still knows the best.
     held_out(7.0, 6.0)
     assert run_here(tmp_path, *keys, "load_best=true", "max_steps=8") == 0
