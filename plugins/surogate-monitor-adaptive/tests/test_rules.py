@@ -471,6 +471,8 @@ def test_stops_when_the_loss_falls_too_slowly_for_its_flops() -> None:
     assert at == 270
     assert "of its best rate a FLOP" in reason
     assert stopped(evaluated(lambda n: kinked(n, 0.6), 40)) is None
+    # A held-out loss that only ever rises has no best rate.
+    assert "has not fallen" in (stopped(evaluated(lambda n: 2.0 + 0.3 * n, 20)) or (0, ""))[1]
 
 
 def test_stops_after_diverging_for_200_steps() -> None:

@@ -73,6 +73,8 @@ class EarlyStop(Detector):
             low = efficiency < EFFICIENCY * self.best_efficiency
             self.inefficient = self.inefficient + 1 if low else 0
             if self.inefficient >= EVALUATIONS:
+                if not self.best_efficiency:
+                    return f"the held-out loss has not fallen in {self.inefficient + EVALUATIONS - 1} evaluations"
                 share = efficiency / self.best_efficiency
                 return f"the loss falls at {share:.0%} of its best rate a FLOP, for {self.inefficient} evaluations"
         return None
