@@ -135,7 +135,7 @@ def test_a_run_is_repeated_from_its_own_configuration(
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("[tensorbored]", "report_to"), ("tensorboard", "report_to"), ("[1]", "report_to")],
+    [("[tensorbored]", "report_to"), ("tensorbored", "report_to"), ("[1]", "report_to")],
 )
 def test_report_to_of_something_else(installed: Registry, given: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
