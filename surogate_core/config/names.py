@@ -85,7 +85,7 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
         return Problem(key=key, message=planned.MESSAGE, where=where)
     fix = missing.fix
     if not fix.startswith("pip install"):
-        fix = _peers_fix(group, name, where, key) or fix
+        fix = _peers_fix(group, name, where, key) or fix or ("datasets=FILE_OR_HUB_ID" if group == "dataset" else "")
     return Problem(key=key, message=missing.message, where=where, fix=fix, needs=missing.needs)
 
 

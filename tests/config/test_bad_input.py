@@ -38,6 +38,7 @@ Problems = Callable[..., list[Problem]]
         (["model=qwn3"], "model=qwn3", "no such model", "qwen3"),
         (["monitor=[jsnl]"], "monitor=jsnl", "no such monitor", "jsonl"),
         (["dataset=embeded"], "dataset=embeded", "no such", "embedded"),
+        (["dataset=alpaca_en"], "dataset=alpaca_en", "no such", "datasets=FILE_OR_HUB_ID"),
         (["task=sftt"], "task=sftt", "no such task", "sft"),
         (["recipe.emulte=1"], "recipe.emulte", "no such key", ""),
         (
