@@ -24,7 +24,7 @@ from surogate_core.events import ReportWritten, RunEnd, RunInfo, strict_json
 from surogate_core.files import atomic
 from surogate_core.files.metrics import METRICS
 from surogate_core.files.private import private
-from surogate_core.files.runs import point_latest
+from surogate_core.files.runs import START, point_latest
 from surogate_core.masking import masked_values
 from surogate_core.report.write import write_report
 from surogate_core.run.prepare import Material
@@ -123,7 +123,9 @@ class Outputs:
         nothing to report.
         """
         kept = self._keeps_record and (self._directory / METRICS).is_file()
-        if not kept or (self._record.exists and not self._accepted):
+        # The directory that a refused run made for itself is deleted.
+        used = self._record.exists or (self._directory / START).is_file()
+        if not kept or (used and not self._accepted):
             return
         try:
             written = write_report([self._directory])

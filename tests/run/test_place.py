@@ -148,7 +148,10 @@ def test_a_run_without_output_dir_is_resumed_by_the_same_command(
     lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
     assert [line["start_step"] for line in lines if line["event"] == "run_start"] == [0, 4]
     assert len(list(RUNS.glob("qwen3*"))) == 1
-    assert main([*base, "datasets=[{path: my.jsonl, type: conversation}]"]) == 2
+    refused = [word for word in base if not word.startswith(("monitor=", "datasets="))]
+    data = "datasets=[{path: my.jsonl, type: conversation}]"
+    assert main([*refused, data, "monitor=[console,jsonl]"]) == 2
+    assert "Report:" not in capsys.readouterr().out
     assert len(list(RUNS.glob("qwen3*"))) == 1, "a refused run leaves no directory"
 
 
