@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from environments import Environment
+from wheels import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,3 +79,26 @@ def test_a_wheel_for_others_names_no_directory_of_the_checkout(release: ModuleTy
         metadata = wheel.read("surogate-0.1.0.dist-info/METADATA").decode()
     assert "Requires-Dist: surogate-core<0.2,>=0.1\n" in metadata
     assert not [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "file:" in line]
+
+
+@pytest.mark.slow
+def test_the_wheels_alone_train(release: ModuleType, tmp_path: Path) -> None:
+    """Beside the dependencies that are installed here, but without this checkout."""
+    for project in (ROOT, *(file.parent for file in ROOT.glob("*/pyproject.toml")), *ROOT.glob("plugins/surogate-*")):
+        release.build(project, tmp_path / "dist", "1700000000")
+    environment = Environment(tmp_path, without="*surogate*")
+    for wheel in (tmp_path / "dist").glob("*.whl"):
+        unpack(wheel, environment.site)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "run.py").write_text(
+        "import surogate\n"
+        "rows = [{'prompt': f'What is {i}?', 'completion': str(i)} for i in range(40)]\n"
+        "tokenizer = 'pkg://surogate_dataset_chat/embedded/tokenizer'\n"
+        "run = surogate.sft(model='qwen3', tokenizer=tokenizer, datasets=rows, max_steps=1, quiet=True,\n"
+        "                   compiler='fx', sequence_len=64, output_dir='out', device='cpu')\n"
+        "print(surogate.__file__, run.outcome)\n"
+    )
+    said = environment.run("run", cwd=work, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert said.split() == [str(environment.site / "surogate" / "__init__.py"), "finished"]
+    assert "surogate-core" in environment.run("surogate", "plugins", "list", cwd=work)
