@@ -11,6 +11,7 @@ import torch
 from surogate_core.batch import MicroBatch
 from surogate_core.data.sampler import StepLoader
 from surogate_core.testing import tiny
+from surogate_core.train import loop as loop_module
 from surogate_core.train.flops import Work
 from surogate_core.train.loop import Loop, _Prefetcher, _settled_objects
 
@@ -36,9 +37,10 @@ class Batches:
 class Watched(Loop):
     """A loop whose steps only look around."""
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, fails: bool, device: str = "cuda") -> None:
         self.loader, self._work, self._telemetry = cast(StepLoader, Batches()), WORK, None
-        self.engine = cast(Any, type("Engine", (), {"settings": type("Settings", (), {"device": CPU})}))
+        settings = type("Settings", (), {"device": torch.device(device)})
+        self.engine = cast(Any, type("Engine", (), {"settings": settings}))
         self.fails, self.frozen = fails, 0
 
     def _run(self, batches: _Prefetcher) -> Any:
@@ -50,7 +52,10 @@ class Watched(Loop):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_collector_passes_over_what_existed_before_the_loop(fails: bool) -> None:
+def test_the_collector_passes_over_what_existed_before_the_loop_of_a_gpu(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_Prefetcher", lambda loader, work, device: _Prefetcher(loader, work, CPU))
     loop = Watched(fails)
     if fails:
         with pytest.raises(RuntimeError, match="a step failed"):
@@ -59,6 +64,12 @@ def test_the_collector_passes_over_what_existed_before_the_loop(fails: bool) -> 
         assert loop.run() == "finished"
     assert loop.frozen > 10_000
     assert gc.get_freeze_count() == 0
+
+
+def test_a_cpus_loop_begins_without_a_pass_of_the_collector() -> None:
+    loop = Watched(False, "cpu")
+    assert loop.run() == "finished"
+    assert loop.frozen == 0
 
 
 def test_garbage_is_freed_before_it_would_be_kept() -> None:
