@@ -1,7 +1,8 @@
-"""The setting of torch's allocator for GPU memory."""
+"""GPU memory: the setting of torch's allocator, and giving back what is no longer used."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -19,3 +20,10 @@ def grow_segments() -> None:
     if any(os.environ.get(name) for name in VARIABLES):
         return
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def give_back() -> None:
+    """Free what dropped engines have left on the GPU: they are circles, which only the collector finds."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

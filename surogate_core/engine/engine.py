@@ -140,12 +140,15 @@ class Engine:
         """Whether the gradient sums contain micro-steps; otherwise they count as zeros."""
         self._micro_step: Callable[[bool], None] = self.step.train
         self._update: Callable[[], None] = self.update.run
+        self._evaluate: Callable[[], None] = self.step.evaluate
+        self._captured: torch.cuda.CUDAGraph | None = None
+        """A graph beside which that of the evaluation is to be captured."""
         if settings.device.type != "cuda" or not settings.cuda_graphs or not self.assembly.offloader.addressable:
             return
         from surogate_core.engine.graphs import capture
 
         progress("capturing CUDA graphs", 0, 1)
-        self._micro_step, self._update = capture(
+        self._micro_step, self._update, self._captured = capture(
             self.step.train,
             self.update.run,
             spoil=self.update.spoil,
@@ -153,6 +156,14 @@ class Engine:
             update_on_cpu=settings.update_on_cpu,
         )
         progress("capturing CUDA graphs", 1, 1)
+
+    def _capture_evaluation(self) -> None:
+        """After the first micro-batch, which compiles the evaluation's programs, replace it by its CUDA graph."""
+        beside, self._captured = self._captured, None
+        if beside is not None:
+            from surogate_core.engine.graphs import capture_evaluation
+
+            self._evaluate = capture_evaluation(self.step.evaluate, beside)
 
     # --------------------------------------------------------------------------- public
 
@@ -219,8 +230,9 @@ class Engine:
         seeds = self.seeds(0, 0)
         for batch in batches:
             self.inputs.load(batch, seeds, 0.0)
-            self.step.evaluate()
+            self._evaluate()
             total += self.losses.take()
+            self._capture_evaluation()
             label_tokens += batch.label_tokens
             loss_weight += batch.loss_weight
         return total.item() / (loss_weight or 1), label_tokens

@@ -1,4 +1,4 @@
-"""CUDA graphs of the micro-step and of the optimizer step."""
+"""CUDA graphs of the micro-step, of the optimizer step and of an evaluation's forward."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def capture(
     spoil: Callable[[], None],
     first_differs: bool,
     update_on_cpu: bool,
-) -> tuple[Callable[[bool], None], Callable[[], None]]:
-    """Replays of the micro-step and, if it runs on the device, of the optimizer step.
+) -> tuple[Callable[[bool], None], Callable[[], None], torch.cuda.CUDAGraph]:
+    """Replays of the micro-step and, if it runs on the device, of the optimizer step; and a graph whose
+    memory others can share.
 
     `spoil`: see `warm_up`. `first_differs`: whether the first micro-step of an optimizer step gets a graph of its own,
     because gradients are streamed and it starts from zeros instead of the running sums.
@@ -51,8 +52,23 @@ def capture(
         (first if is_first else following).replay()
 
     if update_on_cpu:
-        return replay_micro_step, update
+        return replay_micro_step, update, first
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, pool=first.pool()):
         update()
-    return replay_micro_step, captured.replay
+    return replay_micro_step, captured.replay, first
+
+
+@torch.no_grad()
+def capture_evaluation(evaluate: Callable[[], None], beside: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """The replay of `evaluate`, which has run before. It shares the memory of `beside`: nothing outlives a replay.
+
+    A forward alone is launched more slowly than a GPU runs it. Where no memory is left, `evaluate` itself is returned.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=beside.pool()):
+            evaluate()
+    except torch.OutOfMemoryError:
+        return evaluate
+    return graph.replay

@@ -7,7 +7,6 @@ all the same, the next choice is tried.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -19,6 +18,7 @@ import torch
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import CUDA_CONTEXT, Counts, Prediction
 from surogate_core.files.atomic import human_bytes
@@ -259,7 +259,7 @@ def build_engine(
             said += _notes(config, choice, prefer=prefer, failed=failed, room=room)
             return engine
         failed.append(choice)
-        _give_back()
+        give_back()
     raise AssertionError("the last choice returns or raises")
 
 
@@ -277,13 +277,6 @@ def _engine(
     stores = assembly.offloader.build(config.offload.options, directory, assembly.settings.device)
     source = weights_source(config, registry, resolved, assembly)
     return Engine(replace(assembly, stores=stores), source, progress=progress)
-
-
-def _give_back() -> None:
-    """Free what an engine that could not be built has left."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _notes(

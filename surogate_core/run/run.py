@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from surogate_core.config.schema import RunConfig
+from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import SurogateError
 from surogate_core.events import Progress, RunEnd, RunStart
@@ -50,7 +51,11 @@ log = structlog.get_logger(__name__)
 
 def train(config: RunConfig, registry: Registry, *, rank: int = 0, watch: Watch | None = None) -> int:
     """The part of the process of this rank in a run; the exit code. Errors are raised after the monitors saw them."""
-    return _Run(config, registry, rank=rank, watch=watch).main()
+    try:
+        return _Run(config, registry, rank=rank, watch=watch).main()
+    finally:
+        # A sweep, and a program that trains twice, start the next run in this process.
+        give_back()
 
 
 class _Interrupted(Exception):  # noqa: N818

@@ -117,6 +117,17 @@ def test_graphs_change_no_number(master_dtype: torch.dtype) -> None:
         assert torch.equal(tensor, plain.parameters.masters()[name]), name
 
 
+def test_an_evaluation_in_a_graph_changes_no_number() -> None:
+    """The first micro-batch runs without the graph, and training goes on after a replay."""
+    graphs, plain = (engine("cuda", adapters=True, cuda_graphs=on) for on in (True, False))
+    for e in (graphs, plain):
+        e.train_step(batches(0), step=0, lr=1e-2)
+    assert graphs.evaluate(batches(1)) == plain.evaluate(batches(1))
+    assert graphs.evaluate(batches(2)) == plain.evaluate(batches(2))
+    assert graphs.evaluate(batches(1)) == plain.evaluate(batches(1))
+    assert train(graphs) == train(plain)
+
+
 def test_two_runs_are_equal_bit_for_bit() -> None:
     first, second = (engine("cuda", adapters=False) for _ in range(2))
     assert train(first) == train(second)
