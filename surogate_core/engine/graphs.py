@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """The stream of every warm-up: cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream()
 
 
 @torch.no_grad()
@@ -33,7 +40,7 @@ def capture(
     `spoil`: see `warm_up`. `first_differs`: whether the first micro-step of an optimizer step gets a graph of its own,
     because gradients are streamed and it starts from zeros instead of the running sums.
     """
-    side = torch.cuda.Stream()
+    side = _side_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         warm_up(micro_step, update, spoil)
