@@ -36,8 +36,8 @@ def stacked(figures: Sequence[tuple[str, Sequence[Curve]]]) -> str:
     parts, above = [], 18 * lines + 8
     for number, (title, curves) in enumerate(figures):
         inner = chart(title, curves)
-        # A chart with nothing to draw has no picture.
-        body = inner[inner.index("<svg") : inner.index("</svg>")].partition(">")[2] if "<svg" in inner else ""
+        # A chart with nothing to draw has no picture; the swatches of a legend are pictures too, before it.
+        body = inner[inner.rindex("<svg") : inner.rindex("</svg>")].partition(">")[2] if "<svg" in inner else ""
         top = above + HEAD + number * (HEIGHT + HEAD)
         parts.append(
             f'<text class="title" x="62" y="{top - 8}">{escape(title)}</text>'

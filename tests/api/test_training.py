@@ -167,9 +167,14 @@ def test_a_run_works_outside_the_main_thread(trained: SimpleNamespace) -> None:
 
 def test_ctrl_c_saves_and_then_interrupts_the_code(trained: SimpleNamespace) -> None:
     keys = {**trained.keys, "output_dir": trained.place / "interrupted", "max_steps": 50}
+    # A parent that runs in the background may have left the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     press = {"step_end": lambda event: signal.raise_signal(signal.SIGINT) if event.step == 2 else None}
-    with pytest.raises(KeyboardInterrupt):
-        surogate.sft(datasets=ROWS, callbacks=press, quiet=True, **keys)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            surogate.sft(datasets=ROWS, callbacks=press, quiet=True, **keys)
+    finally:
+        signal.signal(signal.SIGINT, before)
     run = surogate.load(keys["output_dir"])
     assert run.outcome == "interrupted"
     assert run.paths.checkpoints

@@ -97,7 +97,7 @@ def test_a_file_names_its_directories(run: list[Any], here: Path) -> None:
         here / "run.yaml", "hydra:\n  searchpath: [conf]\n  sweep: {dir: elsewhere}\ndefaults: [experiment: careful]\n"
     )
     assert main(["sft", "run.yaml", "max_steps=1,2", "-m"]) == 0
-    assert [c.output_dir for c in run[-2:]] == ["elsewhere/0", "elsewhere/1"]
+    assert [c.output_dir for c in run[-2:]] == ["elsewhere/max_steps=1", "elsewhere/max_steps=2"]
 
 
 @pytest.mark.parametrize(

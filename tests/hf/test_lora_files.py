@@ -185,7 +185,10 @@ def test_merge_never_replaces_what_it_reads_or_a_stranger(
         (["--base-model", "/no/where", "--checkpoint-dir", "x", "--output", "y"], "no such directory"),
     ],
 )
-def test_bad_arguments(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["merge", *words]) == 2
     assert expected in capsys.readouterr().err
 

@@ -142,7 +142,7 @@ def test_without_the_guard_such_a_step_ends_the_run(tmp_path: Path, base: list[s
     with pytest.raises(UserError, match="step 25: the loss is nan"):
         run_here(tmp_path, *base, *WILD, "learning_rate=1e-3", "warmup_steps=0", "max_steps=40")
     report = (tmp_path / "report.md").read_text()
-    assert "| outcome | failed |" in report
+    assert "**Failed: step 25 of 40" in report
     assert "step 25: the loss is nan" in report
 
 

@@ -11,6 +11,7 @@ from surogate_core.config.flat import no_effect_notes
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import Registry, load_plugins
 from surogate_core.run.assemble import engine_settings, resolve_dtype, resolve_recipe
+from surogate_core.run.build import fastest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,13 +34,13 @@ def plugins() -> Registry:
 def test_dtype_of_weights_and_activations(keys: tuple[str, ...], on_cpu: torch.dtype, on_cuda: torch.dtype) -> None:
     config = load_run_config(keys, registry=plugins())
     assert (resolve_dtype(config, CPU), resolve_dtype(config, CUDA)) == (on_cpu, on_cuda)
-    assert engine_settings(config, device=CPU, borders=2).dtype == on_cpu
+    assert engine_settings(fastest(config), device=CPU, borders=2).dtype == on_cpu
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("null", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_dtype_of_masters(key: str, dtype: torch.dtype) -> None:
     config = load_run_config([f"master_dtype={key}"], registry=plugins())
-    assert engine_settings(config, device=CPU, borders=2).master_dtype == dtype
+    assert engine_settings(fastest(config), device=CPU, borders=2).master_dtype == dtype
 
 
 def notes(*keys: str) -> tuple[bool, list[str]]:
