@@ -84,6 +84,7 @@ def test_a_named_directory_of_another_user_is_refused(
         use_private_caches()
 
 
+@pytest.mark.slow
 def test_the_name_of_the_user_decides_nothing(tmp_path: Path) -> None:
     """torch alone takes the directory from LOGNAME; with a compiled graph nothing of it is touched."""
     environ = {k: v for k, v in os.environ.items() if k not in VARIABLES}

@@ -113,6 +113,7 @@ def test_documents_do_not_attend_to_each_other_in_transformers() -> None:
     assert not torch.equal(a[:20], b[:20])
 
 
+@pytest.mark.slow
 def test_the_command_writes_both_files(tmp_path: Path) -> None:
     command = [sys.executable, gpu_peers.__file__, "--device", "cpu", "--tiny", "--sizes", "tiny", "--steps", "1"]
     subprocess.run([*command, "--peers", "--out", str(tmp_path)], check=True, capture_output=True, timeout=120)

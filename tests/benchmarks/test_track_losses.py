@@ -85,6 +85,7 @@ def test_batches_are_the_text_in_its_order() -> None:
         assert torch.equal((batch.positions == 0).nonzero()[:, 0], starts)
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     """The fault is seen from farther away than the fast path is."""
     options = ["--device", "cpu", "--tiny", "--steps", "8", "--perturbed", "2", "--out", str(tmp_path)]

@@ -238,6 +238,7 @@ def test_sweeps_go_where_they_are_sent(run: list[Any], here: Path, args: list[st
     assert {p.name for p in here.iterdir()} == {"conf", Path(directories[0]).parts[0]}
 
 
+@pytest.mark.slow
 def test_a_sweep_over_the_options_that_a_pattern_matches(run: list[Any], here: Path) -> None:
     assert main(["-m", "recipe=glob(*)"]) == 0
     assert [c.recipe.name for c in run] == ["bf16", "fp8-hybrid", "nvfp4"]
@@ -295,6 +296,7 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_every_file_and_command_of_the_page_works(
     run: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def prediction(**places: int) -> Prediction:
     return Prediction(held=held, schedule=(), parameters=0, trainable_parameters=0, kernels={}, again=0)
 
 
+@pytest.mark.slow
 def test_the_total_is_of_the_kinds_that_rest_there(capsys: Any) -> None:
     found = plan(capsys, *DISK, "--gpu", "h200", "--fit", "4GiB")
     on_disk = {h["kind"]: h["nbytes"] for h in found["held"] if h["place"] == "disk"}
@@ -55,6 +56,7 @@ def test_the_total_says_what_it_does_not_have(capsys: Any) -> None:
     assert "; fragmentation not included" in text(capsys, "--gpu", "h200")
 
 
+@pytest.mark.slow
 def test_a_disk_is_named_where_something_rests_on_it(capsys: Any) -> None:
     nbytes = plan(capsys, *DISK)["disk_bytes"]
     with_disk = text(capsys, *DISK, "--fit", "4GiB")

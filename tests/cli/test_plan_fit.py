@@ -45,6 +45,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.slow_cases("1.2", "0.5")
 @pytest.mark.parametrize("share", [1.2, 0.6, 0.5])
 def test_proposals_fit_and_mean_what_they_say(share: float) -> None:
     wide = "optimizer=adamw"  # leaves more to save than the default
@@ -68,6 +69,7 @@ def test_what_the_configuration_asks_for_stays() -> None:
         assert not any(o.startswith(("offload_residual", "optimizer=")) for o in proposal["overrides"])
 
 
+@pytest.mark.slow
 def test_a_quantised_base_may_leave_the_device() -> None:
     keys = ("lora=true", "qlora_bnb=true", "recompute=true", "optimizer=adamw_8bit")
     keys += tuple(f"offload_{what}=true" for what in ("residual", "optimizer", "master", "grads"))
@@ -85,6 +87,7 @@ def test_a_quantised_base_may_leave_the_device() -> None:
     assert found[0]["device_bytes"] == moved["device_bytes"]
 
 
+@pytest.mark.slow
 def test_proposals_are_of_what_the_offloader_places() -> None:
     keys = ["lora=true", "qlora_bnb=true", "offload_quants=true", "persistent_quants=true", "recompute=false"]
     for proposal in plan(*keys, "offload=disk", "--gpu", "h200", "--fit", "4GiB")["fit"]:

@@ -165,6 +165,7 @@ def test_it_answers_first_and_shows_the_rest_on_request(capsys: Any) -> None:
     assert "\nlearning_rate: " in text
 
 
+@pytest.mark.slow
 def test_the_length_is_that_of_the_data(capsys: Any, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": f"the number {n} and more of it"}) + "\n" for n in range(200))
     (tmp_path / "my.jsonl").write_text(rows)
@@ -190,6 +191,7 @@ def test_a_name_that_is_not_known() -> None:
     assert main(["plan", "--gpu"]) == 2
 
 
+@pytest.mark.slow
 def test_kernels_are_those_of_the_gpu(capsys: Any) -> None:
     found = {name: plan(capsys, "--gpu", name) for name in ("h200", "a100")}
     assert all(p["device"] == "cuda:0" for p in found.values())
@@ -210,12 +212,14 @@ def test_the_gpu_stands_for_any_device_but_a_cpu(capsys: Any, tmp_path: Path) ->
     assert "device=cpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_attention_counts_alike_whichever_kernel_takes_it(capsys: Any) -> None:
     """torch's own formula for its flash kernel is of other work."""
     again = [plan(capsys, "--gpu", gpu, "recompute=true")["recomputed_flops"] for gpu in ("h200", "a100")]
     assert again[0] / 1.5 < again[1] < again[0] * 1.5
 
 
+@pytest.mark.slow
 def test_what_is_computed_again(capsys: Any) -> None:
     """A smaller budget keeps less and multiplies more; whole blocks keep least."""
     found = [plan(capsys, "--gpu", "h200", f"recompute_budget={b}") for b in (1, 0.5)]

@@ -284,6 +284,7 @@ def run_on_terminal(arguments: list[str], **environ: str) -> tuple[int, str]:
     return process.wait(60), sent.decode()
 
 
+@pytest.mark.slow
 def test_debug_on_a_terminal_is_coloured(tmp_path: Path, rows: Path) -> None:
     data = f"datasets=[{{path: '{rows}', type: conversation}}]"
     arguments = ["tokenize", data, TOKENIZER, f"data_cache_dir={tmp_path / 'cache'}", "--debug"]

@@ -112,6 +112,7 @@ def test_a_stopped_tokenisation_goes_on_where_it_was_saved(
     assert shard_bytes(parts) == shard_bytes(whole)
 
 
+@pytest.mark.slow
 def test_a_killed_tokenisation_leaves_nothing_that_is_read_and_no_process(big: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     script = tmp_path / "tokenise.py"

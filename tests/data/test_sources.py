@@ -219,6 +219,7 @@ def test_any_bytes_are_rows_or_one_clear_line(content: bytes, name: str) -> None
         assert all(isinstance(row, dict | RowError) for row in rows)
 
 
+@pytest.mark.slow_cases("rows.parquet")
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
 def test_reading_goes_on_from_any_border_of_chunks(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_rows, "_BLOCK", 500)

@@ -179,6 +179,7 @@ def shell(tmp_path):
     return Shell(tmp_path)
 
 
+@pytest.mark.slow
 def test_hook_examples_train_together(shell):
     """docs/hooks.md: every example as a module of one package, and a run that selects all of them."""
     package = shell.site / "hook_examples"

@@ -159,6 +159,7 @@ def test_equal_to_autograd(policy: str, trained: str, kernels: bool) -> None:
     check(make(policy, trained, kernels=kernels), trained)
 
 
+@pytest.mark.slow_cases("block")
 @pytest.mark.parametrize(
     "policy", ["block", *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "half", "all regions"))]
 )

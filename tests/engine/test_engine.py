@@ -392,6 +392,7 @@ def test_state_goes_into_a_fresh_engine_and_continues_bit_for_bit() -> None:
     assert_equal(state_of(other), state_of(engine))
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("adapters", [True, False])
 def test_bf16_masters_continue_bit_for_bit_and_draw_by_seed_and_step_alone(adapters: bool) -> None:
     chosen = tiny.lora(dropout=0.2) if adapters else None
@@ -416,6 +417,7 @@ def test_bf16_masters_continue_bit_for_bit_and_draw_by_seed_and_step_alone(adapt
     assert_equal(state_of(resumed), state_of(engine))
 
 
+@pytest.mark.slow
 def test_updates_below_a_step_of_bf16_are_not_lost() -> None:
     """A rate of 1e-4 moves weights near 1 by an 80th of a step: rounded to nearest none would move."""
     name = "model.norm.weight"

@@ -83,6 +83,7 @@ def test_what_precedes_a_capture_leaves_no_trace(case: str) -> None:
     assert_same(warm, engine("cpu", **CASES[case]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_kind_alone_changes_no_bit(device: str) -> None:
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "cuda_graphs": False}

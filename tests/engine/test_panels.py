@@ -64,6 +64,7 @@ def test_the_same_gradients_as_slot_by_slot(dropout: float) -> None:
     assert plain.evaluate(BATCHES)[0] == pytest.approx(found.evaluate(BATCHES)[0], rel=1e-5)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_that_come_from_elsewhere_are_copied_into_panels(recompute: bool) -> None:
     """The layers share one panel of each shape, and every bit is that of weights that stay."""

@@ -63,6 +63,7 @@ def train(made: Engine) -> list[tuple[float, float]]:
     return [made.train_step(BATCHES, step=step, lr=1e-2).read() for step in range(3)]
 
 
+@pytest.mark.slow_cases("panels-False", "plain-False", "panels-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_training_is_that_on_rounded_weights_bit_for_bit(packs: list[KernelPack], recompute: bool) -> None:

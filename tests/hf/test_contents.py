@@ -165,6 +165,7 @@ def test_all_weights_trained_go_on_from_their_checkpoint(
     assert "The checkpoint has all weights: the run continues." in notes(records(tmp_path / "run", "run_start"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_digests_goes_on_with_a_note(
     tmp_path: Path, hf_dir: Path, base_on: Callable[[Path], list[str]], run_here: RunHere, records: Records
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_checkpoint_from_before_digests_goes_on_with_a_note(
     assert "has no digests of the base's weight files" in notes(records(out, "run_start"))
 
 
+@pytest.mark.slow
 def test_merging_and_beginning_with_an_adapter_name_another_base(
     tmp_path: Path,
     hf_dir: Path,

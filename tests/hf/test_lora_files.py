@@ -250,6 +250,7 @@ def test_stacked_lora_merged_is_the_base_and_both_deltas(tmp_path: Path, runs: R
     assert "stacked_on" in (tmp_path / "run" / "adapter" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_folding_while_loading_is_training_on_the_merged_model(
     tmp_path: Path, runs: Runs, history: Callable[[Path], Any], base_on: Callable[[Path], list[str]]
 ) -> None:
@@ -300,6 +301,7 @@ def test_trainable_must_agree_and_says_all_differences(tmp_path: Path, runs: Run
         run_here(tmp_path / "out", *keys, *given, "lora_alpha=12")
 
 
+@pytest.mark.slow
 def test_the_adapter_is_part_of_a_checkpoints_identity(tmp_path: Path, runs: Runs) -> None:
     hf_dir, keys, run_here = runs
     peft_adapter(hf_dir, tmp_path / "first")

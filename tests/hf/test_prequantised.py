@@ -126,6 +126,7 @@ def test_weights_are_what_the_format_says(quantised: tuple[str, Path, Path]) -> 
     assert {m: s.name for m in METHODS if (s := Scheme.of({"quantization_config": METHODS[m][1]}))}[method]
 
 
+@pytest.mark.slow_cases("mxfp4", "fp8")
 def test_training_is_that_on_the_weights_they_stand_for(
     quantised: tuple[str, Path, Path], tmp_path: Path, base_on: Callable[[Path], list[str]], run_here: Run, history: Any
 ) -> None:

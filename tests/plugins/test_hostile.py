@@ -285,6 +285,7 @@ def test_the_lock_itself_holds_and_the_sentinel_works(world: World) -> None:
     assert world.sentinel.read_text() == "plugin_victim\n"
 
 
+@pytest.mark.slow
 def test_all_of_them_together_in_processes_of_their_own(world: World) -> None:
     """From the command line, with every hostile package there at once: one message has them all, and none ran."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SUROGATE_PLUGINS")}

@@ -352,6 +352,7 @@ def test_requirements_have_the_hashes_that_are_known(
     assert "pip will refuse them: dist-unknown." in printed.err
 
 
+@pytest.mark.slow
 def test_the_exported_requirements_install_the_locked_set_and_nothing_else(tmp_path: Path) -> None:
     """With pip, in a fresh environment; another wheel is refused, and a requirement without a hash."""
     wheels, lock = tmp_path / "wheels", str(tmp_path / "surogate.lock")

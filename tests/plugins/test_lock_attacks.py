@@ -219,6 +219,7 @@ def relock(place: Path) -> None:
     (place / "surogate.lock").write_text(_locked[0])
 
 
+@pytest.mark.slow
 def test_a_module_of_hydras_namespace_does_not_run(place: Path) -> None:
     relock(place)
     plugins = installed_plugins()

@@ -128,6 +128,7 @@ def check(found: Matrix) -> None:
             assert "Fix: " in outcome.text
 
 
+@pytest.mark.slow
 def test_few_of_what_is_installed(registry: Registry, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     few = {
         "model": ["llama", "qwen3"],

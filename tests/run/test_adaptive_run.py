@@ -38,6 +38,7 @@ WILD = (
 """A learning rate that is far too high: the loss jumps soon after step 20."""
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit_unless_asked(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, history: History, digests: Digests
 ) -> None:

@@ -282,7 +282,7 @@ def test_full_file_system(
     assert digests(tmp_path / "moved" / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
 
 
-@pytest.mark.slow_cases("in a write", "file size limit")
+@pytest.mark.slow_cases("foreseen", "in a write", "file size limit")
 @pytest.mark.parametrize("how", ["foreseen", "in a write", "file size limit"])
 def test_disk_full_in_a_checkpoint(
     how: str,

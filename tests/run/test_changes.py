@@ -86,6 +86,7 @@ def test_long_values_that_look_alike_are_named() -> None:
     assert note == f"Changed since {PATH} was saved: system: changed."
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_it_once(tmp_path: Path, base: list[str], run_here: RunHere, records: Records) -> None:
     run_here(tmp_path, *base, "max_steps=2")
     run_here(tmp_path, *base, "max_steps=3", "learning_rate=1e-3", "adamw_beta2=0.95")

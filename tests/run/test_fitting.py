@@ -47,6 +47,7 @@ def test_shorter_rows_where_one_is_too_long(monkeypatch: pytest.MonkeyPatch) -> 
     assert nbytes <= fitting.SHARE * 300 * 2**20
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_too_high_and_not_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     message, changes, nbytes = advised(
         "lora=true",

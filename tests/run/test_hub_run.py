@@ -34,6 +34,7 @@ def keys(base_on: Callable[[Path], list[str]]) -> list[str]:
     return [*base_on(Path("acme/tiny")), "lora_rank=4", "max_steps=1", "eval_steps=0"]
 
 
+@pytest.mark.slow
 def test_the_commit_is_in_everything_that_a_run_leaves(
     tmp_path: Path, repository: Path, keys: list[str], run_here: Run, digests: Callable[[Path], Any]
 ) -> None:

@@ -35,6 +35,7 @@ def job_of(registry: Registry, *overrides: str) -> Job:
     return Job.of(load_run_config(list(overrides), registry=registry), registry)
 
 
+@pytest.mark.slow
 def test_a_pickled_job_gives_the_same_bits_in_another_process(
     tmp_path: Path, base: list[str], installed: Registry, history: History, digests: Any
 ) -> None:

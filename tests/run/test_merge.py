@@ -27,6 +27,7 @@ IDS = torch.arange(300).reshape(1, 300)
 Run = Callable[..., int]
 
 
+@pytest.mark.slow
 def test_a_killed_merge_leaves_the_old_the_new_or_nothing(tmp_path: Path) -> None:
     kill_merge(tmp_path, kills=8)
 
@@ -220,6 +221,7 @@ def test_every_export_is_complete(
     assert "adapters folded in | 1" in (tmp_path / "merged" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_merge_takes_what_was_saved_last_and_says_what_is_later(
     tmp_path: Path,
     hf_dir: Path,

@@ -137,6 +137,7 @@ def test_a_run_from_before_run_ids_goes_on(
     assert not (tmp_path / "former-1").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_elsewhere_does_not_go_on_in_another_runs_record(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:

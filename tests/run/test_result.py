@@ -64,6 +64,7 @@ def test_the_best_weights_are_kept_and_exported(
     assert records(tmp_path, "run_end")[-1]["export_step"] == 2
 
 
+@pytest.mark.slow
 def test_without_load_best_the_last_weights_are_exported_and_a_lost_best_is_said(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, held_out: Callable[..., None]
 ) -> None:

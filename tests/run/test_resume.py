@@ -45,7 +45,7 @@ OTHERS = [
 """The recipes' graphs are large and take seconds to trace in every run."""
 
 
-@pytest.mark.slow_cases("full")
+@pytest.mark.slow_cases("normuon", "full")
 @pytest.mark.parametrize("mode", [pytest.param((), id="full"), pytest.param(LORA, id="lora"), *OTHERS])
 def test_every_checkpoint_continues_bit_identically(
     mode: tuple[str, ...], tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
@@ -65,6 +65,7 @@ def test_every_checkpoint_continues_bit_identically(
         assert states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_tensors_elsewhere(
     tmp_path: Path, base: list[str], run_here: RunHere, history: History, digests: Digests
 ) -> None:
@@ -127,6 +128,7 @@ def test_nothing_left_to_train_says_so_and_exports_again(
     assert "raise max_steps or num_epochs" in note
 
 
+@pytest.mark.slow
 def test_another_batch_size_sees_every_row_as_often(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:
@@ -173,6 +175,7 @@ def test_resume_from_a_named_checkpoint(
         run_here(tmp_path / "c", *keys, "resume_from_checkpoint=checkpoint-3")
 
 
+@pytest.mark.slow
 def test_starting_anew_overtakes_what_is_there(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, digests: Digests
 ) -> None:

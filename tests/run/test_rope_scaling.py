@@ -101,6 +101,7 @@ def test_a_document_beyond_the_positions_ends_the_run_before_it_starts(
     assert "tokens of the longest document | 200" in card
 
 
+@pytest.mark.slow
 def test_a_model_from_scratch_has_the_positions_that_it_was_trained_on(
     tmp_path: Path, hf_dir: Path, long_rows: str, base: list[str], run_here: Callable[..., int]
 ) -> None:

@@ -74,6 +74,7 @@ def test_signals_lose_no_bit(
             assert digests(cut / directory) == digests(whole / directory), place
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_later_evaluation_saves_first(
     killer: tuple[Any, Registry],
     tmp_path: Path,
@@ -182,6 +183,7 @@ def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
     assert digests(tmp_path / "cut" / "checkpoint-6") == digests(whole / "checkpoint-6")
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves_a_checkpoint(
     tmp_path: Path, base: list[str], whole: Path, run_here: RunHere, history: History, digests: Digests
 ) -> None:

@@ -49,6 +49,7 @@ def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> flo
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
+@pytest.mark.slow
 def test_merged_is_the_base_and_both_deltas(trained: Path, tmp_path: Path, record_testsuite_property: Record) -> None:
     base = trained / "pretrain" / "model"
     arguments = [

@@ -437,6 +437,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_sigkill_while_saving(tmp_path: Path) -> None:
     """Kill a process that saves in a loop at random moments: the latest good checkpoint always loads."""
     rng = random.Random(1234)

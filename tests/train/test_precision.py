@@ -45,6 +45,7 @@ def test_counts_begin_anew_and_what_is_not_finite_is_left_out() -> None:
     assert (stats.steps, stats.saturated, stats.worst, stats.worst_excess) == (1, {"weight": 0.0}, "", 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_saturated_and_trains_as_without(
     tmp_path: Path,
     base: list[str],

@@ -122,6 +122,7 @@ def batches(step: int) -> list[Any]:
     return [tiny.batch(tiny.documents([50, 60], seed=2 * step + i), tokens=128) for i in range(2)]
 
 
+@pytest.mark.slow
 def test_an_engine_plans_packs_and_trains_with_panels() -> None:
     engine.cache_clear()
     found, expected = engine(True), engine(False)

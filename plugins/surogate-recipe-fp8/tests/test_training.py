@@ -116,7 +116,7 @@ def test_losses_are_near_those_of_fp32(mode: str) -> None:
     assert fp8 != wide
 
 
-@pytest.mark.slow_cases("full")
+@pytest.mark.slow_cases("lora", "full")
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputation_changes_no_bit(mode: str) -> None:
     kept, again = engine(mode), engine(mode, block=True)

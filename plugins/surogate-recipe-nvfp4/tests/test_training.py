@@ -138,6 +138,7 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
         torch.testing.assert_close(value, again.state()["trainable"][name], rtol=0, atol=0)
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
     """There is no state but what the optimizer has: random bits are a function of the step."""
