@@ -136,6 +136,7 @@ def test_mistakes_in_an_own_option_have_their_place(here: Path, capsys: pytest.C
     assert "Fix: careful\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [

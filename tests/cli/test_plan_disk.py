@@ -67,6 +67,7 @@ def test_a_disk_is_named_where_something_rests_on_it(capsys: Any) -> None:
     assert plan(capsys)["disk_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_a_disk_without_room(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = tmp_path / "not" / "yet"
     keys = (*DISK, f"offload_dir={made}")

@@ -135,6 +135,7 @@ def test_the_estimate_is_calibrated_on_what_was_measured(model: str, keys: list[
     assert found.seconds == pytest.approx(found.tokens / found.tokens_per_second)
 
 
+@pytest.mark.slow
 def test_a_slower_gpu_takes_longer_and_may_not_hold_it(capsys: Any) -> None:
     keys = ["model=qwen3-8b", "lora=true", "sequence_len=1024", "recompute=false", "lmhead_chunks=1"]
     found = {}

@@ -343,6 +343,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 # --------------------------------------------------------------------------- interruptions
 
 
+@pytest.mark.slow_cases("15-143-0.1")
 @pytest.mark.parametrize(
     ("number", "code", "after"),
     [

@@ -397,6 +397,7 @@ def test_a_policy_that_an_option_file_changes_is_refused(problems: Problems, reg
     assert problem.key == "plugins"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["fp32", "bf16"])
 @pytest.mark.parametrize("matmul", ["null", "fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize("gradient", ["null", "fp32", "bf16", "e5m2"])

@@ -61,6 +61,7 @@ def shard_bytes(cache: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in entry.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(big: Path, tmp_path: Path) -> None:
     tokenizer, formats = load_tokenizer(EMBEDDED_TOKENIZER), load_plugins().all("dataset")
     digests, shards = [], []

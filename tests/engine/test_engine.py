@@ -168,6 +168,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow_cases("qkv", "ffn", "swiglu", "rmsnorm")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recompute_changes_no_bit(policy: str) -> None:
     """Also under dropout: the mask is drawn again, the same."""
@@ -262,6 +263,7 @@ def test_clipping_equals_torch() -> None:
             torch.testing.assert_close(gradient * seen["clip"], leaf.grad, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloader", [NO_OFFLOAD, host_offloader()], ids=["device", "host"])
 def test_clipping_follows_the_norm_of_thirty_million_gradients(offloader: OffloaderSpec) -> None:
     """In fp32 throughout, a CPU finds a norm that is too small by two in a thousand."""

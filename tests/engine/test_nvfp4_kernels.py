@@ -63,6 +63,7 @@ def train(made: Engine, steps: int) -> list[tuple[float, float]]:
     return [made.train_step([batch], step=step, lr=3e-3).read() for step in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("cpu-lora")
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 def test_losses_are_those_of_the_references(device: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:

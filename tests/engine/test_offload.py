@@ -75,6 +75,7 @@ def test_all_kinds_on_the_host_change_no_bit(case: str, device: str) -> None:
     assert_same(engine(device, offloader=host(*KINDS), **CASES[case]), engine(device, **CASES[case]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["8-bit, recomputed", "lora, dropout"])
 def test_what_precedes_a_capture_leaves_no_trace(case: str) -> None:
     """Sums that are not cleared may keep nothing of its gradients, which are not finite."""

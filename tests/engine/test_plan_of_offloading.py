@@ -137,6 +137,7 @@ def test_the_plan_counts_what_there_is(name: str) -> None:
     assert prediction.total("host") == sum(h.nbytes for h in held.values() if h.place == "host")
 
 
+@pytest.mark.slow
 def test_moving_more_leaves_less_on_the_device() -> None:
     engine = make_engine(CONFIG, **FULL)
     totals = [

@@ -132,6 +132,7 @@ def test_a_weight_that_is_left_out_may_be_offloaded_too() -> None:
         assert loss == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow_cases("fp8", "nvfp4")
 @pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
 def test_no_bit_depends_on_where_a_weight_in_a_format_rests(name: str) -> None:
     made = [

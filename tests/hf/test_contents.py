@@ -130,6 +130,7 @@ def notes(found: list[dict[str, Any]]) -> str:
     return "\n".join(found[-1]["notes"])
 
 
+@pytest.mark.slow
 def test_an_adapter_does_not_go_on_upon_other_weights(
     tmp_path: Path,
     hf_dir: Path,

@@ -40,6 +40,7 @@ def compilations() -> Iterator[ParameterSet]:
                 yield pytest.param(sources, name, architecture, id=f"{name}-{architecture}", marks=marks)
 
 
+@pytest.mark.slow_cases("sm_80", "sm_100a")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(("sources", "name", "architecture"), list(compilations()))
 def test_a_source_compiles_without_a_warning(

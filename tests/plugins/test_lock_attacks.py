@@ -239,6 +239,7 @@ def test_a_broken_module_of_hydras_namespace_is_named(place: Path) -> None:
     assert "a module of the namespace hydra_plugins, which Hydra imports, failed: RuntimeError: x. Fix: repair" in said
 
 
+@pytest.mark.slow
 def test_torch_and_pydantic_import_no_entry_point_before_the_lock_is_compared(place: Path) -> None:
     relock(place)
     environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "PYDANTIC_DISABLE_PLUGINS": "0"}

@@ -101,6 +101,7 @@ def test_wrong_shape(model_copy: Path, tmp_path: Path, base_on: BaseOn, fails: F
     assert "model.norm.weight is missing" in message
 
 
+@pytest.mark.slow
 def test_truncated_safetensors(
     model_copy: Path, tmp_path: Path, base_on: BaseOn, fails: Fails, digests: Digests, run_here: RunHere
 ) -> None:
@@ -191,6 +192,7 @@ def test_rows_without_an_assistant(
 LONG = " ".join(f"number {i}," for i in range(80))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "note"),
     [
@@ -261,6 +263,7 @@ def test_read_only_file_system(tmp_path: Path, base: list[str], fails: Fails) ->
     assert "Read-only file system" in message
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount here")
 def test_full_file_system(
     tmp_path: Path, base: list[str], fails: Fails, run_here: RunHere, digests: Digests, records: Records
@@ -327,6 +330,7 @@ def test_disk_full_in_a_checkpoint(
     assert digests(output / "checkpoint-6") == digests(tmp_path / "whole" / "checkpoint-6")
 
 
+@pytest.mark.slow
 def test_out_of_memory(tmp_path: Path, base: list[str], fails: Fails) -> None:
     keys = [*base, "model.config.intermediate_size=100000000000", "model.config.num_hidden_layers=1"]
     message = fails(tmp_path / "out", *keys, code=3)
@@ -393,6 +397,7 @@ def test_poisoned_weights_are_found_before_the_first_step(
     assert "nothing has been trained yet" in message
 
 
+@pytest.mark.slow
 def test_resuming_a_diverged_checkpoint_says_so(
     tmp_path: Path, base: list[str], fails: Fails, run_here: RunHere, digests: Digests
 ) -> None:

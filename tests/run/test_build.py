@@ -67,7 +67,7 @@ def test_less_memory_chooses_more_recomputation_and_it_fits(
     most, least = bytes_of(fastest(config), installed), bytes_of(smallest(config), installed)
     assert least < most
     ranks = []
-    for share in (1.0, 0.5, 0.0):
+    for share in (1.0, 0.0):
         room = int((least + share * (most - least)) * build.MARGIN) + 1
         found = settled(config, installed, resolved, room=room, borders=2 * 64)
         assert bytes_of(found, installed) * build.MARGIN <= room

@@ -165,6 +165,7 @@ def test_checkpoints_that_none_can_be_read_stop_the_run(
     assert names == {"checkpoint-3", "checkpoint-4", "checkpoint-3.kept-1", "checkpoint-4.kept-1"}
 
 
+@pytest.mark.slow
 def test_a_run_does_not_read_what_it_moves(
     tmp_path: Path, hf_dir: Path, base_on: Callable[[Path], list[str]], run_here: RunHere
 ) -> None:

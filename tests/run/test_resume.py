@@ -159,6 +159,7 @@ def test_a_torn_newest_checkpoint_is_passed_over_and_named(
     assert digests(tmp_path / "checkpoint-6") == whole
 
 
+@pytest.mark.slow
 def test_resume_from_a_named_checkpoint(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, digests: Digests
 ) -> None:

@@ -78,6 +78,7 @@ def long_rows(tmp_path: Path) -> str:
     return f"datasets=[{{path: '{path}', type: text}}]"
 
 
+@pytest.mark.slow
 def test_a_document_beyond_the_positions_ends_the_run_before_it_starts(
     tmp_path: Path,
     hf_dir: Path,

@@ -166,6 +166,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, base: list[str], run_here: R
     return place
 
 
+@pytest.mark.slow
 def test_a_signalled_process_exits_with_its_code_and_says_how_to_go_on(
     tmp_path: Path, base: list[str], whole: Path, run_here: RunHere, history: History, digests: Digests
 ) -> None:

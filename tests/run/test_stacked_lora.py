@@ -116,6 +116,7 @@ def sample() -> MicroBatch:
     )
 
 
+@pytest.mark.slow
 def test_trainable_begins_at_the_logits_of_the_adapter(
     trained: Path,
     tmp_path: Path,

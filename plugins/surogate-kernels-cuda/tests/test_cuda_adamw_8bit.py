@@ -94,6 +94,7 @@ def gradients(kind: str, like: Tensor, number: int) -> Tensor:
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("host-tiny-torch.float32", "host-mixed-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_losses_are_near_those_of_fp32(mode: str) -> None:
     assert fp4[-1][0] < 0.9 * fp4[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputation_changes_no_bit(mode: str) -> None:
@@ -138,6 +139,7 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
         torch.testing.assert_close(value, again.state()["trainable"][name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
