@@ -96,8 +96,8 @@ class Run:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation with the lowest loss; None without one."""
-        finite = [found for found in self.evals if math.isfinite(found.loss)]
+        """The evaluation after the first step with the lowest loss; None without one."""
+        finite = [found for found in self.evals if found.step > 0 and math.isfinite(found.loss)]
         return min(finite, key=lambda found: found.loss, default=None)
 
     @property

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,9 @@ def _contained() -> Iterator[None]:
         os.environ.update(NO_EXTENSIONS)
         with logs.contained():
             yield
+    except BaseException as error:
+        _drop_frames(error)
+        raise
     finally:
         for name, value in before.items():
             if value is None:
@@ -131,6 +135,21 @@ def _contained() -> Iterator[None]:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Forget the variables of the frames that an error passed.
+
+    A notebook keeps its last error, and these variables keep the engine with its GPU memory.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            waiting += [found.__cause__, found.__context__]
 
 
 _running = threading.Lock()

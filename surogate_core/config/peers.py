@@ -5,6 +5,7 @@ Their names are not accepted: an error says what to write here, in a form to pas
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def shown(value: Any, comma: str = ", ") -> str:
     if isinstance(value, list | tuple):
         return "[" + comma.join(shown(v, comma) for v in value) + "]"
     text = str(value)
+    if isinstance(value, str) and not _is_plain(text):
+        return json.dumps(text, ensure_ascii=False)
     # YAML reads 1e-08 as text.
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
@@ -59,6 +62,15 @@ def table() -> Mapping[str, Any]:
     """The file."""
     found: Mapping[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return found
+
+
+def _is_plain(text: str) -> bool:
+    """Whether YAML reads a text without quotes as a scalar of the same characters."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return False
+    return found == text or not isinstance(found, str | list | dict)
 
 
 def of_key(key: str, value: Any) -> Peer | None:

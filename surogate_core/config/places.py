@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
@@ -90,7 +91,16 @@ def _model(config: RunConfig) -> Found:
             yield "model.path", f"{source} is the output of a run, not a model.", f"{key}={path / inside[0]}"
         elif (path / "run.json").exists():
             message = f"{source} is the output of a run that has exported no model yet."
-            yield "model.path", message, f"run its command again to finish it: surogate sft {path / 'config.yaml'}"
+            command = f"surogate {_task_of(path)} {path / 'config.yaml'}"
+            yield "model.path", message, f"run its command again to finish it: {command}"
+
+
+def _task_of(run: Path) -> str:
+    try:
+        found = re.search(r"^task: *([\w-]+)", (run / "config.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    except (OSError, ValueError):
+        found = None
+    return found[1] if found else "sft"
 
 
 def _base_of(adapter: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ SCHEME = "hub://"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REWRITTEN = (CONFIG, MARKER, "config.json")
 """JSON files that may name a path of this machine."""
+_LOADED = (CONFIG, "config.json", "generation_config.json", "base_config_overrides.json")
 _TEXTS = ("README.md", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 
 
@@ -115,11 +116,12 @@ def _text(path: Path, repo: str) -> bytes:
 def push(files: Sequence[Outgoing], repo: str, *, public: bool, overwrite: bool, message: str) -> str:
     """Upload the files as one commit of a repository, which is made if it is not there; its address.
 
-    An existing repository must be one of Surogate, unless `overwrite`, and must not be public, unless `public`. Raises
-    `UserError` (no token, no right, name taken) or `MachineError` (no network).
+    The commit deletes what an earlier export left there and a loader would take for a part of this one. An existing
+    repository must be one of Surogate, unless `overwrite`, and must not be public, unless `public`, which makes it so
+    after the upload. Raises `UserError` (no token, no right, name taken) or `MachineError` (no network).
     """
     import huggingface_hub
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     at = f"--to {SCHEME}{repo}"
     if huggingface_hub.get_token() is None:
@@ -127,7 +129,9 @@ def push(files: Sequence[Outgoing], repo: str, *, public: bool, overwrite: bool,
     api = HfApi()
     try:
         there = _existing(api, repo)
+        gone = set()
         if there is not None:
+            gone = {name for name in there.files if _is_loaded(name)} - {f.name for f in files}
             _check_existing(there, at, public=public, overwrite=overwrite)
         else:
             api.create_repo(repo, private=not public)
@@ -135,7 +139,10 @@ def push(files: Sequence[Outgoing], repo: str, *, public: bool, overwrite: bool,
             CommitOperationAdd(path_in_repo=f.name, path_or_fileobj=f.content if f.content is not None else str(f.path))
             for f in files
         ]
-        api.create_commit(repo, operations, commit_message=message)
+        deletions = [CommitOperationDelete(path_in_repo=name) for name in sorted(gone)]
+        api.create_commit(repo, [*operations, *deletions], commit_message=message)
+        if there is not None and there.private and public:
+            api.update_repo_settings(repo, private=False)
     except SurogateError:
         raise
     except Exception as error:
@@ -143,8 +150,23 @@ def push(files: Sequence[Outgoing], repo: str, *, public: bool, overwrite: bool,
     return f"{api.endpoint}/{repo}"
 
 
-def _existing(api: object, repo: str) -> Mapping[str, object] | None:
-    """Whether the repository is private, and its files; None if there is none that the token may see."""
+def _is_loaded(name: str) -> bool:
+    """Whether a file of a repository is weights, an adapter or a configuration, which a loader finds by its name."""
+    directory, _, last = name.rpartition("/")
+    own = last.endswith((".safetensors", ".safetensors.index.json")) or last in _LOADED
+    return own and (not directory or directory.startswith("stacked_on"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _There:
+    """A repository of the hub."""
+
+    private: bool
+    files: tuple[str, ...]
+
+
+def _existing(api: object, repo: str) -> _There | None:
+    """The repository; None if there is none that the token may see."""
     from huggingface_hub import HfApi, errors
 
     assert isinstance(api, HfApi)
@@ -154,15 +176,13 @@ def _existing(api: object, repo: str) -> Mapping[str, object] | None:
         raise
     except errors.RepositoryNotFoundError:
         return None
-    return {"private": bool(info.private), "files": [s.rfilename for s in info.siblings or ()]}
+    return _There(private=bool(info.private), files=tuple(s.rfilename for s in info.siblings or ()))
 
 
-def _check_existing(there: Mapping[str, object], at: str, *, public: bool, overwrite: bool) -> None:
-    files = there["files"]
-    assert isinstance(files, list)
-    if not there["private"] and not public:
+def _check_existing(there: _There, at: str, *, public: bool, overwrite: bool) -> None:
+    if not there.private and not public:
         raise UserError(f"{at}: the repository is there and is public. Fix: add --public, or choose another name")
-    if MARKER not in files and set(files) - {".gitattributes"} and not overwrite:
+    if MARKER not in there.files and set(there.files) - {".gitattributes"} and not overwrite:
         raise UserError(
             f"{at}: the name is taken by a repository that Surogate did not write. "
             f"Fix: choose another name, or add --overwrite to commit on top of it"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import gc
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,9 @@ import psutil
 import pytest
 
 import surogate
+from surogate_core.errors import MachineError
 from surogate_core.events import Control
+from surogate_core.train.loop import Loop
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"What is {i}?", "completion": f"It is {i}."} for i in range(40)]
@@ -178,6 +183,30 @@ def test_ctrl_c_saves_and_then_interrupts_the_code(trained: SimpleNamespace) -> 
     run = surogate.load(keys["output_dir"])
     assert run.outcome == "interrupted"
     assert run.paths.checkpoints
+
+
+def test_an_error_keeps_nothing_of_the_run_alive(trained: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook keeps its last error: the engine in the error's frames would keep the GPU's memory."""
+    engines: list[Any] = []
+
+    def fails(loop: Loop) -> Any:
+        engines.append(weakref.ref(loop.engine))
+        raise MachineError("out of memory")
+
+    monkeypatch.setattr(Loop, "run", fails)
+    with pytest.raises(MachineError) as kept:
+        surogate.sft(datasets=ROWS, quiet=True, **{**trained.keys, "output_dir": trained.place / "failed"})
+    gc.collect()
+    assert kept.value.__traceback__ is not None
+    assert engines[0]() is None
+
+
+def test_the_best_evaluation_is_after_the_first_step(tmp_path: Path) -> None:
+    lines = [{"event": "eval_end", "step": step, "loss": loss} for step, loss in ((0, 1.0), (2, 3.0), (4, 2.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    best = surogate.load(tmp_path).best
+    assert best is not None
+    assert (best.step, best.loss) == (4, 2.0)
 
 
 def test_importing_surogate_imports_no_torch() -> None:

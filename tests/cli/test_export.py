@@ -78,6 +78,31 @@ def test_public_must_be_said(hub: FakeHub, run: Path, capsys: pytest.CaptureFixt
     assert len(hub.repositories["me/open"]["messages"]) == 1
 
 
+def test_public_makes_a_private_repository_public(hub: FakeHub, run: Path) -> None:
+    assert main(["export", str(run), "--to", "hub://me/tiny"]) == 0
+    assert main(["export", str(run), "--to", "hub://me/tiny", "--public"]) == 0
+    assert hub.repositories["me/tiny"]["private"] is False
+
+
+def test_what_an_earlier_export_left_is_not_loaded_beside_a_later_one(hub: FakeHub, run: Path) -> None:
+    """An adapter_config.json beside a merged model would put the old adapter on top of it."""
+    assert main(["export", str(run), "--to", "hub://me/tiny"]) == 0
+    files = hub.repositories["me/tiny"]["files"]
+    files |= {"model-00001-of-00002.safetensors": b"", "stacked_on/0/adapter_model.safetensors": b"", "mine.txt": b"x"}
+    merged = run.parent / "merged"
+    export_full(
+        merged,
+        {"w": torch.ones(2)}.items(),
+        config={"model_type": "x", "architectures": ["X"]},
+        card=CARD,
+        tokenizer=NoTokenizer(),
+    )
+    assert main(["export", str(merged), "--to", "hub://me/tiny"]) == 0
+    sent = {p.relative_to(merged).as_posix() for p in merged.rglob("*") if p.is_file()}
+    assert {name for name in files if name.endswith((".safetensors", "config.json"))} <= sent
+    assert files["mine.txt"] == b"x"
+
+
 def test_a_name_that_is_taken_is_not_written_to(hub: FakeHub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repositories["me/other"] = {"private": True, "files": {"model.gguf": b""}, "messages": []}
     assert main(["export", str(run), "--to", "hub://me/other"]) == 2

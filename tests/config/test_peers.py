@@ -218,3 +218,18 @@ def test_the_tables_of_the_pages_are_current() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert module.make(text) == text, "run: python scripts/make_coming_from.py"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("be brief", "be brief"),
+        ("Note: be brief", '"Note: be brief"'),
+        ("a #b", '"a #b"'),
+        ("5e-5", "5e-5"),
+        ("{x", '"{x"'),
+    ],
+)
+def test_a_text_is_quoted_where_yaml_would_read_something_else(value: str, text: str) -> None:
+    assert peers.shown(value) == text
+    assert str(yaml.safe_load(peers.shown(value))) == value

@@ -224,3 +224,14 @@ def test_a_name_that_no_file_can_have(problems: Problems, key: str) -> None:
     assert (problem.key, problem.where) == (key, "command line")
     assert "too long for a path" in problem.message
     assert len(str(problem)) < 200
+
+
+@pytest.mark.parametrize(("text", "command"), [("task: pt\n", "pt"), ("model: x\n", "sft"), (None, "sft")])
+def test_an_unfinished_run_as_the_model_is_finished_by_its_own_task(
+    tmp_path: Path, text: str | None, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    assert main(["sft", f"model={tmp_path}", "dataset=embedded", "device=cpu"]) == 2
+    assert f"to finish it: surogate {command} {tmp_path / 'config.yaml'}" in capsys.readouterr().err

@@ -30,6 +30,9 @@ class FakeHub:
             def do_POST(self) -> None:
                 hub.answer(self)
 
+            def do_PUT(self) -> None:
+                hub.answer(self)
+
             def log_message(self, *args: Any) -> None:
                 """Nothing."""
 
@@ -74,7 +77,7 @@ class FakeHub:
             return 200, {"url": f"{self.endpoint}/{name}"}, ""
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}, ""
-        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/preupload/main|/commit/main)?", path)
+        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/preupload/main|/commit/main|/settings)?", path)
         repository = self.repositories.get(found[1]) if found else None
         if found is None or repository is None:
             return 404, {"error": "Repository not found"}, "RepoNotFound"
@@ -83,7 +86,9 @@ class FakeHub:
             return 200, {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}, ""
         if found[2] == "/commit/main":
             for line in map(json.loads, body.splitlines()):
-                if line["key"] == "header":
+                if line["key"] == "deletedFile":
+                    del repository["files"][line["value"]["path"]]
+                elif line["key"] == "header":
                     repository["messages"].append(line["value"]["summary"])
                 else:
                     repository["files"][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
@@ -92,5 +97,9 @@ class FakeHub:
                 {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.endpoint}/{found[1]}/commit/1"},
                 "",
             )
+        if found[2] == "/settings":
+            asked = json.loads(body)
+            repository["private"] = asked.get("private", asked.get("visibility") == "private")
+            return 200, {}, ""
         siblings = [{"rfilename": name} for name in repository["files"]]
         return 200, {"id": found[1], "private": repository["private"], "siblings": siblings}, ""
