@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.conf_paths import expanded
+from surogate_core.data.files import Kind, kind_of, list_directory
 from surogate_core.errors import SurogateError
+from surogate_core.files.paths import PACKAGE_SCHEME
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -35,35 +37,45 @@ class Length:
 
 def length_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Length:
     """The steps, without reading more than a few megabytes."""
-    sizes = [_bytes(entry) for entry in config.datasets]
-    if any(size is None for size in sizes):
-        known = config.max_steps if config.max_steps > 0 else None
-        return Length(steps=known, data="the size of the data is not known before it is downloaded")
-    nbytes = sum(size for size in sizes if size is not None)
-    if nbytes > SMALL:
-        return _estimated(config, nbytes)
+    known = config.max_steps if config.max_steps > 0 else None
     try:
-        return _counted(config, registry, resolved)
+        found = [_files(entry) for entry in config.datasets]
+        if any(files is None for files in found):
+            return Length(steps=known, data="the size of the data is not known before it is downloaded")
+        sizes = [sum(file.stat().st_size for file in files or ()) for files in found]
+        if sum(sizes) <= SMALL:
+            return _counted(config, registry, resolved)
     except SurogateError as error:
-        first = str(error).splitlines()[0]
-        return Length(steps=config.max_steps if config.max_steps > 0 else None, data=f"the data: {first}")
+        return Length(steps=known, data=f"the data: {str(error).splitlines()[0]}")
+    if not all(_by_size(entry, files or []) for entry, files in zip(config.datasets, found, strict=True)):
+        return Length(steps=known, data="the number of tokens is not known without reading the data")
+    return _estimated(config, sum(n * entry.get("weight", 1) for n, entry in zip(sizes, config.datasets, strict=True)))
 
 
-def _bytes(entry: Mapping[str, Any]) -> int | None:
-    """Bytes of the files of a data set; None if it is no local one."""
+def _files(entry: Mapping[str, Any]) -> list[Path] | None:
+    """The files that are read for a data set; None if it is no local one."""
     path = str(entry.get("path", ""))
-    if path.startswith("pkg://"):
-        return 0
+    if path.startswith(PACKAGE_SCHEME):
+        return []
     local = Path(expanded(path))
-    if local.is_file():
-        return local.stat().st_size
     if local.is_dir():
-        return sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
-    return None
+        splits = list_directory(local).splits
+        return splits.get(str(entry.get("split") or "train")) or [file for files in splits.values() for file in files]
+    return [local] if local.is_file() else None
 
 
-def _estimated(config: RunConfig, nbytes: int) -> Length:
-    tokens = nbytes / BYTES_PER_TOKEN * (1 - config.validation_split_ratio)
+def _by_size(entry: Mapping[str, Any], files: Sequence[Path]) -> bool:
+    """Whether the sizes of the files say how much text is trained on."""
+    kinds = [kind_of(file.name) for file in files]
+    text = all(isinstance(kind, Kind) and kind.compression is None and kind.suffix != ".parquet" for kind in kinds)
+    whole = entry.get("split") in (None, "train") and not any(entry.get(key) for key in ("samples", "subset"))
+    return text and whole
+
+
+def _estimated(config: RunConfig, nbytes: float) -> Length:
+    """The steps for text of the size, counted as often as an epoch takes it."""
+    held_out = 0 if config.validation_datasets else config.validation_split_ratio
+    tokens = nbytes / BYTES_PER_TOKEN * (1 - held_out)
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
     steps = (
         config.max_steps if config.max_steps > 0 else math.ceil(config.num_epochs * tokens / config.sequence_len / rows)

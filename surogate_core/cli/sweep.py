@@ -66,21 +66,31 @@ class Sweep:
         """The directory of the sweep, after its first run began."""
         self.directory = ""
         """The same, where the user names none."""
+        self.finished: dict[str, Result] = {}
+        """Name → result of the runs that an earlier process of this sweep finished, until their turn comes."""
         self.swept = {v.key for v in settings.values if v.sweep}
         self.groups = {group for group, choice in settings.choices.items() if choice.sweep}
         self.named_by_hydra = any(line.startswith("hydra.sweep.subdir") for line in settings.hydra)
 
     @contextlib.contextmanager
-    def placed(self, first: RunConfig) -> Iterator[Place | None]:
-        """While the sweep runs, the directory of its runs is its own; None if the user names one."""
-        from surogate_core.run.place import claimed
+    def placed(self, configs: Sequence[RunConfig]) -> Iterator[Place | None]:
+        """While the sweep runs, the directory of its runs is its own; None if the user names one.
 
-        lines = self.settings.overrides()
+        `configs`: one for each swept value.
+        """
+        from surogate_core.run.place import asked_of, claimed
+
+        first, lines = configs[0], self.settings.overrides()
         if first.output_dir is not None or "output_dir" in self.swept or any("hydra.sweep.dir" in s for s in lines):
             yield None
             return
-        with claimed(lines, name=f"sweep-{'-'.join(sorted(self.swept | self.groups))}"[:60]) as place:
+        # These lines name the runs.
+        naming = [s for s in lines if s.startswith("hydra.") or _key(s) in self.swept | self.groups]
+        name = f"sweep-{'-'.join(sorted(self.swept | self.groups))}"[:60]
+        anew = first.resume_from_checkpoint is not True
+        with claimed({"runs": asked_of(configs), "naming": naming}, name=name, anew=anew) as place:
             self.directory = str(place.directory)
+            self.finished = _finished(place.directory)
             if place.note:
                 print(place.note, file=sys.stderr)
             yield place
@@ -90,7 +100,7 @@ class Sweep:
         from surogate_core.config.grammar import encode
 
         lines = self.settings.overrides()
-        named = [line.lstrip("+~").partition("=")[0] for line in lines]
+        named = [_key(line) for line in lines]
         # The name of a run's directory shows what is swept over, not what all the runs share.
         shared = sorted({key for key in named if key not in self.swept | self.groups})
         return [
@@ -123,14 +133,24 @@ class Sweep:
             paths["checkpoint_dir"] = str(Path(checked.checkpoint_dir) / name)
         one = dataclasses.replace(checked, **paths)
         what = ", ".join(f"{key}={value}" for key, value in differs.items())
-        print(masked(f"run {len(self.codes)}" + (f": {what}" if what else "") + f" → {one.place}"), file=sys.stderr)
-        sys.stderr.flush()
-        self.codes.append(self.start(one))
-        self.results.append(result_of(name, one.place, differs, self.codes[-1]))
+        former = self._former(name, one.place)
+        note = f"run {len(self.codes)}" + (f": {what}" if what else "") + (" has finished already" if former else "")
+        print(masked(f"{note} → {one.place}"), file=sys.stderr, flush=True)
+        self.codes.append(0 if former else self.start(one))
+        self.results.append(former or result_of(name, one.place, differs, self.codes[-1]))
         self.write()
         if self.codes[-1] in STOPPED:
             raise KeyboardInterrupt
         return self.codes[-1]
+
+    def _former(self, name: str, directory: str) -> Result | None:
+        """The result of a run that needs no other start, or None."""
+        from surogate_core.run.place import began
+
+        found = self.finished.pop(name, None)
+        if found is None or not began(Path(directory)):
+            return None
+        return dataclasses.replace(found, directory=directory)
 
     def summary(self) -> None:
         """The table of the runs, and how to compare them."""
@@ -150,10 +170,12 @@ class Sweep:
 
         if self.root is None:
             return
-        best = best_of(self.results)
-        runs = [{**asdict(r), "directory": Path(r.directory).name} for r in self.results]
+        # If this process is killed, the runs whose turn has not come are still known to be finished.
+        results = [*self.results, *self.finished.values()]
+        best = best_of(results)
+        runs = [{**asdict(r), "directory": Path(r.directory).name} for r in results]
         value = {"best": None if best is None else best.name, "runs": runs}
-        for file, text in (("sweep.json", json.dumps(value, indent=1)), ("sweep.md", table(self.results, page=True))):
+        for file, text in (("sweep.json", json.dumps(value, indent=1)), ("sweep.md", table(results, page=True))):
             atomic.replace_file(self.root / file, masked(f"{text}\n").encode(), key="output_dir", opener=private)
 
     def _differs(self, lines: Sequence[str]) -> dict[str, str]:
@@ -171,6 +193,21 @@ class Sweep:
         taken = {result.name for result in self.results}
         name = masked(text)[:LONGEST_NAME] or number
         return f"{name}-{number}" if name in taken else name
+
+
+def _key(line: str) -> str:
+    """The key of an override."""
+    return line.lstrip("+~").partition("=")[0]
+
+
+def _finished(root: Path) -> dict[str, Result]:
+    """Name → result of the runs in a sweep's directory that ended well."""
+    try:
+        runs = [Result(**run) for run in json.loads((root / "sweep.json").read_bytes())["runs"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    done = [dataclasses.replace(run, directory=str(root / run.directory)) for run in runs if not run.exit_code]
+    return {run.name: run for run in done}
 
 
 def result_of(name: str, directory: str, differs: Mapping[str, str], code: int) -> Result:

@@ -163,7 +163,7 @@ def _multirun(arguments: Arguments, task: str | None) -> int:
     require_own_data(arguments, task, [config for _, config in every], registry)
     settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=True)
     sweep = Sweep(settings, registry, lambda config: _guarded(config, registry))
-    with sweep.placed(every[0][1]) as place:
+    with sweep.placed([config for _, config in every]) as place:
         try:
             code = _hydra_exit(lambda: run_hydra(["--multirun"], sweep.overrides(), registry, sweep.job))
         except KeyboardInterrupt:

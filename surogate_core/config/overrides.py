@@ -33,6 +33,7 @@ from surogate_core.config.schema import INSTANTIATE_KEYS
 from surogate_core.config.typed import split_names
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
+from surogate_core.files.paths import too_long
 from surogate_core.plugins.registry import ConfigOption, Registry
 
 HUB_OPTION = "hf"
@@ -508,7 +509,7 @@ class Settings:
     def _is_model_path(self, name: str) -> bool:
         if name in self._options("model"):
             return False
-        return "/" in name or name.startswith((".", "~")) or Path(name).is_dir()
+        return "/" in name or name.startswith((".", "~")) or (not too_long(name) and Path(name).is_dir())
 
     def _no_option(self, group: str, name: str, where: str) -> None:
         self.problems.append(unknown_name(group, name, where, self.registry, self._options(group)))

@@ -6,7 +6,6 @@ Reads only names and small JSON files, no weights and no data, and writes nothin
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError, Problem
+from surogate_core.files.paths import is_url, too_long
 
 _WRITTEN = ("output_dir", "checkpoint_dir", "offload_dir", "data_cache_dir")
 """Keys of the directories that a run writes into."""
@@ -35,7 +35,10 @@ def expand_home(config: RunConfig) -> RunConfig:
 
 def check_places(config: RunConfig, where: Callable[[str], str]) -> list[Problem]:
     """The mistakes in the paths of a configuration whose types are sound."""
-    long = [k for k in _PATHS if isinstance(v := getattr(config, k), str) and _too_long(v)]
+    long = [k for k in _PATHS if isinstance(v := getattr(config, k), str) and too_long(v)]
+    for key in ("datasets", "validation_datasets"):
+        paths = [str(entry["path"]) for entry in getattr(config, key)]
+        long += [f"{key}.{i}.path" for i, path in enumerate(paths) if too_long(path) and not is_url(path)]
     if long:
         message = "is too long for a path: at most 255 bytes between two slashes, 4095 in all."
         return [Problem(key=key, message=message, where=where(key)) for key in long]
@@ -46,11 +49,6 @@ def check_places(config: RunConfig, where: Callable[[str], str]) -> list[Problem
         shown = name if len(name) <= 80 else f"{name[:79]}…"
         return [Problem(key="paths", message=f"{shown}: {error.strerror}.")]
     return [Problem(key=key, message=message, where=where(key), fix=fix) for key, message, fix in found]
-
-
-def _too_long(path: str) -> bool:
-    name = os.fsencode(path)
-    return len(name) > 4095 or max(map(len, name.split(b"/"))) > 255
 
 
 Found = Iterator[tuple[str, str, str]]
@@ -157,7 +155,7 @@ def _others(config: RunConfig) -> Iterator[tuple[Path, str, bool]]:
         yield model.resolve(), f"the directory of the model {config.model.path}", False
     for entry in [*config.datasets, *config.validation_datasets]:
         # The data set is the files in it and below it: the run's metrics.jsonl would be trained on next time.
-        if (data := Path(expanded(entry["path"]))).is_dir():
+        if not is_url(entry["path"]) and (data := Path(expanded(entry["path"]))).is_dir():
             yield data.resolve(), f"the directory of the data set {entry['path']}", True
     yield Path(HF_HUB_CACHE).resolve(), "the cache of the Hugging Face hub", True
     yield Path(__file__).resolve().parents[1], "the directory where surogate itself is installed", True

@@ -19,6 +19,7 @@ from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
 from surogate_core.config.typed import Builder, split_names
 from surogate_core.errors import PluginError, Problem
+from surogate_core.files.paths import too_long
 from surogate_core.plugins.registry import Registry
 
 SELECTIONS = ("optimizer", "recipe", "offload", "launcher")
@@ -82,7 +83,7 @@ def entries_of(value: Any) -> list[Any] | None:
     """The entries of a list of data sets, also written as one path, paths with commas, or one mapping."""
     if isinstance(value, str):
         # A file's name may have a comma.
-        value = [value] if Path(value).exists() else split_names(value)
+        value = [value] if not too_long(value) and Path(value).exists() else split_names(value)
     elif isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):

@@ -46,6 +46,12 @@ def is_hub_id(path: str) -> bool:
     return bool(_HUB_ID.match(path))
 
 
+def too_long(path: str) -> bool:
+    """Whether no file can have the path."""
+    name = path.encode(errors="replace")
+    return len(name) > 4095 or max(map(len, name.split(b"/"))) > 255
+
+
 def cache_root(data_cache_dir: str | None) -> Path:
     """The directory of the caches of tokenised data and of digests; None is the user's cache directory."""
     if data_cache_dir is not None:

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from filelock import FileLock, Timeout
 
+from surogate_core.conf_paths import expanded
 from surogate_core.config.resolve import to_dict
 from surogate_core.errors import MachineError, PluginError, UserError
 from surogate_core.files import atomic
 from surogate_core.files.hub import split_revision
+from surogate_core.files.metrics import has_run
+from surogate_core.files.paths import PACKAGE_SCHEME, is_url
 from surogate_core.files.runs import RUNS, START
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ WATCHING = frozenset(
 """Keys that may differ between a run and its resumption: they change neither the training nor the name of the run."""
 
 CONTENT_BYTES = 64 * 2**20
-"""Size up to which a data file is recognised by its contents; a larger one by its size and its time."""
+"""Bytes of a data set that are recognised by their contents; files beyond them by their sizes and times."""
 
 _NAMELESS = frozenset({"train", "training", "data", "dataset"})
 
@@ -67,7 +70,7 @@ def placed(config: RunConfig) -> Iterator[tuple[RunConfig, Place]]:
         yield config, Place(directory=Path(config.output_dir))
         return
     anew = config.resume_from_checkpoint is not True
-    with claimed(_asked(config), name=_name(config), anew=anew, extend="max_steps or num_epochs") as place:
+    with claimed(asked_of([config]), name=_name(config), anew=anew, extend="max_steps or num_epochs") as place:
         yield replace(config, output_dir=str(place.directory)), place
 
 
@@ -100,32 +103,39 @@ def claimed(asked: Any, *, name: str, anew: bool = False, extend: str = "") -> I
         yield Place(directory=directory, note=note, digest=digest)
     except (UserError, MachineError) as error:
         # The traceback of a plugin's error is in the log.
-        if new and not isinstance(error, PluginError) and not _began(directory):
+        if new and not isinstance(error, PluginError) and not began(directory):
             shutil.rmtree(directory, ignore_errors=True)
         raise
     finally:
         claim.release()
 
 
-def _asked(config: RunConfig) -> dict[str, Any]:
-    """What makes a run the same one: its configuration, and its data."""
-    values = {key: value for key, value in to_dict(config).items() if key not in WATCHING}
-    paths = {str(entry.get("path", "")) for entry in (*config.datasets, *config.validation_datasets)}
-    return {"configuration": values, "data": {path: _contents(path) for path in sorted(paths)}}
+def asked_of(configs: Sequence[RunConfig]) -> dict[str, Any]:
+    """What makes a run, or the runs of a sweep, the same: the configurations, and the data."""
+    values = [{key: value for key, value in to_dict(c).items() if key not in WATCHING} for c in configs]
+    entries = [entry for config in configs for entry in (*config.datasets, *config.validation_datasets)]
+    paths = sorted({str(entry.get("path", "")) for entry in entries})
+    return {"configurations": values, "data": {path: _contents(path) for path in paths}}
 
 
 def _contents(path: str) -> list[Any]:
     """(name, size, digest or time) of each local file of a data set; none for an id or an address."""
-    if path.startswith("pkg://"):
+    if path.startswith(PACKAGE_SCHEME) or is_url(path):
         return []
-    root = Path(path).expanduser()
-    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-    found = []
+    root = Path(expanded(path))
+    try:
+        files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    except OSError as error:
+        shown = path if len(path) <= 80 else f"{path[:79]}…"
+        raise UserError(f"data set {shown}: cannot be read: {error.strerror}.") from error
+    found, left = [], CONTENT_BYTES
     for file in files:
         with suppress(OSError):
             stat = file.stat()
-            small = stat.st_size <= CONTENT_BYTES
-            what = xxhash.xxh3_128(file.read_bytes()).hexdigest() if small else stat.st_mtime_ns
+            what: str | int = stat.st_mtime_ns
+            if stat.st_size <= left:
+                left -= stat.st_size
+                what = xxhash.xxh3_128(file.read_bytes()).hexdigest()
             found.append([str(file.relative_to(root)), stat.st_size, what])
     return found
 
@@ -186,8 +196,10 @@ def _claim(directory: Path) -> FileLock | None:
     return lock
 
 
-def _began(directory: Path) -> bool:
-    return (directory / "run.json").exists() or any(directory.glob("checkpoint-*"))
+def began(directory: Path) -> bool:
+    """Whether a run has begun in the directory or below it, as the runs of a sweep do."""
+    marks = ("run.json", "checkpoint-*")
+    return any(any(directory.rglob(mark)) for mark in marks) or any(map(has_run, directory.rglob("metrics.jsonl")))
 
 
 def _read(file: Path) -> Mapping[str, Any]:

@@ -102,3 +102,86 @@ def test_a_loss_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
     assert found.name == "d"
     assert "best" not in table(bad).splitlines()[1]
     assert result_of("x", str(tmp_path), {}, 3).outcome == "failed"
+
+
+def stops_at(rate: float, begun: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that note their rate; the one with `rate` is ended by a signal."""
+
+    def one(config: Any, registry: Any, watch: Any = None) -> int:
+        begun.append(config.learning_rate)
+        if config.learning_rate == rate:
+            return 130
+        trained(config, registry)
+        Path(config.output_dir, "run.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr("surogate_core.run.job.launch", one)
+
+
+def test_a_resumed_sweep_starts_no_finished_run_again(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["learning_rate=1e-3,3e-3,1e-2", "-m"]
+    begun: list[float] = []
+    stops_at(3e-3, begun, monkeypatch)
+    assert main(command) == 130
+    (place,) = Path("runs").glob("sweep-*")
+    capsys.readouterr()
+    # What the second process would say of the finished run is not asked for again.
+    (place / "learning_rate=0.001" / "metrics.jsonl").unlink()
+    stops_at(0, begun, monkeypatch)
+    assert main(command) == 0
+    assert begun == [1e-3, 3e-3, 3e-3, 1e-2]
+    out, err = capsys.readouterr()
+    assert f"run 0: learning_rate=0.001 has finished already → {place}/learning_rate=0.001" in err
+    assert "3 of 3 runs are done" in err
+    assert f"{place}/learning_rate=0.001" in out
+    runs = json.loads((place / "sweep.json").read_text())["runs"]
+    assert [(run["exit_code"], run["seconds"]) for run in runs] == [(0, 65.2)] * 3
+    assert main(command) == 0
+    assert begun[4:] == [1e-3, 3e-3, 1e-2], "a sweep that is done begins anew"
+
+
+def test_a_finished_run_is_known_until_its_turn_and_started_if_it_is_gone(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["learning_rate=1e-3,666,1e-2", "-m"]
+    begun: list[float] = []
+    stops_at(0, begun, monkeypatch)
+    monkeypatch.setitem(LOSSES, 1e-2, 1.0)
+    assert main(command) == 3
+    (place,) = Path("runs").glob("sweep-*")
+    stops_at(666, begun, monkeypatch)
+    assert main(command) == 130
+    runs = json.loads((place / "sweep.json").read_text())
+    assert ([run["exit_code"] for run in runs["runs"]], runs["best"]) == ([0, 130, 0], "learning_rate=0.01")
+    (place / "learning_rate=0.001" / "run.json").unlink()
+    (place / "learning_rate=0.001" / "metrics.jsonl").unlink()
+    begun.clear()
+    stops_at(0, begun, monkeypatch)
+    assert main(command) == 3
+    assert begun == [1e-3, 666]
+
+
+def test_a_sweep_is_the_same_if_its_data_and_options_are(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+
+    def places(*more: str) -> set[str]:
+        assert main(["datasets=my.jsonl", "learning_rate=1e-3,3e-3", *more, "-m"]) == 130
+        return {path.name for path in Path("runs").glob("sweep-*")}
+
+    stops_at(3e-3, begun, monkeypatch)
+    Path("my.jsonl").write_text('{"text": "a"}\n')
+    Path("own/experiment").mkdir(parents=True)
+    option = Path("own/experiment/mine.yaml")
+    option.write_text("# @package _global_\nwarmup_steps: 10\n")
+    assert len(places()) == 1
+    assert len(places()) == 1
+    assert len(places("log_gpu_util=0")) == 1, "monitors do not make it another sweep"
+    Path("my.jsonl").write_text('{"text": "b"}\n')
+    assert len(places()) == 2, "other data"
+    assert len(places("resume_from_checkpoint=false")) == 3, "anew"
+    own = ["--config-dir", "own", "experiment=mine"]
+    assert [len(places(*own)), len(places(*own))] == [4, 4]
+    option.write_text("# @package _global_\nwarmup_steps: 20\n")
+    assert len(places(*own)) == 5, "other keys in an option file"

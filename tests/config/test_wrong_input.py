@@ -235,3 +235,20 @@ def test_an_unfinished_run_as_the_model_is_finished_by_its_own_task(
         (tmp_path / "config.yaml").write_text(text)
     assert main(["sft", f"model={tmp_path}", "dataset=embedded", "device=cpu"]) == 2
     assert f"to finish it: surogate {command} {tmp_path / 'config.yaml'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["datasets", "validation_datasets"])
+def test_a_data_set_that_no_file_can_be(problems: Problems, load: Any, key: str) -> None:
+    """Long text by mistake is one clear message; many files, and a signed address, are no mistake."""
+    (problem,) = problems(f"{key}={'x' * 400}")
+    assert (problem.key, problem.where) == (f"{key}.0.path", "command line")
+    assert "too long for a path" in problem.message
+    names = [f"a_file_with_a_long_name_{i}.jsonl" for i in range(20)]
+    assert [entry["path"] for entry in getattr(load(f"{key}={','.join(names)}"), key)] == names
+    address = f"https://host/a.jsonl?signature={'x' * 400}"
+    assert getattr(load(f"{key}=['{address}']", "output_dir=out"), key)[0]["path"] == address
+
+
+def test_a_model_that_no_directory_can_be(problems: Problems) -> None:
+    (problem,) = problems(f"model={'x' * 400}")
+    assert problem.key.startswith("model=")

@@ -20,7 +20,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.errors import MachineError, PluginError, UserError
 from surogate_core.files.runs import RUNS
 from surogate_core.plugins.registry import Registry, load_plugins
-from surogate_core.run.place import placed
+from surogate_core.run.place import CONTENT_BYTES, asked_of, claimed, placed
 
 Load = Callable[..., RunConfig]
 
@@ -131,6 +131,45 @@ def test_a_run_that_began_is_kept_when_it_fails(load: Load) -> None:
         fail(load(), "run.json", MachineError("full"))
     (kept,) = RUNS.glob("qwen3*")
     assert begin(load())[0] == str(kept)
+
+
+@pytest.mark.parametrize("file", ["run.json", "checkpoint-5", "metrics.jsonl", "deeper/run.json"])
+def test_a_sweep_that_fails_keeps_its_runs(file: str) -> None:
+    """Their directories are below the claimed one."""
+
+    def fails(name: str) -> None:
+        with claimed([name], name="sweep") as place:
+            written = place.directory / "lora_rank=8" / name
+            written.parent.mkdir(parents=True)
+            written.write_text('{"event": "run_start"}\n')
+            raise MachineError("full")
+
+    for name in (file, "surogate.log"):
+        with pytest.raises(MachineError):
+            fails(name)
+    assert [str(path) for path in RUNS.glob("sweep-*")] == [str(p.parent) for p in RUNS.glob("*/lora_rank=8")]
+    (kept,) = RUNS.glob("sweep-*")
+    assert (kept / "lora_rank=8" / file).exists()
+
+
+def test_the_contents_of_a_large_data_set_are_not_all_read(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One budget for all shards: what is beyond it counts by its size and its time."""
+    Path("many").mkdir()
+    for number in range(3):
+        with Path(f"many/{number}.jsonl").open("wb") as file:
+            file.truncate(CONTENT_BYTES * 3 // 8)
+    read: list[str] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    (found,) = asked_of([load(datasets=[{"path": "many", "type": "text"}])])["data"].values()
+    assert read == ["0.jsonl", "1.jsonl"]
+    assert [type(what) for _, _, what in found] == [str, str, int]
+
+
+def test_an_address_or_long_text_as_data_is_no_raw_error(load: Load) -> None:
+    assert asked_of([load(datasets=[{"path": f"https://host/{'x' * 400}", "type": "text"}])])["data"]
+    with pytest.raises(UserError, match="cannot be read"):
+        asked_of([load(datasets=[{"path": "x" * 400, "type": "text"}])])
 
 
 def test_a_run_without_output_dir_is_resumed_by_the_same_command(
