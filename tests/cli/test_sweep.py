@@ -174,7 +174,7 @@ def test_a_sweep_is_the_same_if_its_data_and_options_are(sweep: Path, monkeypatc
     Path("my.jsonl").write_text('{"text": "a"}\n')
     Path("own/experiment").mkdir(parents=True)
     option = Path("own/experiment/mine.yaml")
-    option.write_text("# @package _global_\nwarmup_steps: 10\n")
+    option.write_text("# @package _global_\nwarmup_steps: 11\n")
     assert len(places()) == 1
     assert len(places()) == 1
     assert len(places("log_gpu_util=0")) == 1, "monitors do not make it another sweep"
@@ -183,5 +183,5 @@ def test_a_sweep_is_the_same_if_its_data_and_options_are(sweep: Path, monkeypatc
     assert len(places("resume_from_checkpoint=false")) == 3, "anew"
     own = ["--config-dir", "own", "experiment=mine"]
     assert [len(places(*own)), len(places(*own))] == [4, 4]
-    option.write_text("# @package _global_\nwarmup_steps: 20\n")
+    option.write_text("# @package _global_\nwarmup_steps: 12\n")
     assert len(places(*own)) == 5, "other keys in an option file"
