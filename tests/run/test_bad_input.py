@@ -313,7 +313,7 @@ def test_disk_full_in_a_checkpoint(
 
         monkeypatch.setattr(tensorfile, "write_all", full)
     else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, limits[1]))
     try:
         message = fails(output, *keys, code=3)
     finally:

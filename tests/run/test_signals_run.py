@@ -65,7 +65,7 @@ def test_signals_lose_no_bit(
         end = records(cut, "run_end")[-1]
         assert end["reason"] == ("finished" if place == "the export" else "signal"), place
         outcome = "finished" if place == "the export" else "interrupted"
-        assert f"| outcome | {outcome} |" in (cut / "report.md").read_text(), place
+        assert f"**{outcome.capitalize()}" in (cut / "report.md").read_text(), place
         assert (cut / "adapter").exists() == (place == "the export"), place
         assert (cut / f"checkpoint-{end['step']}").exists() == (place != "an evaluation"), place
         assert run_here(cut, *keys, registry=registry) == 0
