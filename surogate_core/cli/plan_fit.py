@@ -186,7 +186,7 @@ class Rates:
 
     @classmethod
     def of(cls, gpu: Gpu | None) -> Rates:
-        """Of a GPU of the table, or assumed."""
+        """The rates of a GPU of the table, or assumed ones."""
         if gpu is None:
             return cls(flops=ARITHMETIC, bus=BUS)
         return cls(flops=again_rate(gpu), bus=BUS_SHARE * gpu.bus)

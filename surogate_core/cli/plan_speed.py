@@ -38,9 +38,9 @@ class Speed:
     """An estimate."""
 
     seconds: float
-    """Of an optimizer step."""
+    """The time of an optimizer step."""
     tokens: int
-    """Of an optimizer step."""
+    """Tokens of an optimizer step."""
     mfu: float
     """Necessary FLOPs of the step over its time and the GPU's bf16 rate."""
 

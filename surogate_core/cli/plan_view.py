@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all steps, without evaluations and checkpoints."""
+        """The time of all steps, without evaluations and checkpoints."""
         if self.speed is None or self.length.steps is None:
             return None
         return self.speed.seconds * self.length.steps

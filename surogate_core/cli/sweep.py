@@ -40,7 +40,7 @@ class Result:
     outcome: str
     steps: int | None = None
     eval_loss: float | None = None
-    """Of the last evaluation."""
+    """The loss of the last evaluation."""
     best_eval_loss: float | None = None
     best_step: int | None = None
     seconds: float | None = None

@@ -42,7 +42,7 @@ def unknown_key(
     """The problem of a key that does not exist: planned, of a missing plugin, or misspelt."""
     root = key.partition(".")[0]
     if known is None and (peer := peers.of_key(key, value) or peers.of_key(root, None)) is not None:
-        # Of a swept value, or of a part of a mapping, only the key is known.
+        # Only the key is known of a swept value, or of a part of a mapping.
         bare = value is None and not peer.reason
         fix = next(iter(peer.settings)) if bare else peer.fix(command_line=where == COMMAND_LINE)
         return Problem(key=key, message="there is no such key.", where=where, fix=fix)

@@ -51,7 +51,7 @@ class Place:
     note: str = ""
     """What the user should know of the choice; empty if there is nothing."""
     digest: str = ""
-    """Of what was asked for; empty for a directory that the user named."""
+    """The digest of what was asked for; empty for a directory that the user named."""
 
     def done(self) -> None:
         """The same request begins anew from now on."""
