@@ -102,6 +102,7 @@ def test_files_of_a_comparison(numerics: Numerics, tmp_path: Path, capsys: pytes
     assert not re.search(r"(href|src)=|url\(|<script", picture)
 
 
+@pytest.mark.slow
 def test_the_first_recipe_is_the_reference_and_nothing_need_be_held_out(numerics: Numerics, tmp_path: Path) -> None:
     keys = ("validation_datasets=[]", "validation_split_ratio=0", "max_steps=2")
     assert numerics(*keys, "--recipes=fp8-hybrid,bf16") == 0

@@ -51,6 +51,7 @@ def test_the_total_is_of_the_kinds_that_rest_there(capsys: Any) -> None:
     assert found["fit"][0]["disk_bytes"] == found["disk_bytes"]
 
 
+@pytest.mark.slow
 def test_the_total_says_what_it_does_not_have(capsys: Any) -> None:
     assert "; a lower bound: holes in the heap took up to 34 % more in measured runs" in text(capsys, "device=cpu")
     assert "; fragmentation not included" in text(capsys, "--gpu", "h200")

@@ -96,6 +96,7 @@ def test_proposals_are_of_what_the_offloader_places() -> None:
         assert not moved or "cpu_training=true" in proposal["overrides"]
 
 
+@pytest.mark.slow
 def test_nothing_fits(capsys: Any) -> None:
     assert main(["plan", *SMALL, "--fit", "1MiB"]) == 3
     out = capsys.readouterr().out

@@ -142,6 +142,7 @@ def test_a_resumed_sweep_starts_no_finished_run_again(
     assert begun[4:] == [1e-3, 3e-3, 1e-2], "a sweep that is done begins anew"
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_known_until_its_turn_and_started_if_it_is_gone(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_finished_run_is_known_until_its_turn_and_started_if_it_is_gone(
     assert begun == [1e-3, 666]
 
 
+@pytest.mark.slow
 def test_a_sweep_is_the_same_if_its_data_and_options_are(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[float] = []
 

@@ -94,6 +94,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], 2 * x.shape[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [False, True], ids=["columns behind are free", "columns behind are read"])
 def test_an_op_writes_behind_its_input_where_nothing_else_reads(monkeypatch: pytest.MonkeyPatch, read: bool) -> None:
     """Without a copy where the columns are free, and into a copy where they are not."""

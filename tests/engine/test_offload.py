@@ -96,6 +96,7 @@ def test_each_kind_alone_changes_no_bit(device: str) -> None:
         assert all(torch.equal(tensor, state[name]) for name, tensor in bits(found).items()), kind
 
 
+@pytest.mark.slow
 def test_the_cpu_takes_the_optimizer_step() -> None:
     """On a CPU it is the same kernel, so the bits are the same too."""
     kinds: tuple[TensorKind, ...] = ("weights", "master", "gradients")

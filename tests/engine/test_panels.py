@@ -52,6 +52,7 @@ def test_a_panel_holds_what_the_parameters_say() -> None:
             assert not rest.any()
 
 
+@pytest.mark.slow_cases("0.0")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_same_gradients_as_slot_by_slot(dropout: float) -> None:
     plain, found = (engine(packs, lora=tiny.lora(16, dropout=dropout)) for packs in ([TORCH_PACK], [TORCH_PACK, PACK]))

@@ -148,6 +148,7 @@ def test_no_bit_depends_on_where_a_weight_in_a_format_rests(name: str) -> None:
     assert made[1].stores.weights.nbytes()["device"] == 0
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> None:
     made = engine(packs, weight_format=HALF)

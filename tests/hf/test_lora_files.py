@@ -224,6 +224,7 @@ def tensors_of(directory: Path, name: str = "adapter_model") -> dict[str, torch.
     return load_file(directory / f"{name}.safetensors")
 
 
+@pytest.mark.slow
 def test_stacked_lora_merged_is_the_base_and_both_deltas(tmp_path: Path, runs: Runs) -> None:
     hf_dir, keys, run_here = runs
     peft_adapter(hf_dir, tmp_path / "first", use_rslora=True)

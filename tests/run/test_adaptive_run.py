@@ -50,6 +50,7 @@ def test_it_changes_no_bit_unless_asked(
     assert digests(tmp_path / "with" / "checkpoint-48") == digests(tmp_path / "without" / "checkpoint-48")
 
 
+@pytest.mark.slow
 def test_resume_is_exact_while_a_reduction_blends_back(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records, history: History, digests: Digests
 ) -> None:
@@ -147,6 +148,7 @@ def test_without_the_guard_such_a_step_ends_the_run(tmp_path: Path, base: list[s
     assert "step 25: the loss is nan" in report
 
 
+@pytest.mark.slow
 def test_early_stop_ends_a_converged_run(tmp_path: Path, base: list[str], run_here: RunHere, records: Records) -> None:
     keys = [*base, *WILD, "learning_rate=1e-6", "warmup_steps=0", "eval_steps=2", "save_steps=0"]
     assert run_here(tmp_path / "on", *keys, "early_stop=true") == 0

@@ -383,6 +383,7 @@ def test_a_diverged_end_is_neither_saved_nor_exported(
     assert not list(tmp_path.glob("*checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_poisoned_weights_are_found_before_the_first_step(
     model_copy: Path, tmp_path: Path, base_on: BaseOn, fails: Fails
 ) -> None:

@@ -264,6 +264,7 @@ def test_other_data_is_refused(tmp_path: Path, base: list[str], run_here: RunHer
         run_here(tmp_path, *base, "max_steps=3", "sequence_len=80")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, base: list[str], run_here: RunHere) -> None:
     run_here(tmp_path, *base, "max_steps=2")
     state = tmp_path / "checkpoint-2" / "state.json"

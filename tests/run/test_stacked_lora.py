@@ -146,6 +146,7 @@ def test_trainable_begins_at_the_logits_of_the_adapter(
     assert error <= 1e-5
 
 
+@pytest.mark.slow
 def test_peft_to_ours_to_peft_is_bit_identical(
     trained: Path,
     tmp_path: Path,

@@ -174,6 +174,7 @@ def test_evaluation_and_skipped_steps_leave_the_scales_alone() -> None:
     assert_equal(made.state(), before)
 
 
+@pytest.mark.slow
 def test_layers_that_are_left_alone() -> None:
     wide = train(engine("full", fp8=False), range(3))
     assert train(engine("full", plain_first=1, plain_last=1), range(3)) == wide

@@ -120,6 +120,7 @@ def train(engine: Engine, steps: range, lr: float = 1e-2) -> list[tuple[float, f
     return [engine.train_step(batches, step=step, lr=lr).read() for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_are_near_those_of_fp32(mode: str) -> None:
