@@ -130,11 +130,13 @@ def _contained() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _running.release()
+        # On a CPU too: circles hold the run's files and threads.
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        # Last: the next run chooses what fits by what is free then.
+        _running.release()
 
 
 def _drop_frames(error: BaseException | None) -> None:

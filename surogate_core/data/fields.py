@@ -5,12 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surogate_core.data.encoded import RowError
-
-if TYPE_CHECKING:
-    pass
 
 INSTRUCTIONS = tuple("instruction prompt question query".split())  # noqa: SIM905
 INPUTS = ("input", "context")
