@@ -269,6 +269,7 @@ FLOORS = (
     {"kernels"},
     {"formats"},
     {"dsl"},
+    {"mesh"},
     {"engine"},
     {"plugins"},
     {"data"},

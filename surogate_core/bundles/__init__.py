@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
+from surogate_core.bundles.fabrics import Fabric
 from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
 from surogate_core.bundles.models import ModelFamily
@@ -31,6 +32,7 @@ __all__ = [
     "Bundle",
     "DatasetFormat",
     "Evaluation",
+    "Fabric",
     "Flat",
     "FormatChoice",
     "GradientStore",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 KEYS = frozenset(
     """
-    model_type gpus
+    model_type
     train_router
     qlora_selective_expert_dequant qlora_offload_experts
-    zero_level shard_weights shard_gradients ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
+    ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
     debug_time_breakdown debug_memory_breakdown
     """.split()  # noqa: SIM905

@@ -232,6 +232,18 @@ class RunConfig:
     launcher: Selection = field(default_factory=lambda: _default("launcher"))
     """The launcher, which starts the processes of the run."""
 
+    # --------------------------------------------------------------------- several GPUs
+    gpus: Annotated[int, Interval(ge=0, le=1024)] = 1
+    """GPUs of this machine to train on, one process each; 0 is all. With `device=cpu`, the number of processes."""
+    zero_level: Literal[0, 1, 2, 3] = 1
+    """What several GPUs share out: 1 masters and optimizer state, 2 also gradients, 3 also weights; 0 nothing."""
+    shard_gradients: bool = False
+    """Share out the gradient sums, as `zero_level=2` does."""
+    shard_weights: bool = False
+    """Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in which it is kept."""
+    exact_reduction: Literal["auto"] | bool = "auto"
+    """Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with `lora`."""
+
     # ----------------------------------------------------------------------------- data
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its fields."""

@@ -55,7 +55,7 @@ Problems = Callable[..., list[Problem]]
         (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
         (["fp4_backend=cublas"], "fp4_backend", "one of cutlass, cudnn", ""),
         (["task=grpo"], "task=grpo", "not available in this version", ""),
-        (["zero_level=2"], "zero_level", "not available in this version", ""),
+        (["ep_size=2"], "ep_size", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),
         (["master_dtype=fp16"], "master_dtype", "one of fp32, bf16", ""),
         (["master_dtype=e4m3"], "master_dtype", "one of fp32, bf16", ""),

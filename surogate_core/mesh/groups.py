@@ -1,0 +1,77 @@
+"""Ranks that are processes: collectives by torch.distributed, gloo between CPUs and NCCL between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = timedelta(days=7)
+"""Time-out of every wait. The supervisor, not a clock, ends a run whose rank died: others may wait for a disk."""
+
+
+class GroupFabric:
+    """The fabric over the default process group; `connect` opens it, `close` closes it."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    @classmethod
+    def connect(cls, store: dist.Store, *, rank: int, world: int, device: torch.device) -> GroupFabric:
+        """Open the process group: gloo for tensors of the CPU, and NCCL for those of the GPU."""
+        gpu = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=PATIENCE,
+            # Explicit: torch would guess the device from the rank, and each rank's own GPU is its first.
+            device_id=device if gpu else None,
+        )
+        return cls(device)
+
+    def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        """As `Fabric.exchange`."""
+        if self._device.type == "cpu":
+            dist.all_to_all_single(received_NK, torch.stack(list(parts)))
+        else:
+            dist.all_to_all(list(received_NK.unbind()), list(parts))
+
+    def gather(self, parts: Sequence[Tensor]) -> None:
+        """As `Fabric.gather`."""
+        whole = _as_one(parts)
+        if self._device.type == "cuda" and whole is not None:
+            dist.all_gather_into_tensor(whole, parts[self.rank])
+            return
+        # gloo cannot gather unequal lengths, and NCCL gathers them by broadcasts too.
+        for rank, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, src=rank)
+
+    def add(self, values: Tensor) -> None:
+        """As `Fabric.add`."""
+        dist.all_reduce(values)
+
+    def maximum(self, values: Tensor) -> None:
+        """As `Fabric.maximum`."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+
+    def close(self) -> None:
+        """End the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """The parts as one tensor if they have equal lengths and are contiguous, one after another."""
+    first = parts[0]
+    for number, part in enumerate(parts):
+        adjacent = part.data_ptr() == first.data_ptr() + number * first.nbytes
+        if part.numel() != first.numel() or not adjacent or not part.is_contiguous():
+            return None
+    return first.as_strided((len(parts) * first.numel(),), (1,), first.storage_offset())

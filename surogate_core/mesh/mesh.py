@@ -1,0 +1,89 @@
+"""The ranks of a run as one of them sees them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from surogate_core.bundles.fabrics import Fabric
+
+
+@dataclass(slots=True, kw_only=True)
+class Mesh:
+    """One rank of a run: its number, and how it talks to the others on the host.
+
+    Before `connect` the ranks share only a key-value store: whoever prepares something for the others says so there,
+    and nothing that waits has a time-out. After it they have collectives.
+    """
+
+    rank: int = 0
+    world: int = 1
+    store: dist.Store | None = None
+    """None where there is one rank."""
+    fabric: Fabric | None = None
+    """Collectives on tensors of the compute device; None before `connect`, and where there is one rank."""
+    local_world: int = 1
+    """Ranks on this machine."""
+    _gathered: int = field(default=0, repr=False)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which owns the outputs and takes the decisions."""
+        return self.rank == 0
+
+    def tell(self, event: str) -> None:
+        """Say to all ranks that something is ready."""
+        if self.store is not None:
+            self.store.set(f"event {event}", "1")
+
+    def wait_for(self, event: str) -> None:
+        """Wait until some rank has told of the event, however long it takes."""
+        while self.store is not None and not self.store.check([f"event {event}"]):
+            time.sleep(0.02)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank: JSON values. Before or after `connect`."""
+        if self.store is None:
+            return [value]
+        self._gathered += 1
+        self.store.set(f"gather {self._gathered} {self.rank}", json.dumps(value))
+        found = []
+        for rank in range(self.world):
+            key = f"gather {self._gathered} {rank}"
+            while not self.store.check([key]):
+                time.sleep(0.002)
+            found.append(json.loads(self.store.get(key)))
+        return found
+
+    def connect(self, device: torch.device) -> None:
+        """Open the collectives. All ranks call it; none waits for unbounded work before the others are here."""
+        if self.store is None:
+            return
+        from surogate_core.mesh.groups import GroupFabric
+
+        self.fabric = GroupFabric.connect(self.store, rank=self.rank, world=self.world, device=device)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The maximum of each value over the ranks, on the host; needs `connect`."""
+        if self.fabric is None:
+            return list(values)
+        import torch
+        import torch.distributed as dist
+
+        together = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        found: list[float] = together.tolist()
+        return found
+
+    def close(self) -> None:
+        """End the collectives."""
+        if self.fabric is not None:
+            self.fabric.close()
+            self.fabric = None

@@ -1,0 +1,84 @@
+"""Ranks that are threads of one process: the reference of every fabric, for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles.fabrics import Fabric
+
+T = TypeVar("T")
+
+
+class VirtualRanks:
+    """What the ranks of one process share."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.barrier = threading.Barrier(world)
+        self.slots: list[Any] = [None] * world
+
+    def swap(self, rank: int, value: T) -> list[T]:
+        """The values of all ranks, by rank."""
+        self.slots[rank] = value
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+
+class VirtualFabric:
+    """The fabric of one virtual rank."""
+
+    def __init__(self, ranks: VirtualRanks, rank: int):
+        self._ranks = ranks
+        self.rank, self.world = rank, ranks.world
+
+    def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        """As `Fabric.exchange`."""
+        sent = self._ranks.swap(self.rank, [part.clone() for part in parts])
+        for r, theirs in enumerate(sent):
+            received_NK[r].copy_(theirs[self.rank])
+
+    def gather(self, parts: Sequence[Tensor]) -> None:
+        """As `Fabric.gather`."""
+        found = self._ranks.swap(self.rank, parts[self.rank].clone())
+        for part, theirs in zip(parts, found, strict=True):
+            part.copy_(theirs)
+
+    def add(self, values: Tensor) -> None:
+        """As `Fabric.add`."""
+        found = self._ranks.swap(self.rank, values.clone())
+        values.copy_(torch.stack(found).sum(0))
+
+    def maximum(self, values: Tensor) -> None:
+        """As `Fabric.maximum`."""
+        found = self._ranks.swap(self.rank, values.clone())
+        values.copy_(torch.stack(found).amax(0))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def in_threads(world: int, work: Callable[[Fabric], T]) -> list[T]:
+    """The results of `work` on every rank of a virtual world; the first error is raised."""
+    ranks = VirtualRanks(world)
+
+    def one(rank: int) -> T:
+        try:
+            return work(VirtualFabric(ranks, rank))
+        except BaseException:
+            ranks.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(max_workers=world) as pool:
+        futures = [pool.submit(one, rank) for rank in range(world)]
+    errors = [error for f in futures if (error := f.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [f.result() for f in futures]
