@@ -58,6 +58,18 @@ class EngineSettings:
     """float32, or bfloat16 written with stochastic rounding."""
     update_on_cpu: bool = False
     """Whether the CPU runs the optimizer step, on masters and gradients in its memory."""
+    ranks: int = 1
+    """N, ranks of the run; each has a GPU of its own."""
+    zero_level: int = 0
+    """Trained state that ranks share out: 1 masters and optimizer state, 2 also gradients, 3 also compute copies. With
+    one rank it decides only the order of exact sums.
+    """
+    shard_weights: bool = False
+    """Whether each rank keeps only its part of the weights between their uses, frozen ones included."""
+    exact: bool = False
+    """Whether gradients are added in an order that does not depend on the number of ranks."""
+    micro_batches: int = 1
+    """M, micro-batches of an optimizer step of all ranks together."""
 
 
 def _keeps_none(name: str) -> bool:

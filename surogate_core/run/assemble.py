@@ -22,7 +22,7 @@ from surogate_core.bundles import (
     WeightFormatSpec,
 )
 from surogate_core.bundles.options import flat_marks, options_from_flat
-from surogate_core.config import offload
+from surogate_core.config import offload, sharing
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
@@ -293,6 +293,11 @@ def engine_settings(
         plain_last=config.skip_quant_last_layers,
         master_dtype=DTYPES[config.master_dtype or "fp32"],
         update_on_cpu=config.cpu_training,
+        ranks=max(config.gpus, 1),
+        zero_level=sharing.level(config),
+        shard_weights=sharing.shards_base(config),
+        exact=sharing.exact(config),
+        micro_batches=config.gradient_accumulation_steps * max(config.gpus, 1),
     )
 
 
