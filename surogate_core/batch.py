@@ -19,6 +19,20 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What all ranks know of a micro-batch that one of them runs."""
+
+    tokens: int
+    """Tokens that are not padding."""
+    label_tokens: int
+    """Positions that carry loss."""
+    loss_weight: float
+    """What it adds to the divisor of its step's summed loss."""
+    pairs: int
+    """Pairs of a token and a token that it attends to, itself included, without padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Packed rows, flattened, on the host. All shapes are the same in every micro-batch of a run.
 
@@ -57,6 +71,13 @@ class MicroBatch:
             return self.divisor
         weights = self.columns.get(WEIGHTS)
         return float(self.label_tokens) if weights is None else weights.double().sum().item()
+
+    def counts(self) -> Counts:
+        """Its counts, for the ranks that do not run it."""
+        pairs = self.pairs
+        if pairs is None:
+            pairs = round(self.tokens * (float(self.positions.double().mean()) + 1.0))
+        return Counts(tokens=self.tokens, label_tokens=self.label_tokens, loss_weight=self.loss_weight, pairs=pairs)
 
     def pinned(self) -> MicroBatch:
         """The micro-batch in page-locked memory, from which copies to a GPU are asynchronous."""

@@ -39,5 +39,8 @@ class Fabric(Protocol):
     def maximum(self, values: Tensor) -> None:
         """Take the maximum over the ranks in place. int32."""
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The maximum of each number over the ranks, on the host."""
+
     def close(self) -> None:
         """End the communication. All graphs that captured it are gone by now."""

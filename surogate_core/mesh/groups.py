@@ -61,6 +61,13 @@ class GroupFabric:
         """As `Fabric.maximum`."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """As `Fabric.largest`, by gloo."""
+        together = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        found: list[float] = together.tolist()
+        return found
+
     def close(self) -> None:
         """End the process group."""
         if dist.is_initialized():

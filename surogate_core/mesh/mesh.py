@@ -72,15 +72,7 @@ class Mesh:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over the ranks, on the host; needs `connect`."""
-        if self.fabric is None:
-            return list(values)
-        import torch
-        import torch.distributed as dist
-
-        together = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(together, op=dist.ReduceOp.MAX)
-        found: list[float] = together.tolist()
-        return found
+        return list(values) if self.fabric is None else self.fabric.largest(values)
 
     def close(self) -> None:
         """End the collectives."""

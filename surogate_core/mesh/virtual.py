@@ -61,6 +61,10 @@ class VirtualFabric:
         found = self._ranks.swap(self.rank, values.clone())
         values.copy_(torch.stack(found).amax(0))
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """As `Fabric.largest`."""
+        return [max(column) for column in zip(*self._ranks.swap(self.rank, list(values)), strict=True)]
+
     def close(self) -> None:
         """Nothing to end."""
 

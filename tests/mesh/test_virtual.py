@@ -87,3 +87,7 @@ def test_sums_of_three_are_in_order() -> None:
 @pytest.mark.parametrize(("micro_batches", "lanes"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (16, 8), (24, 8)])
 def test_lanes(micro_batches: int, lanes: int) -> None:
     assert lanes_of(micro_batches) == lanes
+
+
+def test_the_largest_of_numbers_on_the_host() -> None:
+    assert in_threads(2, lambda fabric: fabric.largest([fabric.rank, -fabric.rank])) == [[1, 0], [1, 0]]
