@@ -70,13 +70,13 @@ class MicroBatch:
         if self.divisor is not None:
             return self.divisor
         weights = self.columns.get(WEIGHTS)
-        return float(self.label_tokens) if weights is None else weights.double().sum().item()
+        return float(self.label_tokens) if weights is None else total_weight(weights)
 
     def counts(self) -> Counts:
         """Its counts, for the ranks that do not run it."""
         pairs = self.pairs
         if pairs is None:
-            pairs = round(self.tokens * (float(self.positions.double().mean()) + 1.0))
+            pairs = round(self.tokens * mean_pairs(self.positions))
         return Counts(tokens=self.tokens, label_tokens=self.label_tokens, loss_weight=self.loss_weight, pairs=pairs)
 
     def pinned(self) -> MicroBatch:
@@ -87,3 +87,15 @@ class MicroBatch:
         pinned: dict[str, Any] = {k: v.pin_memory() for k, v in values.items() if isinstance(v, torch.Tensor)}
         columns = {name: column.pin_memory() for name, column in self.columns.items()}
         return replace(self, columns=columns, **pinned)
+
+
+def total_weight(weights_N: Tensor) -> float:
+    """Sum of the weights of a micro-batch's positions. All ranks add them in this way, so they get the same bits."""
+    return weights_N.double().sum().item()
+
+
+def mean_pairs(positions_N: Tensor) -> float:
+    """Mean number of tokens that a token attends to; positions restart in each document, and padding is a document
+    too.
+    """
+    return float(positions_N.double().mean()) + 1.0

@@ -23,7 +23,7 @@ from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Flat, NoOptions
 from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
-from surogate_core.bundles.tasks import Evaluation, Steps, Task, TaskSpec
+from surogate_core.bundles.tasks import Evaluation, SharedSteps, Steps, Task, TaskSpec
 from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "RecipeSpec",
     "RecipeState",
     "Role",
+    "SharedSteps",
     "Steps",
     "Store",
     "Stores",

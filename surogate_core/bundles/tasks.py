@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
-    from surogate_core.batch import MicroBatch
+    from surogate_core.batch import Counts, MicroBatch
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
 
@@ -34,6 +34,31 @@ class Steps(Protocol):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue after the step at which `state` was taken. Raises `UserError` if the data differ."""
+
+
+class SharedSteps(Steps, Protocol):
+    """Steps that need not make the micro-batches that other ranks run; other steps make all of them on every rank."""
+
+    def next_share(self, own: Container[int]) -> list[MicroBatch | Counts]:
+        """As `next_step`: micro-batches where their number in the step is in `own`, and `Counts` of the others.
+
+        The counts have the bits of `MicroBatch.counts`: the loss is divided by them on every rank.
+        """
+
+
+def next_share(steps: Steps, own: Container[int]) -> list[MicroBatch | Counts]:
+    """The next step for the rank that runs the micro-batches `own`."""
+    if _can_share(steps):
+        return cast("SharedSteps", steps).next_share(own)
+    return [batch if number in own else batch.counts() for number, batch in enumerate(steps.next_step())]
+
+
+def _can_share(steps: Steps) -> bool:
+    """Whether `next_share` belongs to this `next_step`, which a task may have replaced alone."""
+    for names in (getattr(steps, "__dict__", {}), *(vars(kind) for kind in type(steps).__mro__)):
+        if "next_share" in names or "next_step" in names:
+            return "next_share" in names
+    return False
 
 
 class Evaluation(Protocol):

@@ -5,12 +5,12 @@ Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, WEIGHTS, Counts, MicroBatch, total_weight
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from surogate_core.bundles import Steps
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
-    from surogate_core.data.shards import PackedRows
+    from surogate_core.data.shards import PackedRows, Row
 
 STATE_VERSION = 1
 
@@ -41,13 +41,12 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
             row = rows.row(index)
             used = len(row.input_ids)
             input_ids[at : at + used] = row.input_ids
-            weights[at : at + used - 1] = row.weights[1:]
+            _shift(row, weights[at : at + used])
             tokens += used
+            pairs += _pairs(row)
             for document in row.lengths:
                 positions[at : at + document] = np.arange(document, dtype=np.int32)
                 at += document
-                pairs += document * (document + 1) // 2
-                weights[at - 1] = 0  # the next token belongs to another document
                 borders.append(at)
         padding = (slot + 1) * length - at
         if padding:
@@ -68,6 +67,38 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
         label_tokens=int(np.count_nonzero(weights)),
         columns={WEIGHTS: torch.from_numpy(weights)} if rows.weighted else {},
     )
+
+
+def count(rows: PackedRows, indices: Sequence[int]) -> Counts:
+    """The figures of the micro-batch that `collate` would make of these rows."""
+    import torch
+
+    # As long as a micro-batch, because the order in which torch adds depends on the length.
+    weights = np.zeros(len(indices) * rows.sequence_len, np.float32)
+    tokens = pairs = 0
+    for slot, index in enumerate(indices):
+        row, at = rows.row(index), slot * rows.sequence_len
+        used = len(row.input_ids)
+        _shift(row, weights[at : at + used])
+        tokens += used
+        pairs += _pairs(row)
+    label_tokens = int(np.count_nonzero(weights))
+    return Counts(
+        tokens=tokens,
+        label_tokens=label_tokens,
+        loss_weight=total_weight(torch.from_numpy(weights)) if rows.weighted else float(label_tokens),
+        pairs=pairs,
+    )
+
+
+def _shift(row: Row, weights: NDArray[np.float32]) -> None:
+    """Give each token's loss weight to the position before it, which predicts it; a document's last predicts none."""
+    weights[:-1] = row.weights[1:]
+    weights[np.cumsum(row.lengths) - 1] = 0
+
+
+def _pairs(row: Row) -> int:
+    return sum(document * (document + 1) // 2 for document in row.lengths)
 
 
 class StepLoader:
@@ -99,7 +130,14 @@ class StepLoader:
 
     def next_step(self) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step."""
-        return [self._next_micro_batch() for _ in range(self._micro_batches)]
+        return [collate(self._rows, self._next_rows()) for _ in range(self._micro_batches)]
+
+    def next_share(self, own: Container[int]) -> list[MicroBatch | Counts]:
+        """As `next_step`, with the figures alone of the micro-batches that are not in `own`."""
+        return [
+            collate(self._rows, self._next_rows()) if number in own else count(self._rows, self._next_rows())
+            for number in range(self._micro_batches)
+        ]
 
     def state(self) -> dict[str, Any]:
         """The position in the stream, as JSON values."""
@@ -124,8 +162,8 @@ class StepLoader:
             )
         self._taken = int(state["rows_taken"])
 
-    def _next_micro_batch(self) -> MicroBatch:
-        return collate(self._rows, [self._next_row() for _ in range(self._rows_per_micro_batch)])
+    def _next_rows(self) -> list[int]:
+        return [self._next_row() for _ in range(self._rows_per_micro_batch)]
 
     def _next_row(self) -> int:
         epoch, place = divmod(self._taken, len(self._rows))

@@ -14,6 +14,7 @@ import torch
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import DatasetFormat, NoOptions, Task, TaskSpec
+from surogate_core.bundles.tasks import next_share
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.encoded import EncodeContext, Encoded
 from surogate_core.data.pipeline import prepare
@@ -85,6 +86,27 @@ def gives_equal_steps(spec: TaskSpec) -> None:
             ensure(sum(batch.label_tokens for batch in step) > 0, f"step {number} trains no token")
 
 
+def shares_its_steps(spec: TaskSpec) -> None:
+    """With `next_share` a rank gets its micro-batches as they are in the whole step, and the figures of the others."""
+    with small(spec) as task:
+        whole = task.steps()
+        expected = [whole.next_step() for _ in range(STEPS)]
+        for own in ((), (0,), (1,)):
+            steps = task.steps()
+            for step, batches in enumerate(expected):
+                found = next_share(steps, own)
+                ensure(len(found) == len(batches), f"step {step} has {len(found)} micro-batches, not {len(batches)}")
+                for number, (batch, left) in enumerate(zip(batches, found, strict=True)):
+                    what = f"micro-batch {number} of step {step}, where a rank runs {list(own)}"
+                    if isinstance(left, MicroBatch):
+                        ensure(number in own, f"{what}: it is made")
+                        ensure(not (other := _difference(left, batch)), f"{what}: it differs in {other}")
+                    else:
+                        ensure(number not in own, f"{what}: it is not made")
+                        ensure(left == batch.counts(), f"{what}: its counts are {left}, not {batch.counts()}")
+            ensure(steps.state() == whole.state(), f"the state of a rank that runs {list(own)} differs")
+
+
 def resumes_where_it_was(spec: TaskSpec) -> None:
     """The state is strict JSON, and a stream that loads it continues with the same micro-batches, after any step."""
     with small(spec) as task:
@@ -143,6 +165,7 @@ def _shapes(batch: MicroBatch) -> dict[str, str]:
 
 CHECKS = (
     gives_equal_steps,
+    shares_its_steps,
     resumes_where_it_was,
     refuses_the_state_of_other_data,
     has_one_shape,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.batch import MicroBatch
+from surogate_core.batch import Counts, MicroBatch
 from surogate_core.bundles import Kernel
 from surogate_core.dsl.declare import Block, Model
 from surogate_core.dsl.slots import LinearSlot
@@ -60,10 +60,10 @@ class Work:
         """FLOPs of a token that attends to `pairs` tokens on average, itself among them."""
         return self.products_per_token + self.attention_per_pair * pairs
 
-    def step(self, batches: Sequence[MicroBatch]) -> float:
-        """FLOPs of an optimizer step over these micro-batches, without padding."""
-        tokens = sum(b.tokens for b in batches)
-        pairs = sum(b.tokens * mean_pairs(b.positions) if b.pairs is None else b.pairs for b in batches)
+    def step(self, batches: Sequence[MicroBatch | Counts]) -> float:
+        """FLOPs of an optimizer step over these micro-batches, without padding, on all ranks together."""
+        counts = [b if isinstance(b, Counts) else b.counts() for b in batches]
+        tokens, pairs = sum(c.tokens for c in counts), sum(c.pairs for c in counts)
         return self.products_per_token * tokens + self.attention_per_pair * pairs
 
 
@@ -90,13 +90,6 @@ def _of_block(model: Model, block: Block) -> tuple[int, int]:
         tables["cu_seqlens"] = torch.zeros(2, dtype=torch.int32)
         block.bind(tensors, slots, gemm=linear, seed=None).outputs(torch.empty(tokens, model.width), tables)
     return found[0], found[1]
-
-
-def mean_pairs(positions_N: Tensor) -> float:
-    """Mean number of tokens that a token attends to; positions restart in each document, and padding is a document
-    too.
-    """
-    return float(positions_N.double().mean()) + 1.0
 
 
 @cache

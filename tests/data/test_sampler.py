@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from surogate_core.batch import MicroBatch
+from surogate_core.bundles.tasks import next_share
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sampler import EvalBatches, StepLoader, epoch_order
-from surogate_core.data.shards import PackedRows
+from surogate_core.data.shards import PackedRows, Row
 from surogate_core.errors import UserError
+from surogate_core.mesh.shares import share_of
 
 
 @pytest.fixture
@@ -60,6 +65,57 @@ def test_the_stream_does_not_depend_on_how_rows_are_grouped(rows: PackedRows) ->
     grouped = three.next_step()
     assert all(same(a, one.next_step()[0]) for a in grouped)
     assert three.state() == one.state()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_ranks_share_a_step_without_changing_its_rows(rows: PackedRows, interleaved: bool) -> None:
+    """Micro-batch j of step s has the same rows on any number of ranks, and every rank knows the counts of all."""
+    whole = loader(rows, micro_batches=8)
+    steps = [whole.next_step() for _ in range(3)]
+    for world in (1, 2, 4, 8):
+        seen = []
+        for rank in range(world):
+            own = share_of(8, rank=rank, world=world, interleaved=interleaved)
+            seen += own
+            mine = loader(rows, micro_batches=8)
+            for expected in steps:
+                for number, (batch, found) in enumerate(zip(expected, mine.next_share(own), strict=True)):
+                    assert isinstance(found, MicroBatch) == (number in own)
+                    assert same(found, batch) if isinstance(found, MicroBatch) else found == batch.counts()
+            assert mine.state() == whole.state()
+        assert sorted(seen) == list(range(8))
+
+
+def test_a_share_of_weighted_rows_has_the_same_divisor(rows: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "weighted", True)
+    plain = rows.row
+
+    def weighted(index: int) -> Row:
+        row = plain(index)
+        return replace(row, weights=row.weights * np.float32(0.1) * (1 + np.arange(len(row.weights)) % 7))
+
+    monkeypatch.setattr(rows, "row", weighted)
+    whole, others = loader(rows), loader(rows)
+    for _ in range(4):
+        expected = [batch.counts() for batch in whole.next_step()]
+        assert others.next_share(()) == expected
+        assert all(c.loss_weight != c.label_tokens for c in expected)
+
+
+def test_a_step_that_a_task_changed_is_made_whole(rows: PackedRows) -> None:
+    class Reversed(StepLoader):
+        def next_step(self) -> list[MicroBatch]:
+            return super().next_step()[::-1]
+
+    mine = Reversed(rows, rows_per_micro_batch=2, micro_batches=3, seed=1)
+    patched: Any = loader(rows)
+    in_order = patched.next_step
+    patched.next_step = lambda: in_order()[::-1]
+    first, middle, last = loader(rows).next_step()
+    for steps in (mine, patched):
+        counts, made, more = next_share(steps, (1,))
+        assert (counts, more) == (last.counts(), first.counts())
+        assert same(made, middle)
 
 
 def test_all_shapes_of_a_run_are_equal(

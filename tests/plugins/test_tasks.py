@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ class Shrinking(StepLoader):
         return super().next_step()
 
 
+class Miscounting(StepLoader):
+    def next_share(self, own: Any) -> Any:
+        """Knows nothing of the rows of other ranks."""
+        made = super().next_share(own)
+        return [batch if number in own else replace(batch, tokens=0) for number, batch in enumerate(made)]
+
+
 class Unending(StepLoader):
     made = 0
 
@@ -66,6 +74,7 @@ def broken(steps: type[StepLoader]) -> TaskSpec:
     [
         (Forgetful, tasks.resumes_where_it_was, "resumed after 1 steps: epoch is"),
         (Trusting, tasks.refuses_the_state_of_other_data, "takes the state of other data"),
+        (Miscounting, tasks.shares_its_steps, "micro-batch 0 of step 0, where a rank runs .*: its counts are"),
         (Shrinking, tasks.has_one_shape, "a micro-batch has"),
         (Unending, tasks.gives_equal_steps, "the same data again: micro-batch 0 of step 0 differs in input_ids"),
     ],

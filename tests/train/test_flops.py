@@ -12,10 +12,10 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.batch import IGNORE_LABEL, MicroBatch, mean_pairs
 from surogate_core.data.sampler import collate
 from surogate_core.testing import tiny
-from surogate_core.train.flops import Work, gemm_flops_per_second, mean_pairs
+from surogate_core.train.flops import Work, gemm_flops_per_second
 
 
 def batch(*lengths: int, padding: int = 0) -> MicroBatch:
