@@ -100,6 +100,11 @@ def sft(
     persistent_quants: bool = ...,
     cpu_training: bool = ...,
     launcher: _Choice = ...,
+    gpus: int = ...,
+    zero_level: Literal[0, 1, 2, 3] = ...,
+    shard_gradients: bool = ...,
+    shard_weights: bool = ...,
+    exact_reduction: Literal["auto"] | bool = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
     validation_split_ratio: float = ...,
@@ -232,6 +237,15 @@ def sft(
         cpu_training: Keep weights, masters, gradients and optimizer state off the device; the CPU runs the
             optimizer step.
         launcher: The launcher, which starts the processes of the run.
+        gpus: GPUs of this machine to train on, one process each; 0 is all. With `device=cpu`, the number of
+            processes.
+        zero_level: What several GPUs share out: 1 masters and optimizer state, 2 also gradients, 3 also weights; 0
+            nothing.
+        shard_gradients: Share out the gradient sums, as `zero_level=2` does.
+        shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
+            which it is kept.
+        exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
+            `lora`.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
             fields.
         validation_datasets: Held-out data, same form; empty takes `validation_split_ratio` of the training
@@ -356,6 +370,11 @@ def pt(
     persistent_quants: bool = ...,
     cpu_training: bool = ...,
     launcher: _Choice = ...,
+    gpus: int = ...,
+    zero_level: Literal[0, 1, 2, 3] = ...,
+    shard_gradients: bool = ...,
+    shard_weights: bool = ...,
+    exact_reduction: Literal["auto"] | bool = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
     validation_split_ratio: float = ...,
@@ -488,6 +507,15 @@ def pt(
         cpu_training: Keep weights, masters, gradients and optimizer state off the device; the CPU runs the
             optimizer step.
         launcher: The launcher, which starts the processes of the run.
+        gpus: GPUs of this machine to train on, one process each; 0 is all. With `device=cpu`, the number of
+            processes.
+        zero_level: What several GPUs share out: 1 masters and optimizer state, 2 also gradients, 3 also weights; 0
+            nothing.
+        shard_gradients: Share out the gradient sums, as `zero_level=2` does.
+        shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
+            which it is kept.
+        exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
+            `lora`.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
             fields.
         validation_datasets: Held-out data, same form; empty takes `validation_split_ratio` of the training

@@ -87,3 +87,7 @@ class OptimizerSpec:
     """Its usual learning rates as a multiple of AdamW's, for the warning about a rate far outside of them."""
     adapters: bool = True
     """Whether it supports adapters; otherwise it is refused with `lora`."""
+    whole_matrices: bool = False
+    """Whether an update needs the whole matrix; otherwise each rank may update any range of a parameter, in units of
+    `FLAT_ALIGNMENT` elements. With it several GPUs keep masters and state whole (`zero_level=0`).
+    """

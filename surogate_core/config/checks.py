@@ -79,7 +79,52 @@ def _micro_batch(v: Values) -> int:
     return int(v["per_device_train_batch_size"] * v["sequence_len"])
 
 
+EXACT_RANKS = (1, 2, 4, 8)
+"""Numbers of GPUs among which a run with exact sums has equal bits."""
+
+
+def several(v: Values) -> bool:
+    """Whether the run may have several ranks."""
+    return bool(v["gpus"] != 1)
+
+
+SEVERAL: tuple[Rule, ...] = (
+    Rule(
+        name="cpu_training_on_several_gpus",
+        key="cpu_training",
+        wrong=lambda v: several(v) and v["cpu_training"],
+        message="is not available with several GPUs.",
+        fix="gpus: 1; or cpu_training: false, which `zero_level: 3` or the `offload_*` keys may make fit",
+    ),
+    *(
+        Rule(
+            name=f"{key}_without_level",
+            key=key,
+            wrong=lambda v, key=key: several(v) and v[key] and v["zero_level"] == 0 and not v["lora"],  # type: ignore[misc]
+            message="is set while `zero_level` is 0, which shares out nothing.",
+            fix=f"zero_level: {level}, or {key}: false",
+        )
+        for key, level in (("shard_gradients", 2), ("shard_weights", 3))
+    ),
+    Rule(
+        name="exact_sums_of_other_numbers",
+        key="exact_reduction",
+        wrong=lambda v: v["exact_reduction"] is True and v["gpus"] not in (0, *EXACT_RANKS),
+        message="is true, and exact sums exist for 1, 2, 4 and 8 GPUs.",
+        fix="gpus: 1, 2, 4 or 8; or exact_reduction: auto",
+    ),
+    Rule(
+        name="exact_sums_off_the_device",
+        key="exact_reduction",
+        wrong=lambda v: v["exact_reduction"] is True and (v["offload_grads"] or v["cpu_training"]),
+        message="is true, and exact sums need the gradients on the device.",
+        fix="offload_grads: false and cpu_training: false, or exact_reduction: auto",
+    ),
+)
+"""Contradictions that may depend on the number of ranks."""
+
 RULES: tuple[Rule, ...] = (
+    *SEVERAL,
     Rule(
         name="micro_batch_past_any_memory",
         key="per_device_train_batch_size",
@@ -91,9 +136,10 @@ RULES: tuple[Rule, ...] = (
         name="step_past_any_memory",
         key="gradient_accumulation_steps",
         wrong=lambda v: (
-            _micro_batch(v) <= MAX_MICRO_BATCH and _micro_batch(v) * v["gradient_accumulation_steps"] > MAX_STEP
+            _micro_batch(v) <= MAX_MICRO_BATCH
+            and _micro_batch(v) * v["gradient_accumulation_steps"] * max(v["gpus"], 1) > MAX_STEP
         ),
-        message=f"times the tokens of a micro-batch is more than {MAX_STEP:,} tokens in an optimizer step.",
+        message=f"times the tokens of a micro-batch and `gpus` is more than {MAX_STEP:,} tokens in an optimizer step.",
         fix="smaller `gradient_accumulation_steps`",
     ),
     Rule(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from surogate_core.config.schema import RunConfig
+from collections.abc import Mapping
+from typing import Any
 
-EXACT_RANKS = (1, 2, 4, 8)
-"""Numbers of ranks among which an exact run has equal bits."""
+from surogate_core.bundles import OptimizerSpec
+from surogate_core.config.checks import EXACT_RANKS, SEVERAL
+from surogate_core.config.schema import KEYS, RunConfig
+from surogate_core.errors import ConfigError, Problem
 
 
 def level(config: RunConfig) -> int:
@@ -13,18 +16,64 @@ def level(config: RunConfig) -> int:
 
     It does not depend on the number of GPUs, because the order of an exact sum follows it.
     """
-    if config.lora:
-        return 0
-    return max(config.zero_level, 2 if config.shard_gradients else 0, 3 if config.shard_weights else 0)
+    asked = max(config.zero_level, 2 if config.shard_gradients else 0, 3 if config.shard_weights else 0)
+    return 0 if config.lora else asked
 
 
-def shards_base(config: RunConfig) -> bool:
+def shards_weights(config: RunConfig) -> bool:
     """Whether each rank keeps only its part of the weights between their uses."""
     return config.shard_weights or config.zero_level == 3
 
 
-def exact(config: RunConfig) -> bool:
-    """Whether gradients are added in an order that does not depend on the number of ranks."""
+def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
+    """Whether gradients are added in an order that does not depend on the number of ranks.
+
+    `moves_gradients`: whether the offloader keeps gradients off the device, where such sums are not possible.
+    """
     if config.exact_reduction == "auto":
-        return config.lora and not config.offload_grads and config.gpus in EXACT_RANKS
+        return config.lora and not moves_gradients and config.gpus in EXACT_RANKS
+    if config.exact_reduction and moves_gradients:
+        message = (
+            f"is true, and exact sums need the gradients on the device, which offload={config.offload.name} moves."
+        )
+        fix = "exact_reduction: auto, or an offload_* key that leaves gradients alone"
+        raise ConfigError([Problem(key="exact_reduction", message=message, fix=fix)])
     return config.exact_reduction
+
+
+def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Problem | None:
+    """The mistake of sharing out the masters of an optimizer that needs whole matrices."""
+    level = values["zero_level"]
+    if not optimizer.whole_matrices or values["gpus"] == 1 or values["lora"] is True or not level:
+        return None
+    message = f"is {level}, which shares out the masters, and optimizer {optimizer.name} needs whole matrices."
+    return Problem(key="zero_level", message=message, fix="zero_level: 0")
+
+
+def check(config: RunConfig, optimizer: OptimizerSpec) -> None:
+    """Raise `ConfigError` if the keys contradict the number of ranks, which torchrun or SLURM may have set."""
+    values = {key: getattr(config, key) for key in KEYS}
+    problems = [Problem(key=r.key, message=r.message, fix=r.fix) for r in SEVERAL if r.wrong(values)]
+    if problem := whole_matrices(optimizer, values):
+        problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+
+
+def notes(config: RunConfig) -> list[str]:
+    """Notes about keys of several GPUs that have no effect."""
+    found = []
+    shards = [key for key in ("shard_gradients", "shard_weights") if getattr(config, key)]
+    if config.gpus == 1:
+        shards = [f"zero_level={config.zero_level}"] * (config.zero_level > 1) + shards
+        if shards:
+            found.append(f"{', '.join(shards)}: no effect with gpus=1, nothing is shared out.")
+    elif config.lora:
+        whole = [f"zero_level={config.zero_level}"] * (config.zero_level == 2)
+        whole += ["shard_gradients"] * config.shard_gradients
+        if whole:
+            found.append(
+                f"{', '.join(whole)}: no effect with lora, every GPU keeps the adapters and their optimizer state. "
+                f"shard_weights=true shares out the frozen base."
+            )
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
-from surogate_core.config import offload, peers
+from surogate_core.config import offload, peers, sharing
 from surogate_core.config.checks import RULES, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
@@ -320,6 +320,10 @@ class _Validator:
             able = " or ".join(name for name, other in specs.items() if other.adapters)
             message = f"{chosen.name} trains whole matrices, and with `lora` only adapters are trained."
             self._problem("optimizer", message, f"optimizer: {able}, or lora: false" if able else "lora: false")
+        if not {p.key for p in self.problems} & {"gpus", "zero_level", "lora"}:
+            problem = sharing.whole_matrices(spec, built)
+            if problem is not None:
+                self._problem(problem.key, problem.message, problem.fix)
 
     def recipe(self, built: Mapping[str, Any]) -> None:
         """Ask the recipe whether its options fit the model's dtype."""

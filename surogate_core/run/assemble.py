@@ -270,9 +270,17 @@ def resolve_recompute(config: RunConfig) -> Recompute:
 
 
 def engine_settings(
-    config: RunConfig, *, device: torch.device, borders: int, columns: tuple[str, ...] = ()
+    config: RunConfig,
+    *,
+    device: torch.device,
+    borders: int,
+    columns: tuple[str, ...] = (),
+    moves_gradients: bool = False,
 ) -> EngineSettings:
-    """The engine's settings for micro-batches with this many document borders and these columns."""
+    """The engine's settings for micro-batches with this many document borders and these columns.
+
+    `moves_gradients`: whether the offloader keeps gradients off the device.
+    """
     assert config.lmhead_chunks != "auto"
     return EngineSettings(
         device=device,
@@ -295,8 +303,8 @@ def engine_settings(
         update_on_cpu=config.cpu_training,
         ranks=max(config.gpus, 1),
         zero_level=sharing.level(config),
-        shard_weights=sharing.shards_base(config),
-        exact=sharing.exact(config),
+        shard_weights=sharing.shards_weights(config),
+        exact=sharing.exact(config, moves_gradients=moves_gradients),
         micro_batches=config.gradient_accumulation_steps * max(config.gpus, 1),
     )
 
@@ -404,15 +412,17 @@ def assemble(
     """
     device, objective = resolve_device(config), registry.get("objective", config.objective)
     check_columns(objective, columns, task=config.task)
+    offloader = resolve_offloader(config, registry)
+    gradients = offloader.moves("gradients")
     return Assembly(
         model=resolved.model,
-        settings=engine_settings(config, device=device, borders=borders, columns=columns),
+        settings=engine_settings(config, device=device, borders=borders, columns=columns, moves_gradients=gradients),
         kernels=kernel_table(config, registry, device),
         recipe=resolve_recipe(config, registry, device),
         objective=objective,
         optimizer=registry.get("optimizer", config.optimizer.name),
         optimizer_options=config.optimizer.options,
-        offloader=resolve_offloader(config, registry),
+        offloader=offloader,
         lora=resolve_lora(config, resolved.model),
         weight_format=resolve_weight_format(config, registry, resolved.model),
         keeps_as_it_is=weights_as_they_are(config, resolved.model),

@@ -285,6 +285,11 @@ CONTRADICTIONS = {
     "offloaded_quants_made_anew": ["offload_quants=true", "lora=true"],
     "quants_of_trained_weights": ["persistent_quants=true", "recipe=fp8-hybrid", "lora=false"],
     "epochs_without_effect": ["epoch_adjustment=true", "max_steps=10"],
+    "cpu_training_on_several_gpus": ["gpus=2", "cpu_training=true"],
+    "shard_gradients_without_level": ["gpus=2", "lora=false", "zero_level=0", "shard_gradients=true"],
+    "shard_weights_without_level": ["gpus=2", "lora=false", "zero_level=0", "shard_weights=true"],
+    "exact_sums_of_other_numbers": ["gpus=3", "exact_reduction=true"],
+    "exact_sums_off_the_device": ["exact_reduction=true", "offload_grads=true"],
 }
 
 
@@ -293,6 +298,11 @@ def test_every_contradiction(problems: Problems, rule: Any) -> None:
     (problem,) = problems("model=qwen3-0.6b", *CONTRADICTIONS[rule.name])
     assert (problem.key, problem.message) == (rule.key, rule.message)
     assert problem.fix
+
+
+def test_a_step_of_all_gpus_is_bounded(problems: Problems) -> None:
+    (problem,) = problems("model=qwen3-0.6b", "per_device_train_batch_size=64", "sequence_len=4096", "gpus=1024")
+    assert problem.key == "gradient_accumulation_steps"
 
 
 def test_a_task_that_trains_all_weights_takes_no_adapters(problems: Problems) -> None:

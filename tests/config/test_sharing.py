@@ -1,0 +1,89 @@
+"""What several GPUs share out, from the keys; contradictions that depend on their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from surogate_core.config import sharing
+from surogate_core.config.schema import RunConfig
+from surogate_core.errors import ConfigError, Problem
+from surogate_core.plugins import Registry
+
+Load = Callable[..., RunConfig]
+Problems = Callable[..., list[Problem]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "level", "weights"),
+    [
+        ([], 1, False),
+        (["zero_level=0"], 0, False),
+        (["shard_gradients=true"], 2, False),
+        (["shard_weights=true"], 3, True),
+        (["zero_level=3"], 3, True),
+        (["lora=true", "zero_level=2"], 0, False),
+        (["lora=true", "shard_weights=true"], 0, True),
+        (["lora=true", "zero_level=3"], 0, True),
+    ],
+)
+def test_levels(load: Load, keys: list[str], level: int, weights: bool) -> None:
+    for gpus in ("gpus=1", "gpus=2"):
+        config = load("model=qwen3-0.6b", "lora=false", gpus, *keys)
+        assert (sharing.level(config), sharing.shards_weights(config)) == (level, weights)
+
+
+def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
+    def exact(*keys: str, moves: bool = False) -> bool:
+        return sharing.exact(load("model=qwen3-0.6b", *keys), moves_gradients=moves)
+
+    assert all(exact("lora=true", f"gpus={n}") for n in (1, 2, 4, 8))
+    assert not exact("lora=true", "gpus=3")
+    assert not exact("lora=true", moves=True)
+    assert not exact("lora=false", "gpus=2")
+    assert exact("lora=false", "gpus=2", "exact_reduction=true")
+    assert not exact("lora=true", "exact_reduction=false")
+    with pytest.raises(ConfigError, match="gradients on the device"):
+        exact("exact_reduction=true", moves=True)
+
+
+def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems) -> None:
+    keys = ("model=qwen3-0.6b", "lora=false", "optimizer=normuon")
+    for level in (1, 3):
+        (problem,) = problems(*keys, "gpus=2", f"zero_level={level}")
+        assert (problem.key, problem.fix) == ("zero_level", "zero_level: 0")
+        assert "normuon" in problem.message
+    assert load(*keys, "gpus=1").zero_level == 1
+    assert load(*keys, "gpus=2", "zero_level=0").zero_level == 0
+
+
+def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, registry: Registry) -> None:
+    def check(*keys: str) -> None:
+        config = load("model=qwen3-0.6b", "lora=false", *keys)
+        sharing.check(config, registry.get("optimizer", config.optimizer.name))
+        sharing.check(replace(config, gpus=3), registry.get("optimizer", config.optimizer.name))
+
+    check("optimizer=adamw")
+    for keys, match in (("optimizer=normuon", "normuon"), ("cpu_training=true", "cpu_"), ("exact_reduction=true", "8")):
+        with pytest.raises(ConfigError, match=match):
+            check(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["gpus=1"], None),
+        (["gpus=1", "zero_level=3", "shard_weights=true"], "zero_level=3, shard_weights: no effect with gpus=1"),
+        (["gpus=2", "zero_level=3"], None),
+        (["gpus=2", "lora=true", "shard_gradients=true"], "shard_gradients: no effect with lora"),
+        (["gpus=2", "lora=true", "zero_level=2"], "zero_level=2: no effect with lora"),
+        (["gpus=2", "lora=true", "zero_level=3"], None),
+    ],
+)
+def test_keys_without_effect_are_notes(load: Load, keys: list[str], said: Any) -> None:
+    found = sharing.notes(load("model=qwen3-0.6b", "lora=false", *keys))
+    assert len(found) == (said is not None)
+    assert all(said in note for note in found)
