@@ -22,6 +22,7 @@ from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import CUDA_CONTEXT, Counts, Prediction
 from surogate_core.files.atomic import human_bytes
+from surogate_core.mesh.mesh import Mesh
 from surogate_core.run.assemble import (
     ResolvedModel,
     assemble,
@@ -140,12 +141,12 @@ def smallest(config: RunConfig) -> RunConfig:
     return choices(config)[-1].applied(config) if is_open(config) else config
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process may take on a device, with CUDA's own as the prediction counts them; for a CPU, of the
-    host's memory. None if unknown.
+def free_memory(device: torch.device, *, ranks: int = 1) -> int | None:
+    """Bytes that this process may take on a device, with CUDA's own as the prediction counts them. For a CPU, its part
+    of the host's memory, which all `ranks` share. None if unknown.
     """
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
+        return int(psutil.virtual_memory().available) // ranks
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -233,26 +234,34 @@ def build_engine(
     progress: Callable[[str, int, int], None],
     prefer: Choice | None = None,
     notes: list[str] | None = None,
+    mesh: Mesh | None = None,
 ) -> Engine:
     """Choose what fits, load or draw the weights, differentiate and compile.
 
     `sample` has the shapes of every micro-batch. `prefer`: the choice of the checkpoint that the run resumes from,
-    since another one may round differently. `notes` receives a sentence if memory decided anything.
+    since another one may round differently. `notes` receives a sentence if memory decided anything. The ranks of a
+    `mesh` all build the same engine: rank 0 chooses what fits on each, and a rank that runs out of memory all the same
+    ends the run.
     """
     borders, columns = sample.cu_seqlens.numel(), tuple(sorted(sample.columns))
-    said = notes if notes is not None else []
+    said, mesh = notes if notes is not None else [], mesh or Mesh()
+
+    def engine_of(config: RunConfig) -> Engine:
+        return _engine(config, registry, resolved, borders=borders, columns=columns, progress=progress, mesh=mesh)
+
     if not is_open(config):
-        return _engine(config, registry, resolved, borders=borders, columns=columns, progress=progress)
-    room = free_memory(resolve_device(config))
+        return engine_of(config)
+    room = _least(mesh.gather(free_memory(resolve_device(config), ranks=mesh.local_world)))
     tried = _fitting(config, registry, resolved, room=room, borders=borders, columns=columns, prefer=prefer)
+    if mesh.world > 1:
+        mine = next(tried).record() if mesh.leads else None
+        tried = iter([Choice(**mesh.gather(mine)[0])])
     failed: list[Choice] = []
     for choice in tried:
         try:
-            engine = _engine(
-                choice.applied(config), registry, resolved, borders=borders, columns=columns, progress=progress
-            )
+            engine = engine_of(choice.applied(config))
         except Exception as error:
-            if not is_out_of_memory(error) or choice == choices(config)[-1]:
+            if not is_out_of_memory(error) or choice == choices(config)[-1] or mesh.world > 1:
                 raise
             log.warning("out of memory", choice=str(choice), error=repr(error))
         else:
@@ -263,6 +272,11 @@ def build_engine(
     raise AssertionError("the last choice returns or raises")
 
 
+def _least(rooms: Sequence[int | None]) -> int | None:
+    """The smallest of the ranks' free memories, of those that are known."""
+    return min((room for room in rooms if room is not None), default=None)
+
+
 def _engine(
     config: RunConfig,
     registry: Registry,
@@ -271,6 +285,7 @@ def _engine(
     borders: int,
     columns: tuple[str, ...],
     progress: Callable[[str, int, int], None],
+    mesh: Mesh,
 ) -> Engine:
     assembly = assemble(config, registry, resolved, borders=borders, columns=columns)
     directory = config.offload_dir or config.place

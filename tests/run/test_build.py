@@ -14,6 +14,7 @@ from run_fixtures import SMALL
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.prediction import predict
+from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import build
 from surogate_core.run.assemble import resolve_model
@@ -151,6 +152,38 @@ def test_out_of_memory_with_the_smallest_choice_is_raised(
     with pytest.raises(torch.OutOfMemoryError):
         built(config, installed)
     assert attempts.tried == choices(config)
+
+
+class Answers(Mesh):
+    """One of two ranks, whose gatherings have been answered already."""
+
+    def __init__(self, rank: int, *answers: list[Any]):
+        super().__init__(rank=rank, world=2, local_world=2)
+        self.answers = list(answers)
+        self.sent: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.sent.append(value)
+        found = self.answers.pop(0)
+        found[self.rank] = value
+        return found
+
+
+def test_ranks_build_what_rank_0_chose_for_the_smallest_memory(
+    load: Load, installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load("lora=true", "gpus=2", "recompute_budget=0.1", "lmhead_chunks=1")
+    monkeypatch.setattr(build, "_engine", Attempts(0))
+    first = Answers(0, [None, 1000], [None, None])
+    assert built(config, installed, mesh=first) == choices(config)[-1], "nothing fits beside rank 1's memory"
+    assert first.sent[0] == pytest.approx(build.free_memory(CPU, ranks=2), rel=0.2)
+    second = Answers(1, [None, None], [choices(config)[0].record(), None])
+    assert built(config, installed, mesh=second) == choices(config)[0]
+    assert second.sent[1] is None
+
+    monkeypatch.setattr(build, "_engine", Attempts(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        built(config, installed, mesh=Answers(0, [None, 2**45], [None, None]))
 
 
 def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(
