@@ -139,10 +139,10 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
         lora=None if options.full else bench.adapters(RANK, dropout=options.dropout),
         weight_format=None if options.base == "bf16" else options.base,
     )
-    return Engine(assembly, RandomSource(seed=0, std=0.02, device=device), progress=_forget_the_set_up)
+    return Engine(assembly, RandomSource(seed=0, std=0.02, device=device), progress=forget_the_set_up)
 
 
-def _forget_the_set_up(task: str, done: int, total: int) -> None:
+def forget_the_set_up(task: str, done: int, total: int) -> None:
     """Peaks are counted from the first step on, which is that before graphs are captured."""
     if torch.cuda.is_initialized() and done == 0:
         gc.collect()

@@ -20,7 +20,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import shlex
 import signal
 import statistics
@@ -35,6 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from bench_ranks import cause
 from surogate_model_qwen3.presets import PRESETS
 
 WARM_UP = 3
@@ -289,11 +289,7 @@ def start(
         # A line that is measured and then fails on its way out is measured.
         with contextlib.suppress(OSError, ValueError):
             return json.loads(result.read_text())
-        lines = [one.strip() for one in text.splitlines() if one.strip()]
-        if any("OutOfMemoryError" in one or "out of memory" in one for one in lines):
-            return {"error": "out of memory", "log": text[-3000:]}
-        raised = [one for one in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", one)] or lines
-        return {"error": (raised[-1] if raised else f"exit status {code}")[:200], "log": text[-3000:]}
+        return {"error": cause(text) or f"exit status {code}", "log": text[-3000:]}
 
 
 def finish(found: list[tuple[Line, dict[str, Any]]]) -> tuple[float | None, list[dict[str, Any]]]:

@@ -1,0 +1,155 @@
+"""Engines on several ranks for the benchmarks: what a case trains, and the micro-batches of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import bench
+import gpu_lora
+import torch
+from surogate_model_qwen3.model import build
+from surogate_model_qwen3.presets import PRESETS
+
+from surogate_core.batch import Counts, MicroBatch
+from surogate_core.bundles import TensorKind
+from surogate_core.dsl.declare import Model
+from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.parameters import RandomSource
+from surogate_core.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What is trained. The defaults are LoRA as in benchmarks/gpu_lora.py."""
+
+    preset: str = "0.6b"
+    layers: int = 0
+    """Fewer than the published shape's; 0: all."""
+    lora: bool = True
+    rank: int = 16
+    dropout: float = 0.0
+    recipe: str = "bf16"
+    base: str = "bf16"
+    """Weight format of the frozen projections."""
+    optimizer: str = "adamw"
+    master: str = "float32"
+    zero_level: int = 0
+    shard_weights: bool = False
+    exact: bool | None = None
+    """Whether sums do not depend on the number of ranks; None: as the key's default, for LoRA."""
+    recompute: bool = False
+    head_chunks: int = 4
+    offload: tuple[TensorKind, ...] = ()
+    rows: int = 2
+    length: int = 2048
+    accumulation: int = 4
+    """Micro-batches of a rank in an optimizer step."""
+    micro_batches: int = 0
+    """Micro-batches of all ranks in an optimizer step, instead of `accumulation`."""
+
+    def total(self, world: int) -> int:
+        """M, micro-batches of an optimizer step."""
+        return self.micro_batches or self.accumulation * world
+
+    def tokens(self, world: int) -> int:
+        """Tokens of an optimizer step."""
+        return self.total(world) * self.rows * self.length
+
+    def tiny(self) -> Training:
+        """The same for a CPU, in a second."""
+        total = min(self.micro_batches, 8)
+        return replace(self, preset="tiny", layers=2, rank=4, length=32, micro_batches=total)
+
+
+def model_of(training: Training) -> Model:
+    """The model, of published shape."""
+    config = dict(PRESETS[training.preset])
+    return build(config | ({"num_hidden_layers": training.layers} if training.layers else {}))
+
+
+def assembly_of(training: Training, world: int, device: torch.device, *, seed: int = 0) -> Assembly:
+    """The parts of a rank's engine, and of the prediction of its memory."""
+    gpu = device.type == "cuda"
+    settings = EngineSettings(
+        device=device,
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        compiler="inductor" if gpu else "fx",
+        cuda_graphs=gpu,
+        tokens=training.rows * training.length,
+        borders=training.rows + 1,
+        max_seqlen=training.length,
+        head_chunks=training.head_chunks,
+        recompute=Recompute(block=training.recompute),
+        master_dtype=getattr(torch, training.master),
+        seed=seed,
+        ranks=world,
+        zero_level=training.zero_level,
+        shard_weights=training.shard_weights or training.zero_level == 3,
+        exact=training.lora if training.exact is None else training.exact,
+        micro_batches=training.total(world),
+    )
+    return bench.assemble(
+        model_of(training),
+        settings,
+        recipe=training.recipe,
+        optimizer=training.optimizer,
+        offload=frozenset(training.offload),
+        lora=bench.adapters(training.rank, dropout=training.dropout) if training.lora else None,
+        weight_format=None if training.base == "bf16" else training.base,
+    )
+
+
+def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0) -> Engine:
+    """The engine of a rank, with random weights that are the same on every rank."""
+    source = RandomSource(seed=seed, std=0.02, device=assembly.settings.device)
+    # Engines that know no ranks take no mesh.
+    several = {"mesh": mesh} if mesh.world > 1 else {}
+    return Engine(assembly, source, progress=gpu_lora.forget_the_set_up, **several)  # type: ignore[arg-type]
+
+
+def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[MicroBatch | Counts]:
+    """The micro-batches of an optimizer step as a rank gets them: those of other ranks as counts."""
+    batch = partial(
+        bench.random_batch,
+        PRESETS[training.preset]["vocab_size"],
+        rows=training.rows,
+        length=training.length,
+        borders=training.rows + 1,
+    )
+    total = training.total(mesh.world)
+    made: list[MicroBatch | Counts] = []
+    known: Counts | None = None
+    for j in range(total):
+        if known is not None and owner(j, total, mesh.world, training.zero_level) != mesh.rank:
+            made.append(known)
+            continue
+        own = batch(seed=step * total + j)
+        # All have equal counts: every token is a label.
+        known = own.counts()
+        made.append(own if owner(j, total, mesh.world, training.zero_level) == mesh.rank else known)
+    return made
+
+
+def owner(j: int, total: int, world: int, zero_level: int) -> int:
+    """The rank that runs micro-batch j."""
+    return j % world if zero_level >= 2 else j // (total // world)
+
+
+def own_batches(batches: Sequence[MicroBatch | Counts]) -> list[MicroBatch]:
+    """Those that this rank runs."""
+    return [batch for batch in batches if isinstance(batch, MicroBatch)]
+
+
+def cpu_times(function: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each call, on a CPU."""
+    times = []
+    for _ in range(count):
+        before = time.perf_counter()
+        function()
+        times.append(1e3 * (time.perf_counter() - before))
+    return times
