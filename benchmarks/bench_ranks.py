@@ -153,7 +153,8 @@ def run_rank(function: Callable[[dict[str, Any], Mesh], Any], *, stdin: IO[str] 
     """In a rank: wait for `Group.go`, call the function with the work and a mesh, and hand in what it returns."""
     directory, rank, world = json.loads(os.environ.pop(VARIABLE))
     work = json.loads(Path(directory, "work").read_text())
-    stdin.readline()
+    if not stdin.readline():
+        os._exit(1)  # the parent is gone
     result = function(work, make_mesh(Path(directory, "store"), rank, world))
     unfinished = Path(directory, f"unfinished-{rank}")
     unfinished.write_text(json.dumps(result))

@@ -21,6 +21,7 @@ from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource
 from surogate_core.mesh.mesh import Mesh
+from surogate_core.mesh.shares import share_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0) -> Engine:
     source = RandomSource(seed=seed, std=0.02, device=assembly.settings.device)
     # Engines that know no ranks take no mesh.
     several = {"mesh": mesh} if mesh.world > 1 else {}
-    return Engine(assembly, source, progress=gpu_lora.forget_the_set_up, **several)  # type: ignore[arg-type]
+    return Engine(assembly, source, progress=gpu_lora.forget_the_set_up, **several)
 
 
 def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[MicroBatch | Counts]:
@@ -122,22 +123,10 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
         borders=training.rows + 1,
     )
     total = training.total(mesh.world)
-    made: list[MicroBatch | Counts] = []
-    known: Counts | None = None
-    for j in range(total):
-        if known is not None and owner(j, total, mesh.world, training.zero_level) != mesh.rank:
-            made.append(known)
-            continue
-        own = batch(seed=step * total + j)
-        # All have equal counts: every token is a label.
-        known = own.counts()
-        made.append(own if owner(j, total, mesh.world, training.zero_level) == mesh.rank else known)
-    return made
-
-
-def owner(j: int, total: int, world: int, zero_level: int) -> int:
-    """The rank that runs micro-batch j."""
-    return j % world if zero_level >= 2 else j // (total // world)
+    own = share_of(total, rank=mesh.rank, world=mesh.world, interleaved=training.zero_level >= 2)
+    # All have equal counts: every token is a label.
+    counts = batch(seed=0).counts()
+    return [batch(seed=step * total + j) if j in own else counts for j in range(total)]
 
 
 def own_batches(batches: Sequence[MicroBatch | Counts]) -> list[MicroBatch]:

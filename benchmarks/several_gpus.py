@@ -34,6 +34,7 @@ import torch
 from bench_world import Training
 
 from surogate_core.engine.prediction import predict
+from surogate_core.engine.update import StepResult
 from surogate_core.mesh.mesh import Mesh
 
 WARM_UP = 3
@@ -88,7 +89,7 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     batches = bench_world.step_batches(training, mesh)
     if mesh.world == 1:
         batches = list(bench_world.own_batches(batches))
-    results = []
+    results: list[StepResult] = []
 
     def step() -> None:
         results.append(engine.train_step(batches, step=len(results), lr=1e-4))  # type: ignore[arg-type]
