@@ -96,3 +96,9 @@ class Assembly:
     """The storage format of frozen projections; None keeps them unchanged, or as the recipe packs them."""
     keeps_as_it_is: Callable[[str], bool] = _keeps_none
     """HF name → whether the weight format skips this weight."""
+
+    @property
+    def streams_frozen(self) -> bool:
+        """Whether frozen weights come to the device piece by piece, from the offloader's place or from other ranks."""
+        shared = self.settings.shard_weights and self.settings.ranks > 1 and self.lora is not None
+        return shared or self.offloader.moves("weights")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from surogate_core.bundles import TensorKind
+from surogate_core.bundles import FLAT_ALIGNMENT, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.parameters import Parameters, Piece
@@ -16,6 +16,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, training_schedule
+from surogate_core.engine.shares import GRADIENT, Sent, Shares
 from surogate_core.engine.stores import DeviceStore
 
 CUBLAS_WORKSPACE = 32 * 2**20
@@ -24,6 +25,9 @@ CUDA_CONTEXT = 760 * 2**20
 """Bytes that CUDA, its libraries, loaded kernels and graphs take on a GPU in addition to torch's tensors: 678 MiB to
 772 MiB on an H200, by the driver (benchmarks/plan_memory.py).
 """
+
+COMMUNICATOR = 512 * 2**20
+"""Bytes that NCCL takes on a GPU beside torch's tensors, assumed."""
 
 CPU_LIBRARIES = 14 * 2**20
 """Bytes of library code that a run on a CPU is the first to use, as measured (benchmarks/plan_memory_cpu.py)."""
@@ -52,9 +56,13 @@ class Prediction:
     """(op, dtype) → kernel."""
     again: int
     """FLOPs of products and attention that a micro-step computes again."""
+    ranks: int = 1
+    """N, ranks of the run; `held` is what each of them keeps."""
+    sent: tuple[Sent, ...] = ()
+    """What a rank sends to the others in an optimizer step."""
 
     def total(self, place: str) -> int:
-        """Bytes in a place."""
+        """Bytes of a rank in a place."""
         return sum(h.nbytes for h in self.held if h.place == place)
 
 
@@ -67,8 +75,10 @@ class Counts:
     recipe: str
     parameters: int
     trainable_parameters: int
-    flat: int
-    """Elements of the flat groups."""
+    decayed: tuple[int, ...]
+    """Elements of each piece in the flat group of what decays, which ranks may share out."""
+    undecayed: int
+    """Elements of the flat group of what does not decay."""
     frozen: int
     """Bytes of frozen weights as stored."""
     kept_in: str | None
@@ -136,7 +146,8 @@ class Counts:
             recipe=recipe.name,
             parameters=total,
             trainable_parameters=trainable,
-            flat=sum(g.master.numel() for g in parameters.groups),
+            decayed=_by_piece(plan, parameters),
+            undecayed=sum(g.master.numel() for g in parameters.groups if g.name != "decayed"),
             frozen=sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable),
             kept_in=kept_in if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
@@ -162,8 +173,8 @@ class Counts:
 
     def placed(self, assembly: Assembly) -> Prediction:
         """The tensors in the places of an assembly, which may differ from the counted one only in the placement."""
-        layers = len(self.residuals)
-        rows = [*self._state(assembly), *self._passing(assembly), *self._beside(assembly)]
+        layers, shares = len(self.residuals), self._shares(assembly)
+        rows = [*self._state(assembly, shares), *self._passing(assembly, shares), *self._beside(assembly, shares)]
         return Prediction(
             held=tuple(row for row in rows if row.nbytes),
             schedule=training_schedule(layers, train_embedding=self.train_embedding),
@@ -171,9 +182,15 @@ class Counts:
             trainable_parameters=self.trainable_parameters,
             kernels=dict(self.kernels),
             again=self.again,
+            ranks=shares.ranks,
+            sent=shares.sent,
         )
 
-    def _state(self, assembly: Assembly) -> list[Held]:
+    def _shares(self, assembly: Assembly) -> Shares:
+        frozen = tuple(frozen for frozen, _, _ in self.pieces)
+        return Shares(settings=assembly.settings, decayed=self.decayed, undecayed=self.undecayed, frozen=frozen)
+
+    def _state(self, assembly: Assembly, shares: Shares) -> list[Held]:
         """The tensors that exist from step to step: weights, masters, gradients, the optimizer's and the recipe's
         state.
         """
@@ -185,33 +202,46 @@ class Counts:
 
         width = f"{settings.dtype}".removeprefix("torch.")
         master = f"{settings.master_dtype}".removeprefix("torch.")
-        state = int(self.flat * optimizer.state_bytes_per_parameter)
+        state = int(shares.masters * optimizer.state_bytes_per_parameter)
         stepped = "host" if assembly.settings.update_on_cpu and offloader.addressable else place("optimizer")
         in_layers = f", {self.kept_in} in the layers" if self.kept_in else ""
         copies = place("weights") if on.streams_trained(masters=False) else "device"
-        gradients, per = self.flat * 4, f"{optimizer.state_bytes_per_parameter:g} bytes a parameter"
+        per = f"{optimizer.state_bytes_per_parameter:g} bytes a parameter"
+
+        def of(shared: bool) -> str:
+            return f", 1/{shares.ranks} of them" if shared else ""
+
+        shared = shares.level >= 1
+        base = shares.base(self.frozen)
+        layers = f", 1/{shares.ranks} of each layer's" if shares.shards_base else ""
+        of_layers = f", 1/{shares.ranks} of each layer's" if shares.level == 3 else ""
+        masters = shares.masters * settings.master_dtype.itemsize
         return [
-            Held("weights", place("weights"), self.frozen, f"frozen, {width}{in_layers}"),
+            Held("weights", place("weights"), base, f"frozen, {width}{in_layers}{layers}"),
             Held("unpacked weights", "device", self.unpacked, f"one layer's at a time, {width}"),
-            Held("compute copies", copies, self.copies, f"of trained weights, {width}"),
+            Held("compute copies", copies, shares.copies(self.copies), f"of trained weights, {width}{of_layers}"),
             Held("panels", "device", self.panel_copies, "adapters beside the weights that they adapt"),
-            Held("masters", place("master"), self.flat * settings.master_dtype.itemsize, f"trained, {master}"),
-            Held("gradients", place("gradients"), gradients, "accumulated, float32"),
-            Held("optimizer state", stepped, state, f"{optimizer.name}, {per}"),
+            Held("masters", place("master"), masters, f"trained, {master}{of(shared)}"),
+            Held(
+                "gradients", place("gradients"), GRADIENT * shares.sums, f"accumulated, float32{of(shares.level > 1)}"
+            ),
+            Held("partial sums", "device", GRADIENT * shares.partial_sums, "of gradients, for exact_reduction"),
+            Held("optimizer state", stepped, state, f"{optimizer.name}, {per}{of(shared)}"),
             Held("recipe state", "device", self.recipe_state, f"{self.recipe}, {self.slots} projections"),
         ]
 
-    def _passing(self, assembly: Assembly) -> list[Held]:
+    def _passing(self, assembly: Assembly, shares: Shares) -> list[Held]:
         """The tensors that exist only within a micro-step."""
         on, head_chunks = _placement(assembly), assembly.settings.head_chunks
         moves = on.moves("residuals")
+        gathered = range(1, len(self.pieces) - 1) if shares.shards_base else ()
         streamed = [
-            (frozen if on.moves("weights") else 0)
+            (frozen if on.moves("weights") and number not in gathered else 0)
             + (copies if on.streams_trained(masters=False) else 0)
             + (masters if on.streams_trained(masters=True) else 0)
-            for frozen, copies, masters in self.pieces
+            for number, (frozen, copies, masters) in enumerate(self.pieces)
         ]
-        coming = self.sums if on.moves("gradients") else (0,) * len(self.sums)
+        coming = self.sums if on.moves("gradients") and shares.level < 2 else (0,) * len(self.sums)
         weights, sums = _neighbours(streamed), _neighbours(coming, 3)
         residuals, in_use = sum(self.residuals), _neighbours(self.residuals) if moves else 0
         peak, what = self._peak(streamed, coming, moves=moves, head_chunks=head_chunks)
@@ -222,13 +252,16 @@ class Counts:
         return [
             Held("gradients in use", "device", sums, "a piece's, the next one's coming and the last one's going"),
             Held("weights in use", "device", weights, "a piece and the next, on their way through"),
+            Held("gathered weights", "device", shares.gathered(from_host=on.moves("weights")), "two layers', whole"),
+            Held("whole gradients", "device", shares.whole_sums, "two layers', the embedding's and the head's"),
+            Held("received gradients", "device", shares.staging, "of the other GPUs, before they are added"),
             Held("residuals", rest, residuals, f"{len(self.residuals)} layers, {detail}"),
             Held("residuals in use", "device", in_use, two),
             Held("working set", "device", working, what),
             Held("tables and inputs", "device", self.tables, "positions, ids, labels"),
         ]
 
-    def _beside(self, assembly: Assembly) -> list[Held]:
+    def _beside(self, assembly: Assembly, shares: Shares) -> list[Held]:
         """The memory of libraries and the allocator in addition to the tensors."""
         settings = self.settings
         if settings.device.type == "cuda":
@@ -237,6 +270,7 @@ class Counts:
             return [
                 Held("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"),
                 Held("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"),
+                Held("NCCL", "device", COMMUNICATOR if shares.ranks > 1 else 0, "its buffers, assumed"),
             ]
         # glibc takes an aligned block from a hole only if the hole is slightly larger, so it does not reuse the
         # hole of a block of the same size: count the largest tensor once more.
@@ -331,6 +365,17 @@ def _split(parameters: Parameters, piece: Piece) -> tuple[int, int, int]:
 def _neighbours(sizes: Sequence[int], count: int = 2) -> int:
     """The largest sum of `count` consecutive values: while one is in use, the others are being copied."""
     return max(sum(sizes[i : i + count]) for i in range(max(len(sizes) - count + 1, 1)))
+
+
+def _by_piece(plan: EnginePlan, parameters: Parameters) -> tuple[int, ...]:
+    """Elements of each piece in the flat group of what decays; a tied tensor is the embedding's."""
+    members = {name for group in parameters.groups if group.name == "decayed" for name in group.shapes}
+    found = []
+    for piece in plan.pieces:
+        mine = {s.hf_name: math.prod(s.shape) for s in piece.specs if s.hf_name in members}
+        members -= mine.keys()
+        found.append(sum(-(-count // FLAT_ALIGNMENT) * FLAT_ALIGNMENT for count in mine.values()))
+    return tuple(found)
 
 
 def predict(assembly: Assembly) -> Prediction:

@@ -40,7 +40,7 @@ class WeightPlan:
         joins = plan_joins(assembly, found, tables=tables)
         packed = plan_format(found, assembly.weight_format, assembly.keeps_as_it_is)
         packed = packed or plan_packing(assembly, found, plain=plain, panels=panels)
-        if assembly.offloader.moves("weights"):
+        if assembly.streams_frozen:
             packed = {**_into_panels(found, panels, assembly.settings.dtype), **packed}
         return cls(panels=panels, joins=joins, packed=packed)
 
@@ -48,7 +48,7 @@ class WeightPlan:
 def _into_panels(
     found: Sequence[Piece], panels: Mapping[str, Sequence[Panel]], dtype: torch.dtype
 ) -> dict[str, Packed]:
-    """Offloaded weights of panels: stored unchanged, and copied into one panel that the layers share."""
+    """Weights of panels that are streamed: stored unchanged, and copied into one panel that the layers share."""
     packed: dict[str, Packed] = {}
     for piece in found:
         frozen = {s.name: s for s in piece.specs if not s.trainable}

@@ -17,7 +17,14 @@ from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.engine.prediction import Counts, Prediction, predict
 from surogate_core.errors import MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
-from surogate_core.run.assemble import ResolvedModel, assemble, resolve_device, resolve_model, resolve_offloader
+from surogate_core.run.assemble import (
+    ResolvedModel,
+    assemble,
+    engine_settings,
+    resolve_device,
+    resolve_model,
+    resolve_offloader,
+)
 from surogate_core.run.build import settled, smallest
 
 if TYPE_CHECKING:
@@ -48,11 +55,16 @@ def settled_for(config: RunConfig, registry: Registry, resolved: ResolvedModel, 
 
 def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
     """The prediction for such counts, with the tensors where the configuration puts them."""
-    assert config.lmhead_chunks != "auto"
     counted = counts.assembly
-    settings = replace(counted.settings, head_chunks=config.lmhead_chunks, update_on_cpu=config.cpu_training)
     optimizer = registry.get("optimizer", config.optimizer.name)
     offloader = resolve_offloader(config, registry)
+    settings = engine_settings(
+        config,
+        device=counted.settings.device,
+        borders=counted.settings.borders,
+        columns=counted.settings.columns,
+        moves_gradients=offloader.moves("gradients"),
+    )
     return counts.placed(replace(counted, settings=settings, offloader=offloader, optimizer=optimizer))
 
 

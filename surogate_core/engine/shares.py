@@ -1,0 +1,226 @@
+"""What one of several ranks keeps and sends, from the counts of one rank alone.
+
+The figures are those of rank 0, whose parts are the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from surogate_core.bundles import FLAT_ALIGNMENT
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.reduce import staging_elements
+from surogate_core.mesh.sums import LANES, lanes_of
+
+GRADIENT = 4
+"""Bytes of a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One kind of tensor that a rank sends to the others in an optimizer step."""
+
+    what: str
+    nbytes: int
+    """Bytes that a rank sends, and as many that it receives, in all calls of a step."""
+    calls: int
+    """Collectives of a step."""
+    how: Literal["exchange", "gather"]
+    beside: Literal["forward", "backward", "both", ""] = ""
+    """The computation that runs at the same time; empty if the GPU waits."""
+    micro_steps: int = 1
+    """Micro-steps of a step in which it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Rank 0's part of everything."""
+
+    settings: EngineSettings
+    decayed: tuple[int, ...]
+    """Elements of each piece in the flat group that is shared out, from the embedding to the head."""
+    undecayed: int
+    """Elements of the flat group that every rank keeps whole."""
+    frozen: tuple[int, ...]
+    """Bytes of each piece's frozen weights as stored."""
+
+    @property
+    def ranks(self) -> int:
+        """N, the number of ranks."""
+        return self.settings.ranks
+
+    @property
+    def level(self) -> int:
+        """The ZeRO level; 0 with one rank."""
+        return self.settings.zero_level if self.ranks > 1 else 0
+
+    @property
+    def shards_base(self) -> bool:
+        """Whether frozen weights are shared out."""
+        return self.settings.shard_weights and self.ranks > 1 and any(self.frozen[1:-1])
+
+    @property
+    def flat(self) -> int:
+        """Trained elements of the model, with the padding of flat groups."""
+        return sum(self.decayed) + self.undecayed
+
+    def _own(self, elements: int) -> int:
+        """The longest part of a piece."""
+        units = -(-elements // FLAT_ALIGNMENT)
+        each = -(-units // LANES) * (LANES // self.ranks) if LANES % self.ranks == 0 else -(-units // self.ranks)
+        return min(each, units) * FLAT_ALIGNMENT
+
+    # ------------------------------------------------------------------------- what is kept
+
+    @property
+    def masters(self) -> int:
+        """Elements of the masters of a rank, for which it has optimizer state."""
+        return self.flat if self.level == 0 else sum(map(self._own, self.decayed)) + self.undecayed
+
+    @property
+    def sums(self) -> int:
+        """Elements of the gradient sums of a rank."""
+        return self.flat if self.level < 2 else self.masters
+
+    @property
+    def partial_sums(self) -> int:
+        """Elements of the further sums that the fixed order of an exact reduction needs."""
+        lanes = lanes_of(self.settings.micro_batches)
+        if not self.settings.exact or lanes % self.ranks:
+            return 0
+        return int(math.log2(lanes // self.ranks)) * self.sums
+
+    def copies(self, alone: int) -> int:
+        """Bytes of the compute copies of a rank; `alone`: those of one rank alone."""
+        if self.level == 0:
+            return alone
+        width = self.settings.dtype.itemsize
+        whole = sum(self.decayed) if self.level < 3 else self.decayed[0] + self.decayed[-1]
+        parts = 0 if self.level < 3 else sum(map(self._own, self.decayed[1:-1]))
+        # Shared masters are separate from the copies even in the model's dtype; whole ones are not.
+        replicated = self.undecayed if self.settings.dtype != self.settings.master_dtype else 0
+        return (whole + parts + replicated) * width
+
+    def base(self, alone: int) -> int:
+        """Bytes of the frozen weights of a rank, with embedding and head whole; `alone`: those of one rank alone."""
+        if not self.shards_base:
+            return alone
+        layers = self.frozen[1:-1]
+        return alone - sum(layers) + sum(map(self._part, layers))
+
+    def _part(self, nbytes: int) -> int:
+        """Bytes of a rank's part of a layer's frozen weights."""
+        return -(-nbytes // (FLAT_ALIGNMENT * self.ranks)) * FLAT_ALIGNMENT
+
+    # --------------------------------------------------------------------- what passes through
+
+    def gathered(self, *, from_host: bool) -> int:
+        """Bytes of the buffers into which two layers' weights are gathered. `from_host`: whether the rank's parts come
+        from host memory.
+        """
+        if self.shards_base:
+            largest = max(self.frozen[1:-1])
+            return 2 * largest + (2 * self._part(largest) if from_host else 0)
+        return 2 * max(self.decayed[1:-1], default=0) * self.settings.dtype.itemsize if self.level == 3 else 0
+
+    @property
+    def whole_sums(self) -> int:
+        """Bytes of the buffers for the whole gradients of a piece before they are reduced: two layers', and those of
+        embedding and head.
+        """
+        if self.level < 2:
+            return 0
+        return GRADIENT * (2 * max(self.decayed[1:-1], default=0) + self.decayed[0] + self.decayed[-1])
+
+    @property
+    def staging(self) -> int:
+        """Bytes of what a rank receives from the others before it adds it."""
+        if self.ranks == 1:
+            return 0
+        groups = [sum(self.decayed), self.undecayed] if self.level == 0 else [*self.decayed, self.undecayed]
+        return GRADIENT * staging_elements(max(map(self._own, groups)), self.ranks)
+
+    # ------------------------------------------------------------------------- what is sent
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """What a rank sends in an optimizer step; nothing with one rank."""
+        if self.ranks == 1:
+            return ()
+        steps = self.settings.micro_batches // self.ranks
+        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps)]
+        return tuple(sent for sent in found if sent.nbytes)
+
+    def _others(self, nbytes: int) -> int:
+        """Bytes that a rank sends, or receives, when all ranks' parts of `nbytes` change hands."""
+        return nbytes * (self.ranks - 1) // self.ranks
+
+    def _gradients(self, steps: int) -> Sequence[Sent]:
+        whole = self.flat if self.level == 0 else self.undecayed
+        reduced = self._others(GRADIENT * whole)
+        groups = sum(1 for group in (whole - self.undecayed, self.undecayed) if group)
+        found = [
+            Sent(what="gradients that all keep, reduced", nbytes=reduced, calls=groups, how="exchange"),
+            Sent(what="gradients that all keep, gathered", nbytes=reduced, calls=groups, how="gather"),
+        ]
+        if self.level:
+            times = 1 if self.level == 1 else steps
+            # No backward is left beside the embedding's.
+            inner = self._others(GRADIENT * sum(self.decayed[1:]))
+            found += [
+                Sent(
+                    what="gradients of layers and head",
+                    nbytes=times * inner,
+                    calls=times * sum(1 for n in self.decayed[1:] if n),
+                    how="exchange",
+                    beside="backward",
+                    micro_steps=times,
+                ),
+                Sent(
+                    what="gradients of the embedding",
+                    nbytes=times * self._others(GRADIENT * self.decayed[0]),
+                    calls=times,
+                    how="exchange",
+                ),
+            ]
+        return found
+
+    def _weights(self, steps: int) -> Sequence[Sent]:
+        """The compute copies of trained weights."""
+        if self.level == 0:
+            return ()
+        width = self.settings.dtype.itemsize
+        once = self.decayed if self.level < 3 else (self.decayed[0], self.decayed[-1])
+        found = [
+            Sent(
+                what="updated weights",
+                nbytes=self._others(width * sum(once)),
+                calls=sum(1 for n in once if n),
+                how="gather",
+                beside="forward",
+            )
+        ]
+        if self.level == 3:
+            layers = self.decayed[1:-1]
+            found.append(self._twice("weights of layers", width * sum(layers), len(layers), width * layers[-1], steps))
+        return found
+
+    def _base(self, steps: int) -> Sequence[Sent]:
+        if not self.shards_base:
+            return ()
+        layers = self.frozen[1:-1]
+        return (self._twice("frozen weights of layers", sum(layers), len(layers), layers[-1], steps),)
+
+    def _twice(self, what: str, nbytes: int, layers: int, last: int, steps: int) -> Sent:
+        """Gathered for the forward and for the backward, which begins with the forward's last layer."""
+        return Sent(
+            what=what,
+            nbytes=steps * self._others(2 * nbytes - last),
+            calls=steps * (2 * layers - 1),
+            how="gather",
+            beside="both",
+            micro_steps=steps,
+        )

@@ -1,0 +1,95 @@
+"""What a rank keeps and sends: the formulas against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.shares import Shares
+
+UNIT = 256
+P = (8 * UNIT, 16 * UNIT, 16 * UNIT, 8 * UNIT)
+"""Elements of the embedding, two layers and the head."""
+SETTINGS = EngineSettings(
+    device=torch.device("cpu"), tokens=64, borders=2, max_seqlen=64, dtype=torch.bfloat16, micro_batches=8
+)
+
+
+def shares(level: int = 0, ranks: int = 1, *, frozen: int = 0, **keys: object) -> Shares:
+    settings = replace(SETTINGS, zero_level=level, ranks=ranks, **keys)  # type: ignore[arg-type]
+    return Shares(settings=settings, decayed=P, undecayed=UNIT, frozen=(100, frozen, frozen, 100))
+
+
+def test_one_rank_keeps_everything_and_sends_nothing() -> None:
+    for level in range(4):
+        one = shares(level)
+        assert one.masters == one.sums == sum(P) + UNIT
+        assert one.copies(123) == 123
+        assert one.base(1000) == 1000
+        assert (one.partial_sums, one.gathered(from_host=True), one.whole_sums, one.staging) == (0, 0, 0, 0)
+        assert one.sent == ()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_levels_keep_less(ranks: int) -> None:
+    own = sum(P) // ranks + UNIT
+    first, second, third = (shares(level, ranks) for level in (1, 2, 3))
+    assert [s.masters for s in (first, second, third)] == [own] * 3
+    assert [s.sums for s in (first, second, third)] == [sum(P) + UNIT, own, own]
+    assert [s.copies(0) for s in (first, second)] == [2 * (sum(P) + UNIT)] * 2
+    assert third.copies(0) == 2 * (16 * UNIT + 32 * UNIT // ranks + UNIT)
+    assert (first.whole_sums, third.whole_sums) == (0, 4 * (2 * 16 + 16) * UNIT)
+    assert (second.gathered(from_host=False), third.gathered(from_host=False)) == (0, 2 * 2 * 16 * UNIT)
+    assert shares(1, ranks, master_dtype=torch.bfloat16).copies(0) == 2 * sum(P), "whole masters are no copies"
+
+
+def test_other_numbers_of_ranks_own_equal_parts_rounded_up() -> None:
+    assert shares(1, 3).masters == (3 + 6 + 6 + 3) * UNIT + UNIT
+    assert shares(1, 100).masters == 4 * UNIT + UNIT
+
+
+def test_exact_sums_take_further_sums() -> None:
+    whole = sum(P) + UNIT
+    assert [shares(0, n, exact=True).partial_sums for n in (1, 2, 4, 8)] == [3 * whole, 2 * whole, whole, 0]
+    assert shares(2, 2, exact=True).partial_sums == 2 * (sum(P) // 2 + UNIT), "of what a rank owns"
+    assert shares(0, 1, exact=True, micro_batches=6).partial_sums == whole
+    assert shares(0, 1, exact=True, micro_batches=7).partial_sums == 0
+
+
+def test_a_frozen_base_is_shared_out_by_layer() -> None:
+    lone, two = shares(0, 1, frozen=10_000, shard_weights=True), shares(0, 2, frozen=10_000, shard_weights=True)
+    assert lone.base(20_200) == 20_200
+    assert two.base(20_200) == 200 + 2 * 5120, "parts are multiples of 256 bytes"
+    assert two.gathered(from_host=False) == 20_000
+    assert two.gathered(from_host=True) == 20_000 + 2 * 5120
+    (sent,) = [s for s in two.sent if s.how == "gather" and s.beside == "both"]
+    assert sent.nbytes == 4 * (4 * 10_000 - 10_000) // 2
+    assert sent.calls == 4 * 3, "the last layer of the forward is the first of the backward"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_on_the_wire(ranks: int) -> None:
+    def sent(level: int) -> int:
+        return sum(s.nbytes for s in shares(level, ranks).sent)
+
+    def others(nbytes: int) -> int:
+        return nbytes * (ranks - 1) // ranks
+
+    steps, elements, small = 8 // ranks, sum(P), 2 * others(4 * UNIT)
+    assert sent(0) == 2 * others(4 * (elements + UNIT))
+    assert sent(1) == small + others(4 * elements) + others(2 * elements)
+    assert sent(2) == small + steps * others(4 * elements) + others(2 * elements)
+    layers = steps * others(2 * (2 * 32 - 16) * UNIT)
+    assert sent(3) == small + steps * others(4 * elements) + others(2 * 16 * UNIT) + layers
+
+
+def test_what_hides_it() -> None:
+    beside = {s.what: s.beside for s in shares(3, 2).sent}
+    assert beside["gradients of layers and head"] == "backward"
+    assert beside["gradients of the embedding"] == ""
+    assert beside["updated weights"] == "forward"
+    assert beside["weights of layers"] == "both"
+    assert {s.beside for s in shares(0, 2).sent} == {""}
