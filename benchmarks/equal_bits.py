@@ -93,7 +93,7 @@ def train(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         if step == half and run.saves:
             write_state(engine, mesh, place)
         batches = bench_world.step_batches(training, mesh, step=step)
-        result = engine.train_step(batches, step=step, lr=1e-3)  # type: ignore[arg-type]
+        result = engine.train_step(batches, step=step, lr=1e-3)
         figures[step] = [value.hex() for value in result.read()]
     with tempfile.TemporaryDirectory() as end:
         digests = write_state(engine, mesh, Path(end))

@@ -92,7 +92,7 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     results: list[StepResult] = []
 
     def step() -> None:
-        results.append(engine.train_step(batches, step=len(results), lr=1e-4))  # type: ignore[arg-type]
+        results.append(engine.train_step(batches, step=len(results), lr=1e-4))
 
     for _ in range(WARM_UP):
         step()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from surogate_core.bundles.options import NoOptions
@@ -45,6 +46,14 @@ class ParamGroup:
     """
     number: int = 0
     """Index among the run's groups; separates their random numbers."""
+    first: int = 0
+    """Number of the group's first element, where it is one rank's part of a larger group; rounding draws by it."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Name of a parameter of which only a part is here → elements of the whole one."""
+
+    def elements(self, name: str) -> int:
+        """Elements of the whole parameter."""
+        return self.sizes.get(name, math.prod(self.shapes[name][1]))
 
 
 class Optimizer(Protocol):

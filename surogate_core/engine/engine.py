@@ -9,23 +9,33 @@ Shape suffixes: N tokens of a micro-batch, L layers, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.batch import MicroBatch
+from surogate_core.batch import Counts, MicroBatch
 from surogate_core.bundles import Optimizer, RecipeState
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.device_memory import grow_segments
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.inputs import Inputs
+from surogate_core.engine.lanes import Lanes
+from surogate_core.engine.orders import Orders
 from surogate_core.engine.parameters import Parameters, Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.sharding import ShardedState, Sharing
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, SideSums, StoreSet
+from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
+from surogate_core.files.tensorfile import Deferred, TensorFile
+from surogate_core.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    from surogate_core.engine.graphs import Kind
 
 Progress = Callable[[str, int, int], None]
 """(task, done, total): a progress report of long work."""
@@ -38,9 +48,15 @@ def _silent(task: str, done: int, total: int) -> None:
 class Engine:
     """A model that is ready to train on one device."""
 
-    def __init__(self, assembly: Assembly, source: Source, *, progress: Progress = _silent):
-        """Allocate, fill from `source`, compile and capture according to `assembly`."""
+    def __init__(self, assembly: Assembly, source: Source, *, mesh: Mesh | None = None, progress: Progress = _silent):
+        """Allocate, fill from `source`, compile and capture according to `assembly`.
+
+        `mesh`: this rank among those of the run; every rank builds an engine. They are connected here if they are not.
+        """
         self.assembly, self.settings, self.model = assembly, assembly.settings, assembly.model
+        self.mesh = mesh or Mesh()
+        assert self.mesh.world == self.settings.ranks, f"{self.mesh.world} ranks, planned for {self.settings.ranks}"
+        self.sharing = Sharing(mesh=self.mesh, level=self.settings.zero_level, exact=self.settings.exact)
         if self.settings.device.type == "cpu":
             keep_freed_pages()
         else:
@@ -50,7 +66,9 @@ class Engine:
         self._allocate(placement)
         self._load(source, progress)
         self._prepare_steps(placement, progress)
-        self._compile()
+        self.mesh.after_the_first("compiled", self._compile)
+        self.mesh.connect(self.settings.device)
+        self._prepare_orders()
         self._capture(progress)
 
     # --------------------------------------------------------------------------- phases
@@ -77,6 +95,7 @@ class Engine:
             master_dtype=settings.master_dtype,
             seed=self._rounding_seed,
             placement=placement,
+            sharing=self.sharing,
         )
 
     def _load(self, source: Source, progress: Progress) -> None:
@@ -90,8 +109,15 @@ class Engine:
     def _prepare_steps(self, placement: Placement, progress: Progress) -> None:
         """The optimizer, and the micro-step and optimizer step that run without graphs."""
         settings, streams = self.settings, self.stores.streams_gradients
-        norm = norm_of(self.parameters, self.assembly, streams_gradients=streams)
-        self.losses = LossSum(settings.device)
+        self.traffic = Traffic(
+            self.sharing, self.parameters, micro_batches=settings.micro_batches, device=settings.device
+        )
+        norm = norm_of(
+            self.parameters, self.assembly, sharing=self.sharing, traffic=self.traffic, streams_gradients=streams
+        )
+        by_number = self.mesh.world > 1 or settings.exact
+        self.losses = LossSum(settings.device, numbers=settings.micro_batches if by_number else 0)
+        self._lanes = Lanes(self.parameters.sums())
         self.sides = SideSums(self.plan.layers, settings.device)
         self.update = Update(
             self.assembly,
@@ -102,7 +128,8 @@ class Engine:
             rows=self.rows,
             sides=self.sides,
             rounding_seed=self._rounding_seed,
-            clears_gradients=not streams,
+            traffic=self.traffic,
+            cleared=() if streams else self.parameters.sums(),
         )
         self.programs = ProgramBuilder(
             plan=self.plan,
@@ -121,7 +148,16 @@ class Engine:
             losses=self.losses,
             rows=self.rows,
             sides=self.sides,
+            traffic=self.traffic,
         )
+
+    def _prepare_orders(self) -> None:
+        """What rank 0 asks the others for when it writes a checkpoint or an export. The ranks are connected."""
+        self.orders, self._sharded_state = Orders(self.mesh), None
+        group = self.parameters.sharded
+        if group is not None:
+            self._sharded_state = ShardedState(group, self.optimizer.state(), self.mesh, self.orders)
+            self.parameters.deferred = group.deferred(self.orders)
 
     def _compile(self) -> None:
         """All programs of training; those of evaluation are compiled at the first evaluation."""
@@ -138,7 +174,8 @@ class Engine:
         settings = self.settings
         self._sums_hold = False
         """Whether the gradient sums contain micro-steps; otherwise they count as zeros."""
-        self._micro_step: Callable[[bool], None] = self.step.train
+        self._micro_steps: Mapping[Kind, Callable[[], None]] = {}
+        """The graphs of micro-steps; empty where they are not captured."""
         self._update: Callable[[], None] = self.update.run
         self._evaluate: Callable[[], None] = self.step.evaluate
         self._captured: torch.cuda.CUDAGraph | None = None
@@ -148,14 +185,36 @@ class Engine:
         from surogate_core.engine.graphs import capture
 
         progress("capturing CUDA graphs", 0, 1)
-        self._micro_step, self._update, self._captured = capture(
+        self._micro_steps, self._update, self._captured = capture(
             self.step.train,
             self.update.run,
             spoil=self.update.spoil,
-            first_differs=self.stores.streams_gradients,
+            kinds=self._kinds(),
             update_on_cpu=settings.update_on_cpu,
         )
         progress("capturing CUDA graphs", 1, 1)
+
+    def _kind(self, first: bool, last: bool, fresh: bool) -> Kind:
+        """A micro-step's properties, as far as its work depends on them."""
+        streams = self.stores.streams_gradients
+        return (
+            first or not self.traffic.gathers,
+            last and self.traffic.overlaps,
+            fresh or not streams,
+        )
+
+    def _kinds(self) -> list[Kind]:
+        """The kinds of micro-step that a step has. Alone, a rank takes steps of any number of micro-batches."""
+        if self.mesh.world == 1:
+            found = [self._kind(True, False, True), self._kind(False, False, False)]
+        else:
+            share = self.sharing.share(self.settings.micro_batches)
+            steps = len(share.numbers)
+            found = [
+                self._kind(i == 0, i == steps - 1, i == 0 or (not share.simple and i % share.unit == 0))
+                for i in range(steps)
+            ]
+        return list(dict.fromkeys(found))
 
     def _capture_evaluation(self) -> None:
         """After the first micro-batch, which compiles the evaluation's programs, replace it by its CUDA graph."""
@@ -186,27 +245,40 @@ class Engine:
         sequence = np.random.SeedSequence([self.settings.seed, step, micro_step])
         return torch.from_numpy(sequence.generate_state(len(self.plan.layers), np.uint32).view(np.int32))
 
-    def _accumulate(self, batches: Sequence[MicroBatch], *, step: int, loss_weight: float) -> None:
+    def _accumulate(self, batches: Sequence[MicroBatch | Counts], *, step: int, loss_weight: float) -> None:
+        share = self.sharing.share(len(batches))
         together = max(1, LOSSES_IN_FP32 // len(self.programs.chunks()))
-        for micro_step, batch in enumerate(batches):
+        for micro_step, number in enumerate(share.numbers):
+            batch = batches[number]
+            assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
             if micro_step and micro_step % together == 0:
                 self.losses.fold()
             scale = 1 / (loss_weight or 1)
-            self.inputs.load(batch, self.seeds(step, micro_step), scale, side_scale=1 / len(batches))
-            self._micro_step(not self._sums_hold)
-            self._sums_hold = True
+            self.inputs.load(batch, self.seeds(step, number), scale, side_scale=1 / len(batches))
+            self._run_micro_step(micro_step == 0, micro_step == len(share.numbers) - 1, not self._sums_hold)
+            self.losses.keep(number)
+            self._sums_hold = not self._lanes.after(share, micro_step)
+
+    def _run_micro_step(self, first: bool, last: bool, fresh: bool) -> None:
+        if self._micro_steps:
+            self._micro_steps[self._kind(first, last, fresh)]()
+        else:
+            self.step.train(first, last, fresh)
 
     @torch.no_grad()
-    def train_step(self, batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
-        """One optimizer step over the micro-batches; `step` counts from 0.
+    def train_step(self, batches: Sequence[MicroBatch | Counts], *, step: int, lr: float) -> StepResult:
+        """One optimizer step over the micro-batches of all ranks; `step` counts from 0.
 
-        The loss is averaged over the label tokens of all of them, by their weights.
+        Those that other ranks run may be their counts. The loss is averaged over the label tokens of all of them, by
+        their weights.
         """
+        planned = self.settings.micro_batches
+        assert self.losses.by_number is None or len(batches) == planned, f"{len(batches)} micro-batches, not {planned}"
         loss_weight = sum(b.loss_weight for b in batches)
         self._accumulate(batches, step=step, loss_weight=loss_weight)
         self.update.set(lr=lr, step=step)
         self._update()
-        self._sums_hold = False
+        self._sums_hold, self.traffic.stale = False, self.traffic.gathers
         return self.update.result(
             label_tokens=sum(b.label_tokens for b in batches),
             loss_weight=loss_weight,
@@ -224,43 +296,96 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss per label token, each by its weight; label tokens) without dropout; touches no gradient."""
+        """(mean loss per label token, each by its weight; label tokens) without dropout; touches no gradient.
+
+        Every rank gives all batches, and runs those whose number is its own modulo the ranks.
+        """
+        rank, ranks = self.mesh.rank, self.mesh.world
+        self.traffic.freshen()
         label_tokens, loss_weight = 0, 0.0
-        total = torch.zeros_like(self.losses.take())
-        seeds = self.seeds(0, 0)
-        for batch in batches:
-            self.inputs.load(batch, seeds, 0.0)
-            self._evaluate()
-            total += self.losses.take()
-            self._capture_evaluation()
+        losses: list[Tensor] = [torch.zeros_like(self.losses.take())]
+        seeds, waiting = self.seeds(0, 0), None
+        for number, batch in enumerate(batches):
             label_tokens += batch.label_tokens
             loss_weight += batch.loss_weight
-        return total.item() / (loss_weight or 1), label_tokens
+            waiting = batch if number % ranks == 0 else waiting
+            if number % ranks == rank:
+                losses.append(self._evaluate_one(batch, seeds))
+                waiting = None
+            else:
+                losses.append(torch.zeros_like(losses[0]))
+        if waiting is not None and rank:
+            # The last round is not full, and a forward may need all ranks: its loss is not counted.
+            self._evaluate_one(waiting, seeds)
+        total = torch.stack(losses)
+        self.traffic.add(total)
+        return sum(total.tolist()) / (loss_weight or 1), label_tokens
+
+    def _evaluate_one(self, batch: MicroBatch, seeds: Tensor) -> Tensor:
+        """0-d float64: the sum of a micro-batch's losses."""
+        self.inputs.load(batch, seeds, 0.0)
+        self._evaluate()
+        loss = self.losses.take()
+        self._capture_evaluation()
+        return loss
 
     @torch.no_grad()
     def logits(self, batch: MicroBatch) -> Tensor:
         """[N, V] logits of a micro-batch, without dropout; for checks, not for training."""
+        self.traffic.freshen()
         self.inputs.load(batch, self.seeds(0, 0), 0.0)
         x_ND, head = self.step.hidden(), self.plan.head
         tensors = zip(head.specs, self.parameters.inputs(head), strict=True)
         return self.model.logits(x_ND, {spec.name: tensor for spec, tensor in tensors})
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors of a checkpoint, by file: masters by HF name, the optimizer's and the recipe's state."""
-        files = {"trainable": dict(self.parameters.masters()), "optimizer": self.optimizer.state()}
+    def state(self) -> dict[str, dict[str, Tensor | Deferred]]:
+        """The tensors of a checkpoint, by file: masters by HF name, the optimizer's and the recipe's state.
+
+        They are live, except for those that ranks share out: rank 0 reads these while the others `serve`.
+        """
+        files: dict[str, dict[str, Tensor | Deferred]] = {
+            "trainable": {**self.parameters.masters(), **self.parameters.deferred},
+            "optimizer": {**self.optimizer.state()} if self._sharded_state is None else self._sharded_state.tensors(),
+        }
         if self.rows is not None:
-            files["recipe"] = self.rows.state.state()
+            files["recipe"] = {**self.rows.state.state()}
         return files
 
+    def serve(self) -> None:
+        """On the ranks other than 0: take part in reading what is shared out, until rank 0 dismisses them."""
+        self.orders.serve()
+
+    def dismiss(self) -> None:
+        """On rank 0: the others go on."""
+        self.orders.dismiss()
+
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy a checkpoint's tensors into the live ones; names and shapes must agree."""
+        """Copy a checkpoint's tensors into the live ones; names and shapes must agree. Each rank reads its part."""
         for file, live in self.state().items():
             saved = state[file]
-            other = live.keys() ^ saved.keys() or {n for n, t in live.items() if t.shape != saved[n].shape}
+            other = live.keys() ^ saved.keys() or {n for n, t in live.items() if tuple(t.shape) != _shape(saved, n)}
             if other:
                 listed = ", ".join(sorted(other)[:5])
                 raise ValueError(f"checkpoint file {file}: tensors differ from this run's: {listed}")
+        sharded = self.parameters.sharded
         for file, live in self.state().items():
+            if file == "optimizer" and self._sharded_state is not None:
+                self._sharded_state.read(state[file])
+                continue
             for name, tensor in live.items():
-                tensor.copy_(state[file][name])
+                if isinstance(tensor, Tensor):
+                    tensor.copy_(state[file][name])
+                else:
+                    assert sharded is not None
+                    sharded.read(name, state[file])
         self.parameters.refresh()
+        self.traffic.stale = self.traffic.gathers
+
+    def close(self) -> None:
+        """Drop the CUDA graphs, which must be gone before the ranks disconnect."""
+        self._micro_steps, self._update, self._evaluate, self._captured = {}, self.update.run, self.step.evaluate, None
+
+
+def _shape(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """A saved tensor's shape; of a file's, without reading it."""
+    return saved.infos[name].shape if isinstance(saved, TensorFile) else tuple(saved[name].shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,47 @@ class FlatNorm:
 
     def spoil(self) -> None:
         """Make the next norm NaN; the caller spoils the groups."""
+
+
+class SegmentNorm(FlatNorm):
+    """The norm of gradients that several ranks share out: the same bits for 1, 2, 4 and 8 ranks.
+
+    Each piece is cut into the parts that 8 ranks would own, and their squares are added in order, in float64.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, Tensor]],
+        count: int,
+        whole: Sequence[ParamGroup],
+        add: Callable[[Tensor], None],
+    ):
+        """`segments`: (number, gradients) of the segments of this rank, of `count` in all. `whole`: the groups of which
+        every rank has all. `add`: sums over the ranks.
+        """
+        super().__init__(whole)
+        self._segments = [tensor for _, tensor in segments]
+        self._whole, self._add = whole, add
+        device = next(iter([*self._segments, *(g.grad for g in whole)])).device
+        self._numbers = torch.tensor([number for number, _ in segments], dtype=torch.int64, device=device)
+        self._squares = torch.zeros(count, dtype=torch.float64, device=device)
+
+    def read(self) -> Tensor:
+        """0-d fp32: the norm. All ranks take part."""
+        self._squares.zero_()
+        if self._segments:
+            here = torch.stack(self._norms()).double().square()
+            self._squares.index_copy_(0, self._numbers, here)
+        self._add(self._squares)
+        total = self._squares.sum()
+        for group in self._whole:
+            total = total + long_norm(group.grad).double().square()
+        return total.sqrt().float()
+
+    def _norms(self) -> list[Tensor]:
+        if self._segments[0].device.type == "cpu":
+            return [long_norm(segment) for segment in self._segments]
+        return list(torch._foreach_norm(self._segments))
 
 
 class StreamedNorm(FlatNorm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -14,31 +14,36 @@ def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
+Kind = tuple[bool, bool, bool]
+"""(first, last, fresh) of a micro-step, as `MicroStep.train` takes them; equal where the work is equal."""
+
+
 @torch.no_grad()
-def warm_up(micro_step: Callable[[bool], None], update: Callable[[], None], spoil: Callable[[], None]) -> None:
+def warm_up(
+    micro_step: Callable[[bool, bool, bool], None], update: Callable[[], None], spoil: Callable[[], None]
+) -> None:
     """Run a micro-step and an optimizer step that change nothing, to load kernels and allocate workspaces.
 
     `spoil` makes the gradients not finite between them; by contract, such an optimizer step changes nothing.
     """
-    micro_step(True)
+    micro_step(True, True, True)
     spoil()
     update()
 
 
 @torch.no_grad()
 def capture(
-    micro_step: Callable[[bool], None],
+    micro_step: Callable[[bool, bool, bool], None],
     update: Callable[[], None],
     *,
     spoil: Callable[[], None],
-    first_differs: bool,
+    kinds: Sequence[Kind],
     update_on_cpu: bool,
-) -> tuple[Callable[[bool], None], Callable[[], None], torch.cuda.CUDAGraph]:
-    """Replays of the micro-step and, if it runs on the device, of the optimizer step; and a graph whose
+) -> tuple[Mapping[Kind, Callable[[], None]], Callable[[], None], torch.cuda.CUDAGraph]:
+    """Replays of the micro-step by kind and, if it runs on the device, of the optimizer step; and a graph whose
     memory others can share.
 
-    `spoil`: see `warm_up`. `first_differs`: whether the first micro-step of an optimizer step gets a graph of its own,
-    because gradients are streamed and it starts from zeros instead of the running sums.
+    `spoil`: see `warm_up`.
     """
     side = _side_stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -47,23 +52,21 @@ def capture(
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    first = following = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(first):
-        micro_step(True)
-    if first_differs:
-        following = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(following, pool=first.pool()):
-            micro_step(False)
-
-    def replay_micro_step(is_first: bool) -> None:
-        (first if is_first else following).replay()
-
+    graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+    for kind in kinds:
+        pool = next((graph.pool() for graph in graphs.values()), None)
+        graphs[kind] = torch.cuda.CUDAGraph()
+        # Thread-local: NCCL's watchdog asks about its events meanwhile.
+        with torch.cuda.graph(graphs[kind], pool=pool, capture_error_mode="thread_local"):
+            micro_step(*kind)
+    first = graphs[kinds[0]]
+    replays = {kind: graph.replay for kind, graph in graphs.items()}
     if update_on_cpu:
-        return replay_micro_step, update, first
+        return replays, update, first
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, pool=first.pool()):
+    with torch.cuda.graph(captured, pool=first.pool(), capture_error_mode="thread_local"):
         update()
-    return replay_micro_step, captured.replay, first
+    return replays, captured.replay, first
 
 
 @torch.no_grad()

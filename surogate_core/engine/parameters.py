@@ -22,6 +22,8 @@ from surogate_core.dsl.sides import SideSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
+from surogate_core.engine.sharding import ShardedGroup, Sharing
+from surogate_core.files.tensorfile import Deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,10 @@ def _as_one(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), first.stride())
 
 
+def _nothing(key: str) -> None:
+    """No other rank is to be told."""
+
+
 class Parameters:
     """Allocates, fills and provides a model's tensors on one device."""
 
@@ -153,8 +159,16 @@ class Parameters:
         joins: Mapping[str, Sequence[Join]] | None = None,
         packed: Mapping[str, Packed] | None = None,
         placement: Placement | None = None,
+        sharing: Sharing | None = None,
     ):
         self.pieces = found
+        self._sharing = sharing
+        self.sharded: ShardedGroup | None = None
+        """The group that several ranks share out."""
+        self.deferred: Mapping[str, Deferred] = {}
+        """HF name → whole master, of the tensors of that group."""
+        self.before_fetch: Callable[[str], None] = _nothing
+        """Called with the key of a piece before an export fetches it, for stores that all ranks serve."""
         self.panels: Mapping[str, Sequence[Panel]] = panels or {}
         """Key of a piece → the panels that its programs multiply with."""
         self.joins: Mapping[str, Sequence[Join]] = joins or {}
@@ -173,6 +187,8 @@ class Parameters:
         self.groups: list[ParamGroup] = []
         self.host_groups: list[ParamGroup] = []
         """The same groups for the CPU, if masters and gradients are in its memory."""
+        self._numbers: dict[str, int] = {}
+        """Name of a group → its number."""
         self._master: dict[str, Tensor] = {}
         self._grad: dict[str, Tensor] = {}
         self._host_grad: dict[str, Tensor] = {}
@@ -201,6 +217,7 @@ class Parameters:
     def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
         if not members:
             return
+        self._numbers[name] = len(self._numbers)
         # Adapters and base weights may be computed in different dtypes, and a compute copy is
         # one cast of a contiguous range: members are ordered by dtype.
         members = sorted(members, key=lambda s: str(self.compute_dtype(s)))
@@ -213,6 +230,9 @@ class Parameters:
             shapes[spec.hf_name] = (size, spec.shape)
             size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             ranges[dtype] = (start, size)
+        if name == "decayed" and self._sharing is not None and self._sharing.shards:
+            self._add_sharded(name, members, shapes, size, weight_decay)
+            return
         master, host_master = self.placement.zeros("master", size, self.master_dtype)
         grad, host_grad = self.placement.zeros("gradients", size, torch.float32)
         group = ParamGroup(
@@ -223,7 +243,7 @@ class Parameters:
             weight_decay=weight_decay,
             hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
             seed=self._seed,
-            number=len(self.groups),
+            number=self._numbers[name],
         )
         self.groups.append(group)
         self.host_groups.append(replace(group, master=host_master, grad=host_grad))
@@ -244,6 +264,36 @@ class Parameters:
                     at = offset if compute is master else offset - start
                     into, whole = (self._streamed, resting) if streamed else (self._compute, compute)
                     into[spec.hf_name] = whole[at : at + count].view(shape)
+
+    def _add_sharded(
+        self,
+        name: str,
+        members: list[TensorSpec],
+        shapes: Mapping[str, tuple[int, tuple[int, ...]]],
+        size: int,
+        weight_decay: float,
+    ) -> None:
+        (dtype,) = {self.compute_dtype(spec) for spec in members}
+        assert self._sharing is not None
+        nothing = torch.empty(size, dtype=self.master_dtype, device="meta")
+        whole = ParamGroup(
+            name=name,
+            master=nothing,
+            grad=nothing,
+            shapes=shapes,
+            weight_decay=weight_decay,
+            seed=self._seed,
+            number=self._numbers[name],
+        )
+        group = self.sharded = ShardedGroup(
+            whole, self.pieces, self._sharing, self.placement, dtype=dtype, master_dtype=self.master_dtype
+        )
+        self.groups += group.groups
+        self.host_groups += group.groups
+        for key in group.whole_pieces:
+            self._compute |= group.copies_by_name(key)
+        self._grad |= group.sums_by_name()
+        self._host_grad = dict(self._grad)
 
     def compute_dtype(self, spec: TensorSpec) -> torch.dtype:
         """Dtype in which a piece receives the tensor."""
@@ -286,7 +336,7 @@ class Parameters:
             elif tuple(value.shape) != spec.shape:
                 raise AssertionError(f"{spec.hf_name}: source gave {tuple(value.shape)}, not {spec.shape}")
             elif spec.trainable:
-                self._master[spec.hf_name].copy_(value)
+                self._set_master(spec.hf_name, value)
             else:
                 place = in_panel.get(spec.hf_name)
                 if place is None:
@@ -304,6 +354,12 @@ class Parameters:
                 self._hand_over(waiting.pop(0), last)
         self.refresh()
 
+    def _set_master(self, name: str, value: Tensor) -> None:
+        if self.sharded is not None and name in self.sharded.shapes:
+            self.sharded.set(name, value)
+        else:
+            self._master[name].copy_(value)
+
     def _hand_over(self, piece: Piece, last: Mapping[str, str]) -> None:
         """Put a piece's tensors into the weights store, which owns them from then on."""
         stored = [s.hf_name for s in piece.specs if s.hf_name not in self._compute]
@@ -314,6 +370,8 @@ class Parameters:
 
     def refresh(self, *, on_host: bool = False) -> None:
         """Refresh the compute copies from the masters (on the CPU if both are in host memory)."""
+        if self.sharded is not None:
+            self.sharded.refresh()
         for copy, master in self.host_copies if on_host else self.copies:
             copy.copy_(master)
         for copy, master, scale in self._loads:
@@ -453,8 +511,15 @@ class Parameters:
         """Views of the gradient sums of a piece's trainable tensors, in order, in their own memory."""
         return [self._host_grad[s.hf_name] for s in piece.specs if s.trainable]
 
+    def sums(self) -> list[Tensor]:
+        """The flat gradient sums of this rank."""
+        if self.sharded is None:
+            return [group.grad for group in self.host_groups]
+        parts = {id(group) for group in self.sharded.groups}
+        return [self.sharded.sums, *(group.grad for group in self.groups if id(group) not in parts)]
+
     def masters(self) -> Mapping[str, Tensor]:
-        """The live masters by HF name."""
+        """The live masters by HF name, but for those that are sharded."""
         return self._master
 
     def gradients_by_name(self) -> Mapping[str, Tensor]:
@@ -468,8 +533,11 @@ class Parameters:
         """
         seen: set[str] = set()
         for piece in self.pieces:
+            self.before_fetch(piece.key)
             for spec, computed in zip(piece.specs, self.inputs(piece), strict=True):
-                value = self._master[spec.hf_name] if spec.trainable else computed
+                if spec.hf_name in seen:
+                    continue
+                value = self._whole_master(spec.hf_name) if spec.trainable else computed
                 if spec.hf_name in self._rooms:
                     value = value.clone()
                 elif spec.hf_name in self.packed:
@@ -482,6 +550,9 @@ class Parameters:
                     seen.add(spec.hf_name)
                     yield spec.hf_name, value.to(self.dtype).contiguous()
             self.weights.release(piece.key)
+
+    def _whole_master(self, name: str) -> Tensor:
+        return self.deferred[name].load() if name in self.deferred else self._master[name]
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every adapter tensor as (PEFT name without prefix, its master in fp32)."""

@@ -21,6 +21,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
+from surogate_core.engine.traffic import Traffic
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
@@ -61,9 +62,11 @@ class StoreSet:
 class LossSum:
     """The sum of the losses of a step: a few addends in fp32 on the device, then float64."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, numbers: int = 0):
+        """`numbers`: M, if the loss of each micro-batch is kept by its number, so that several ranks have one sum."""
         self._recent = torch.zeros((), dtype=torch.float32, device=device)
         self._earlier = torch.zeros((), dtype=torch.float64, device=device)
+        self.by_number = torch.zeros(numbers, dtype=torch.float64, device=device) if numbers else None
 
     def add(self, loss: Tensor) -> None:
         """Add a 0-d fp32 loss."""
@@ -73,6 +76,11 @@ class LossSum:
         """Move the sum to float64, because a long sum in fp32 loses digits of each addend."""
         self._earlier.add_(self._recent)
         self._recent.zero_()
+
+    def keep(self, number: int) -> None:
+        """The losses since the last call are those of a micro-batch."""
+        if self.by_number is not None:
+            self.by_number[number].copy_(self.take())
 
     def take(self) -> Tensor:
         """0-d float64: the sum; resets it."""
@@ -176,6 +184,7 @@ class MicroStep:
     losses: LossSum
     rows: RecipeRows | None
     sides: SideSums
+    traffic: Traffic
     training: tuple[Action, ...] = field(init=False)
     evaluation: tuple[Action, ...] = field(init=False)
 
@@ -184,13 +193,15 @@ class MicroStep:
         self.training = training_schedule(layers, train_embedding=self.plan.train_embedding)
         self.evaluation = evaluation_schedule(layers)
 
-    def train(self, first: bool = True) -> None:
-        """Forward and backward of the micro-batch in `inputs`. `first`: whether it is the first of its optimizer
-        step.
+    def train(self, first: bool = True, last: bool = True, fresh: bool = True) -> None:
+        """Forward and backward of the micro-batch in `inputs`. `first`, `last`: whether it is the first, and the last,
+        of its optimizer step on this rank. `fresh`: whether the gradient sums count as zeros.
         """
-        self.stores.gradients.begin(first=first)
+        self.traffic.begin(first=first, last=last)
+        self.stores.gradients.begin(first=fresh)
         self._run(self.training, training=True)
         self.stores.gradients.finish()
+        self.traffic.finish()
 
     def evaluate(self) -> None:
         """Forward of the micro-batch in `inputs`, without dropout."""
@@ -217,10 +228,15 @@ class MicroStep:
                 case "fetch":
                     if action.kind == "residuals":
                         flow.residuals = self.stores.residuals.fetch(action.key)
+                    elif action.kind == "weights":
+                        self.traffic.wait_for(action.key)
                 case "release":
                     if action.kind == "gradients" and self.stores.streams_gradients:
                         flow.add_pending()
                         self.norm.measure(action.key, self.stores.gradients.fetch(action.key))
+                    if action.kind == "gradients" and self.traffic.reducing:
+                        flow.add_pending()
+                        self.traffic.reduce(action.key)
                     self.stores.of_kind(action.kind).release(action.key)
                 case "forward":
                     self._forward(action.key, flow, training=training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +12,15 @@ from torch import Tensor
 from surogate_core.bundles import Optimizer, RangedState
 from surogate_core.dsl.sides import Role
 from surogate_core.engine.assembly import Assembly
-from surogate_core.engine.gradient_norm import FlatNorm, StreamedNorm
+from surogate_core.engine.gradient_norm import FlatNorm, SegmentNorm, StreamedNorm
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
+from surogate_core.engine.sharding import Sharing, owners, piece_ranges
 from surogate_core.engine.step import LossSum, RecipeRows, SideSums
+from surogate_core.engine.traffic import Traffic
 from surogate_core.kernels.cpu_updates import host_kernels
 from surogate_core.kernels.registry import using
+from surogate_core.mesh.sums import LANES
 
 
 @dataclass(slots=True)
@@ -59,13 +62,42 @@ class StepResult:
         return self._figures[2 : self._figures.numel() - sides].view(-1, columns)
 
 
-def norm_of(parameters: Parameters, assembly: Assembly, *, streams_gradients: bool) -> FlatNorm:
+def norm_of(
+    parameters: Parameters, assembly: Assembly, *, sharing: Sharing, traffic: Traffic, streams_gradients: bool
+) -> FlatNorm:
     """Computes the norm of all gradients, in the place with the fastest access to them."""
     settings = assembly.settings
+    if sharing.shards or (sharing.exact and sharing.level):
+        return _segment_norm(parameters, sharing, traffic)
     if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients:
         trained = [spec.hf_name for spec in parameters.specs.values() if spec.trainable]
         return StreamedNorm(parameters.pieces, trained, settings.device)
     return FlatNorm(parameters.host_groups if settings.update_on_cpu else parameters.groups)
+
+
+def _segment_norm(parameters: Parameters, sharing: Sharing, traffic: Traffic) -> FlatNorm:
+    """The norm by the segments that do not depend on the number of ranks; of other numbers, by their parts."""
+    ranks, rank, sharded = sharing.mesh.world, sharing.mesh.rank, parameters.sharded
+    cuts = LANES if LANES % ranks == 0 else ranks
+    found: list[tuple[int, Tensor]] = []
+    if sharded is not None:
+        whole = [g for g in parameters.groups if not any(g is other for other in sharded.groups)]
+        spans = {key: (part.owners[0][0], part.owners[-1][1]) for key, part in sharded.parts.items()}
+    else:
+        decayed = next(g for g in parameters.groups if g.name == "decayed")
+        whole = [g for g in parameters.groups if g is not decayed]
+        spans = piece_ranges(parameters.pieces, decayed.shapes)
+    for number, (key, span) in enumerate(spans.items()):
+        for cut, (a, b) in enumerate(owners(span, cuts)):
+            if a == b or cut * ranks // cuts != rank:
+                continue
+            if sharded is None:
+                part = decayed.grad[a:b]
+            else:
+                start = sharded.parts[key].own[0]
+                part = sharded.own_sums(key)[a - start : b - start]
+            found.append((number * cuts + cut, part))
+    return SegmentNorm(found, len(spans) * cuts, whole, traffic.add)
 
 
 class Update:
@@ -82,12 +114,16 @@ class Update:
         rows: RecipeRows | None,
         sides: SideSums,
         rounding_seed: Tensor,
-        clears_gradients: bool,
+        traffic: Traffic,
+        cleared: Sequence[Tensor],
     ):
-        """`clears_gradients`: whether the update zeroes the gradient sums, instead of their store."""
+        """`cleared`: the gradient sums that the update sets to zero; their store clears the others."""
         settings = assembly.settings
+        self._traffic = traffic
+        self.overlapped = traffic.overlaps
+        """Whether the last micro-step reduced what it could."""
         self._settings, self._parameters, self._norm = settings, parameters, norm
-        self._losses, self.rows, self._clears = losses, rows, clears_gradients
+        self._losses, self.rows, self._cleared = losses, rows, cleared
         self._rounding_seed = rounding_seed
         self._sides = sides
         self._side_shapes = {name: (sides.roles[name], total.shape) for name, total in sides.sums.items()}
@@ -119,6 +155,7 @@ class Update:
         settings, on_host = self._settings, self._settings.update_on_cpu
         if on_host and settings.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
+        self._traffic.reduce_rest(overlapped=self.overlapped)
         norm = self._norm.read()
         clip = torch.ones_like(norm)
         if settings.max_grad_norm > 0:
@@ -126,19 +163,29 @@ class Update:
         skip = (~torch.isfinite(norm)).float()
         with using(self._kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
-        self._figures[:2].copy_(torch.stack((self._losses.take().float(), norm.to(settings.device))))
+        self._figures[:2].copy_(torch.stack((self._loss().float(), norm.to(settings.device))))
         if self.rows is not None:
+            self._traffic.largest(self.rows.observed)
             if isinstance(self.rows.state, RangedState):
                 self._figures[2 : 2 + self._ranges].copy_(self.rows.state.used_range(self.rows.observed).view(-1))
             self.rows.state.update(self.rows.observed, skip.to(settings.device))
             self.rows.observed.zero_()
         if self._sides.sums:
-            self._figures[2 + self._ranges :].copy_(self._sides.flat())
+            self._figures[2 + self._ranges :].copy_(self._traffic.total(self._sides.flat()))
             self._sides.clear()
         self._parameters.refresh(on_host=on_host)
-        if self._clears:
-            for group in self._groups:
-                group.grad.zero_()
+        for sums in self._cleared:
+            sums.zero_()
+
+    def _loss(self) -> Tensor:
+        """0-d float64: the sum of the step's losses over all ranks."""
+        by_number = self._losses.by_number
+        if by_number is None:
+            return self._losses.take()
+        self._traffic.add(by_number)
+        total = by_number.sum()
+        by_number.zero_()
+        return total
 
     def spoil(self) -> None:
         """Make the gradients of the next update NaN, so that it changes nothing."""

@@ -189,6 +189,23 @@ class TensorFile(Mapping[str, "Tensor"]):
             self._read(info.begin + first * size, part)
             flat[first : first + part.numel()].copy_(part)
 
+    def read_part(self, name: str, first: int, target: Tensor) -> None:
+        """Copy the elements from number `first` on into `target` (contiguous, of the file's dtype, any device)."""
+        import torch
+
+        info = self.infos[name]
+        assert target.dtype == info.torch_dtype
+        assert target.is_contiguous()
+        flat = target.view(-1)
+        if flat.device.type == "cpu":
+            self._read(info.begin + first * flat.itemsize, flat)
+            return
+        step = _STAGING_BYTES // flat.itemsize
+        for start in range(0, flat.numel(), step):
+            part = torch.empty(min(step, flat.numel() - start), dtype=flat.dtype)
+            self._read(info.begin + (first + start) * flat.itemsize, part)
+            flat[start : start + part.numel()].copy_(part)
+
     def _read(self, offset: int, flat: Tensor) -> None:
         """Fill `flat` (1-D, CPU, contiguous) from the file's bytes at `offset`."""
         import torch
@@ -203,22 +220,55 @@ class TensorFile(Mapping[str, "Tensor"]):
                 buffer = buffer[count:]
 
 
-def pieces(tensor: Tensor) -> Iterator[memoryview]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """A tensor that is made when it is read, such as one whose parts are on several GPUs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Callable[[], Iterator[Tensor]]
+    """Makes the elements in order, in pieces of any size."""
+
+    def load(self) -> Tensor:
+        """The whole tensor."""
+        import torch
+
+        found = [part.reshape(-1) for part in self.parts()]
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(self.shape)
+
+    def clone(self) -> Tensor:
+        """As of a tensor: its values now."""
+        return self.load()
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+def pieces(tensor: Tensor | Deferred) -> Iterator[memoryview]:
     """The bytes of a tensor on any device, row-major, in views of at most `PIECE_BYTES` of host memory."""
     import torch
 
+    if isinstance(tensor, Deferred):
+        for part in tensor.parts():
+            yield from pieces(part)
+        return
     flat = tensor.detach().contiguous().view(-1)
     step = PIECE_BYTES // flat.element_size()
     for first in range(0, flat.numel(), step):
         yield flat[first : first + step].cpu().view(torch.uint8).numpy().data
 
 
-def nbytes(tensor: Tensor) -> int:
+def nbytes(tensor: Tensor | Deferred) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
-def dtype_name(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor | Deferred) -> str:
     """The name of the tensor's dtype in a safetensors file."""
     return _NAMES[str(tensor.dtype).removeprefix("torch.")]
 
@@ -230,7 +280,7 @@ def _header_bytes(entries: Mapping[str, object], length: int | None = None) -> b
     return struct.pack("<Q", padded) + text.ljust(padded)
 
 
-def _entry(tensor: Tensor, begin: int) -> dict[str, object]:
+def _entry(tensor: Tensor | Deferred, begin: int) -> dict[str, object]:
     return {
         "dtype": dtype_name(tensor),
         "shape": list(tensor.shape),
@@ -239,7 +289,7 @@ def _entry(tensor: Tensor, begin: int) -> dict[str, object]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], *, wrote: Callable[[int], None] = lambda count: None
+    path: Path, tensors: Mapping[str, Tensor | Deferred], *, wrote: Callable[[int], None] = lambda count: None
 ) -> tuple[int, str]:
     """Write a new safetensors file, not synced; returns its bytes and the xxh3-128 digest of what was written.
 

@@ -159,12 +159,13 @@ def _ranges(group: ParamGroup, chosen: Callable[[str], bool]) -> Iterator[tuple[
         count = math.prod(shape)
         assert offset % BLOCK == 0, f"{name}: offset {offset} in group {group.name} is no multiple of {BLOCK}"
         stop = offset + -(-count // BLOCK) * BLOCK
-        if run is not None and run[1] == offset and run[2] == (count >= SMALLEST):
-            run = (run[0], stop, run[2])
+        eight = group.elements(name) >= SMALLEST
+        if run is not None and run[1] == offset and run[2] == eight:
+            run = (run[0], stop, eight)
         else:
             if run is not None:
                 yield run
-            run = (offset, stop, count >= SMALLEST)
+            run = (offset, stop, eight)
     if run is not None:
         yield run
 

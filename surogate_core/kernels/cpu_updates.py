@@ -76,6 +76,7 @@ def adamw_update(
     epsilon: float,
 ) -> None:
     """As `kernels.updates.adamw_update` on bf16 masters: equal to the rounding of fp32, with the same random bits."""
+    assert group.first % PERIOD == 0, "random numbers are counted from the beginning of a period"
     c1, c2 = (1 - torch.tensor([beta1, beta2], dtype=torch.float64) ** count).unbind()
     rates = torch.stack([clip, lr, c1, c2.sqrt(), torch.tensor(group.weight_decay), skip]).float()
     for start in range(0, group.master.numel(), PERIOD):

@@ -29,14 +29,18 @@ def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isfinite(), raised, x).to(torch.bfloat16)
 
 
-def _salt(group: ParamGroup, start: int) -> int:
-    return group.number * SALTS + start // PERIOD
+def place(group: ParamGroup, start: int) -> tuple[int, int]:
+    """(salt, number under it) of element `start` of the group. No group that is a part of a larger one crosses a
+    multiple of `PERIOD` of that one.
+    """
+    number = group.first + start
+    return group.number * SALTS + number // PERIOD, number % PERIOD
 
 
 def master_key(group: ParamGroup, start: int) -> Tensor:
     """0-d int32 that the numbers of elements of bf16 masters are mixed with from element `start` on, a `PERIOD` far."""
     assert group.seed is not None
-    return random_key(group.seed, _salt(group, start))
+    return random_key(group.seed, place(group, start)[0])
 
 
 def write_master(group: ParamGroup, start: int, value: Tensor) -> None:
@@ -47,6 +51,6 @@ def write_master(group: ParamGroup, start: int, value: Tensor) -> None:
     """
     target = group.master[start : start + value.numel()].view(value.shape)
     if group.seed is not None:
-        salt = _salt(group, start)
-        value = stochastic_bf16(value, random_bits(value.shape, group.seed, salt=salt, first=start % PERIOD))
+        salt, first = place(group, start)
+        value = stochastic_bf16(value, random_bits(value.shape, group.seed, salt=salt, first=first))
     target.copy_(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ class Mesh:
     """Collectives on tensors of the compute device; None before `connect`, and where there is one rank."""
     local_world: int = 1
     """Ranks on this machine."""
+    swap: Callable[[Any], list[Any]] | None = field(default=None, repr=False)
+    """`gather` of ranks that have no store, because they are threads of one process."""
+    turn: AbstractContextManager[Any] = field(default_factory=nullcontext, repr=False)
+    """A lock of such ranks: tracing is not safe in two threads."""
     _gathered: int = field(default=0, repr=False)
 
     @property
@@ -48,8 +53,19 @@ class Mesh:
         while self.store is not None and not self.store.check([f"event {event}"]):
             time.sleep(0.02)
 
+    def after_the_first(self, event: str, work: Callable[[], None]) -> None:
+        """Rank 0 does some work, then all others do it, such as a compilation whose result is cached."""
+        if not self.leads:
+            self.wait_for(event)
+        with self.turn:
+            work()
+        if self.leads:
+            self.tell(event)
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank: JSON values. Before or after `connect`."""
+        if self.swap is not None:
+            return self.swap(value)
         if self.store is None:
             return [value]
         self._gathered += 1
@@ -64,7 +80,7 @@ class Mesh:
 
     def connect(self, device: torch.device) -> None:
         """Open the collectives. All ranks call it; none waits for unbounded work before the others are here."""
-        if self.store is None:
+        if self.store is None or self.fabric is not None:
             return
         from surogate_core.mesh.groups import GroupFabric
 

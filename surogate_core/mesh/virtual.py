@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from surogate_core.bundles.fabrics import Fabric
+from surogate_core.mesh.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -22,6 +22,7 @@ class VirtualRanks:
         self.world = world
         self.barrier = threading.Barrier(world)
         self.slots: list[Any] = [None] * world
+        self.turn = threading.Lock()
 
     def swap(self, rank: int, value: T) -> list[T]:
         """The values of all ranks, by rank."""
@@ -65,11 +66,21 @@ class VirtualFabric:
         """As `Fabric.largest`."""
         return [max(column) for column in zip(*self._ranks.swap(self.rank, list(values)), strict=True)]
 
+    def mesh(self) -> Mesh:
+        """The rank as an engine takes it."""
+        return Mesh(
+            rank=self.rank,
+            world=self.world,
+            fabric=self,
+            swap=lambda value: self._ranks.swap(self.rank, value),
+            turn=self._ranks.turn,
+        )
+
     def close(self) -> None:
         """Nothing to end."""
 
 
-def in_threads(world: int, work: Callable[[Fabric], T]) -> list[T]:
+def in_threads(world: int, work: Callable[[VirtualFabric], T]) -> list[T]:
     """The results of `work` on every rank of a virtual world; the first error is raised."""
     ranks = VirtualRanks(world)
 

@@ -27,7 +27,7 @@ import xxhash
 
 from surogate_core.errors import MachineError, SurogateError, UserError, printable
 from surogate_core.files import atomic
-from surogate_core.files.tensorfile import TensorFile, file_digest, nbytes, write_tensors
+from surogate_core.files.tensorfile import Deferred, TensorFile, file_digest, nbytes, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ class CheckpointDir:
         self,
         step: int,
         *,
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        tensors: Mapping[str, Mapping[str, Tensor | Deferred]],
         state: Mapping[str, Any],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 from surogate_core.bundles import Kernel
 from surogate_core.formats.adamw_8bit import DynamicCode, Range, Rates
 from surogate_core.kernels.native import Module, Sources
-from surogate_core.kernels.rounding import PERIOD, SALTS
+from surogate_core.kernels.rounding import place
 
 THREADS = 256
 """This and the next three constants must match the source."""
@@ -53,7 +53,7 @@ def adamw_8bit_update(
     group, eight = chunk.group, len(chunk.first) == 2
     narrow = group.seed is not None
     needed = -(-len(grad_BK) // (THREADS // WARP))
-    salt = group.number * SALTS + chunk.start // PERIOD
+    salt, first = place(group, chunk.start)
     _MODULE.launch(
         f"adamw_8bit_{'' if eight else 'small_'}{'bfloat16' if narrow else 'float32'}",
         (min(needed, _resident(grad_BK.device)),),
@@ -76,7 +76,7 @@ def adamw_8bit_update(
         _tables(grad_BK.device),
         NOWHERE if group.seed is None else group.seed,
         np.uint32(salt),
-        np.uint32(chunk.start % PERIOD),
+        np.uint32(first),
     )
 
 

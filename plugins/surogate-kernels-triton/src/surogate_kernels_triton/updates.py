@@ -46,6 +46,7 @@ def adamw_update(
         *corrections,
         group.seed,
         group.number * SALTS,
+        group.first,
         length,
         group.weight_decay,
         1 - beta1,

@@ -32,6 +32,7 @@ def adamw_update(
     correction2,
     seed,
     salt,
+    number,
     length,
     weight_decay,
     rest1,
@@ -42,7 +43,9 @@ def adamw_update(
     PERIOD: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A program has C elements, and PERIOD, the elements under one salt, is a multiple of C. `rest` is 1 − beta."""
+    """A program has C elements under one salt, which PERIOD elements share. `number`: of the group's first element.
+    `rest` is 1 − beta.
+    """
     if tl.load(skip) != 0:
         return
     start = tl.program_id(0).to(tl.int64) * C
@@ -60,8 +63,9 @@ def adamw_update(
     tl.store(first + place, m, mask=inside)
     tl.store(second + place, v, mask=inside)
     if NARROW:
-        key = hash32(tl.load(seed) + (salt + (start // PERIOD).to(tl.int32)) * 0x1E3779B9)
-        counter = (start % PERIOD).to(tl.int32) + tl.arange(0, C)
+        number += start
+        key = hash32(tl.load(seed) + (salt + (number // PERIOD).to(tl.int32)) * 0x1E3779B9)
+        counter = (number % PERIOD).to(tl.int32) + tl.arange(0, C)
         tl.store(master + place, _stochastic_bf16(p, counter, key), mask=inside)
     else:
         tl.store(master + place, p, mask=inside)

@@ -1,0 +1,373 @@
+"""How several ranks share out the weights of a full training: who owns which elements of a flat group.
+
+The layout of a flat group does not depend on the number of ranks. Each piece (the embedding, a layer, the head) has a
+range of it, and each rank owns a part of each range, so that a piece is reduced and gathered as soon as it is ready.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
+from surogate_core.engine.lanes import Share
+from surogate_core.engine.schedule import EMBED, HEAD
+from surogate_core.files.tensorfile import Deferred, TensorFile
+from surogate_core.kernels.rounding import PERIOD
+from surogate_core.mesh.mesh import Mesh
+from surogate_core.mesh.sums import LANES
+
+if TYPE_CHECKING:
+    from surogate_core.engine.orders import Orders
+    from surogate_core.engine.parameters import Piece
+    from surogate_core.engine.placement import Placement
+
+Range = tuple[int, int]
+"""(first element, one past the last)."""
+
+
+def owners(whole: Range, ranks: int) -> list[Range]:
+    """Each rank's part of a range whose ends are multiples of `FLAT_ALIGNMENT`, in blocks of which it is divided.
+
+    The parts of a power of two up to 8 ranks are unions of eighths, so that half of the ranks own twice the part.
+    Parts at the end may be short, or empty.
+    """
+    start, stop = whole
+    units = (stop - start) // FLAT_ALIGNMENT
+    each = -(-units // LANES) * (LANES // ranks) if LANES % ranks == 0 else -(-units // ranks)
+    borders = [min(start + rank * each * FLAT_ALIGNMENT, stop) for rank in range(ranks + 1)]
+    return list(pairwise(borders))
+
+
+def piece_ranges(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, Range]:
+    """Key of a piece → the range that its members have in a flat group; a tied tensor is the embedding's."""
+    ranges: dict[str, Range] = {}
+    seen: set[str] = set()
+    for piece in pieces:
+        spans = [
+            (offset, offset + -(-math.prod(shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT)
+            for name in (s.hf_name for s in piece.specs if s.hf_name in shapes and s.hf_name not in seen)
+            for offset, shape in [shapes[name]]
+        ]
+        seen.update(s.hf_name for s in piece.specs)
+        if spans:
+            ranges[piece.key] = (min(spans)[0], max(spans)[1])
+            assert sum(b - a for a, b in spans) == ranges[piece.key][1] - ranges[piece.key][0]
+    return ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What the ranks of a run share out."""
+
+    mesh: Mesh
+    level: int = 0
+    """`EngineSettings.zero_level`: 0 nothing, 1 masters and optimizer state, 2 also gradients, 3 also weights."""
+    exact: bool = False
+    """Whether sums are in an order that does not depend on the number of ranks."""
+
+    @property
+    def shards(self) -> bool:
+        """Whether masters are sharded."""
+        return self.level >= 1 and self.mesh.world > 1
+
+    def share(self, micro_batches: int) -> Share:
+        """This rank's micro-batches of a step."""
+        return Share.of(
+            micro_batches,
+            rank=self.mesh.rank,
+            ranks=self.mesh.world,
+            exact=self.exact,
+            strided=self.reduces_each_micro_step,
+        )
+
+    @property
+    def reduces_each_micro_step(self) -> bool:
+        """Whether sums over the ranks are made in every micro-step, before those over micro-steps."""
+        return self.level >= 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part of a piece."""
+
+    key: str
+    owners: tuple[Range, ...]
+    """Every rank's elements in the flat group, by rank."""
+    own: Range
+    """This rank's elements in the flat group."""
+    at: int
+    """Where they begin in the rank's own flat tensors."""
+
+    @property
+    def count(self) -> int:
+        """Elements of this rank."""
+        return self.own[1] - self.own[0]
+
+    @property
+    def local(self) -> slice:
+        """Their place in the rank's own flat tensors."""
+        return slice(self.at, self.at + self.count)
+
+
+class ShardedGroup:
+    """A flat group as one of several ranks holds it: its part of masters and optimizer state.
+
+    `sums` are the gradients of the whole group at level 1, else of this rank's part. What blocks compute with, the
+    copies, are whole up to level 2; at level 3 they are this rank's part of a layer.
+    """
+
+    def __init__(
+        self,
+        whole: ParamGroup,
+        pieces: Sequence[Piece],
+        sharing: Sharing,
+        placement: Placement,
+        *,
+        dtype: torch.dtype,
+        master_dtype: torch.dtype,
+    ):
+        """`whole`: the group of one rank, on the meta device. `dtype`: that of the copies."""
+        mesh = sharing.mesh
+        self.name, self.shapes, self.elements = whole.name, whole.shapes, whole.master.numel()
+        self._mesh, self.device = mesh, placement.device
+        parts, at = [], 0
+        for key, span in piece_ranges(pieces, whole.shapes).items():
+            by_rank = owners(span, mesh.world)
+            part = Part(key=key, owners=tuple(by_rank), own=by_rank[mesh.rank], at=at)
+            parts.append(part)
+            at += part.count
+        self.parts = {part.key: part for part in parts}
+        self.master = placement.zeros("master", at, master_dtype)[0]
+        self.sums = placement.zeros("gradients", self.elements if sharing.level == 1 else at, torch.float32)[0]
+        self._whole_sums = sharing.level == 1
+        self.whole_pieces = tuple(key for key in self.parts if sharing.level < 3 or key in (EMBED, HEAD))
+        """Keys of the pieces whose copies are whole on every rank."""
+        self._copies: dict[str, Tensor] = {}
+        for key, part in self.parts.items():
+            count = part.owners[-1][1] - part.owners[0][0] if key in self.whole_pieces else part.count
+            self._copies[key] = torch.zeros(count, dtype=dtype, device=placement.device)
+        self.groups = [group for part in parts for group in self._groups(part, whole)]
+
+    def _groups(self, part: Part, whole: ParamGroup) -> list[ParamGroup]:
+        """A part as groups of the optimizer, cut where rounding begins to draw other numbers."""
+        start, stop = part.own
+        cuts = [start, *range((start // PERIOD + 1) * PERIOD, stop, PERIOD), stop]
+        found = []
+        for low, high in pairwise(cuts):
+            if low == high:
+                continue
+            local = slice(part.at + low - start, part.at + high - start)
+            shapes, sizes = {}, {}
+            for name, (offset, shape) in self.shapes.items():
+                count = math.prod(shape)
+                a, b = max(offset, low), min(offset + count, high)
+                if a < b:
+                    shapes[name] = (a - low, (b - a,))
+                    sizes[name] = count
+            sums = self.sums[low:high] if self._whole_sums else self.sums[local]
+            found.append(
+                ParamGroup(
+                    name=f"{self.name}@{part.key}.{low // PERIOD}",
+                    master=self.master[local],
+                    grad=sums,
+                    shapes=shapes,
+                    weight_decay=whole.weight_decay,
+                    seed=whole.seed,
+                    number=whole.number,
+                    first=low,
+                    sizes=sizes,
+                )
+            )
+        return found
+
+    # ------------------------------------------------------------------------ by piece
+
+    def own_sums(self, key: str) -> Tensor:
+        """The gradients of this rank's part of a piece."""
+        part = self.parts[key]
+        return self.sums[slice(*part.own)] if self._whole_sums else self.sums[part.local]
+
+    def own_copies(self, key: str) -> Tensor:
+        """The compute copies of this rank's part of a piece."""
+        part = self.parts[key]
+        if key not in self.whole_pieces:
+            return self._copies[key]
+        start = part.owners[0][0]
+        return self._copies[key][part.own[0] - start : part.own[1] - start]
+
+    def sums_by_rank(self, key: str) -> list[Tensor]:
+        """At level 1: the gradients of a piece, cut by owner."""
+        return [self.sums[a:b] for a, b in self.parts[key].owners]
+
+    def sums_by_name(self) -> dict[str, Tensor]:
+        """At level 1: name → the gradient of each tensor; else nothing."""
+        if not self._whole_sums:
+            return {}
+        return {name: self.sums[at : at + math.prod(shape)].view(shape) for name, (at, shape) in self.shapes.items()}
+
+    def copies_by_rank(self, key: str) -> list[Tensor]:
+        """The compute copies of a whole piece, cut by owner."""
+        start = self.parts[key].owners[0][0]
+        return [self._copies[key][a - start : b - start] for a, b in self.parts[key].owners]
+
+    def copies_by_name(self, key: str) -> dict[str, Tensor]:
+        """Name → compute copy of each tensor of a whole piece."""
+        return {
+            name: self._copies[key][at : at + math.prod(shape)].view(shape) for name, (at, shape) in self.layout(key)
+        }
+
+    def layout(self, key: str) -> list[tuple[str, tuple[int, tuple[int, ...]]]]:
+        """(name, (offset in the piece, shape)) of the tensors of a piece."""
+        start, stop = self.parts[key].owners[0][0], self.parts[key].owners[-1][1]
+        return [(n, (offset - start, shape)) for n, (offset, shape) in self.shapes.items() if start <= offset < stop]
+
+    def refresh(self) -> None:
+        """Cast this rank's masters to its compute copies."""
+        for key, part in self.parts.items():
+            self.own_copies(key).copy_(self.master[part.local])
+
+    # ------------------------------------------------------------------------- by name
+
+    def _overlaps(self, name: str) -> list[tuple[Part, Range]]:
+        """(part, elements) of this rank's parts that have some of a tensor."""
+        offset, shape = self.shapes[name]
+        stop = offset + math.prod(shape)
+        found = []
+        for part in self.parts.values():
+            a, b = max(offset, part.own[0]), min(stop, part.own[1])
+            if a < b:
+                found.append((part, (a, b)))
+        return found
+
+    def set(self, name: str, value: Tensor) -> None:
+        """Copy this rank's part of a whole tensor into its masters."""
+        flat, offset = value.reshape(-1), self.shapes[name][0]
+        for part, (a, b) in self._overlaps(name):
+            at = part.at + a - part.own[0]
+            self.master[at : at + b - a].copy_(flat[a - offset : b - offset])
+
+    def read(self, name: str, file: Mapping[str, Tensor]) -> None:
+        """Read this rank's part of a master from a checkpoint."""
+        if not isinstance(file, TensorFile):
+            self.set(name, file[name])
+            return
+        offset = self.shapes[name][0]
+        for part, (a, b) in self._overlaps(name):
+            at = part.at + a - part.own[0]
+            file.read_part(name, a - offset, self.master[at : at + b - a])
+
+    def whole(self, name: str) -> Tensor:
+        """A whole master; all ranks take part."""
+        offset, shape = self.shapes[name]
+        stop = offset + math.prod(shape)
+        found = torch.empty(stop - offset, dtype=self.master.dtype, device=self.device)
+        for part, (a, b) in self._overlaps(name):
+            at = part.at + a - part.own[0]
+            found[a - offset : b - offset].copy_(self.master[at : at + b - a])
+        fabric = self._mesh.fabric
+        assert fabric is not None
+        for part in self.parts.values():
+            cut = [(max(a, offset), min(b, stop)) for a, b in part.owners]
+            if any(a < b for a, b in cut):
+                fabric.gather([found[a - offset : max(a, b) - offset] for a, b in cut])
+        return found.view(shape)
+
+    def deferred(self, orders: Orders) -> dict[str, Deferred]:
+        """Name → its whole master, made when rank 0 reads it."""
+        return {
+            name: orders.deferred(shape, self.master.dtype, [partial(self.whole, name)])
+            for name, (_, shape) in self.shapes.items()
+        }
+
+
+class ShardedState:
+    """An optimizer's state as one rank holds it, in the form in which one rank alone would.
+
+    State tensors that are named after a group list its elements in order, so a whole one is those of the ranks' parts,
+    piece by piece and rank by rank.
+    """
+
+    def __init__(self, group: ShardedGroup, state: Mapping[str, Tensor], mesh: Mesh, orders: Orders):
+        self._mesh = mesh
+        names = {g.name for g in group.groups}
+        # The numbers of a part's groups are those of the periods in which they are.
+        places = [
+            f"{group.name}@{part.key}.{number}"
+            for part in group.parts.values()
+            for number in range(-(-group.elements // PERIOD))
+        ]
+        self._places = places
+        self._device = group.device
+        self._replicated = {name: t for name, t in state.items() if not any(name.startswith(f"{n}.") for n in names)}
+        self._own: dict[str, dict[str, Tensor]] = {}
+        """Name of a whole state tensor → name of a part's group → its tensor here."""
+        for name, tensor in state.items():
+            owner = next((n for n in names if name.startswith(f"{n}.")), None)
+            if owner is not None:
+                self._own.setdefault(group.name + name[len(owner) :], {})[owner] = tensor
+        self._exchange_sizes(group)
+        self._deferred = {name: self._defer(name, orders) for name in self._suffixes}
+
+    def _exchange_sizes(self, group: ShardedGroup) -> None:
+        """What parts of each state tensor each rank has: all ranks take part."""
+        told = {
+            name: {place: [len(t), *t.shape[1:]] for place, t in own.items()}
+            | {"": [str(next(iter(own.values())).dtype)]}
+            for name, own in self._own.items()
+        }
+        by_rank = self._mesh.gather(told)
+        self._suffixes = sorted({name for told in by_rank for name in told})
+        self._rows: dict[str, list[list[int]]] = {}
+        """Name → for each part's group, the rows of each rank."""
+        self._tails: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name in self._suffixes:
+            some = next(told[name] for told in by_rank if name in told)
+            place = next(key for key in some if key)
+            self._tails[name] = (tuple(some[place][1:]), getattr(torch, some[""][0].removeprefix("torch.")))
+            self._rows[name] = [[told.get(name, {}).get(place, [0])[0] for told in by_rank] for place in self._places]
+
+    def _defer(self, name: str, orders: Orders) -> Deferred:
+        tail, dtype = self._tails[name]
+        rows = self._rows[name]
+        works = [partial(self._of_part, name, i) for i, counts in enumerate(rows) if any(counts)]
+        return orders.deferred((sum(map(sum, rows)), *tail), dtype, works)
+
+    def _of_part(self, name: str, number: int) -> Tensor:
+        """A part's rows of all ranks; all take part."""
+        tail, dtype = self._tails[name]
+        counts, fabric = self._rows[name][number], self._mesh.fabric
+        assert fabric is not None
+        found = torch.empty((sum(counts), *tail), dtype=dtype, device=self._device)
+        by_rank = found.split(counts)
+        if counts[self._mesh.rank]:
+            by_rank[self._mesh.rank].copy_(self._own[name][self._places[number]])
+        fabric.gather([rows.view(-1) for rows in by_rank])
+        return found
+
+    def tensors(self) -> dict[str, Tensor | Deferred]:
+        """All state by the names that it has on one rank."""
+        return {**self._replicated, **self._deferred}
+
+    def read(self, file: Mapping[str, Tensor]) -> None:
+        """Read this rank's state from a checkpoint."""
+        for name, tensor in self._replicated.items():
+            tensor.copy_(file[name])
+        rank = self._mesh.rank
+        for name in self._suffixes:
+            at, tail = 0, math.prod(self._tails[name][0])
+            for place, counts in zip(self._places, self._rows[name], strict=True):
+                if counts[rank]:
+                    first, target = at + sum(counts[:rank]), self._own[name][place]
+                    if isinstance(file, TensorFile):
+                        file.read_part(name, first * tail, target)
+                    else:
+                        target.copy_(file[name][first : first + counts[rank]])
+                at += sum(counts)

@@ -1,0 +1,169 @@
+"""What the ranks send each other in a step, and when: all of it can be captured in CUDA graphs.
+
+Copies that the last update changed are gathered beside the forward of the first micro-step, in the order of their use.
+Gradients are reduced beside the backward of the last one, or in the optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import FLAT_ALIGNMENT
+from surogate_core.bundles.fabrics import Fabric
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.reduce import reduce_parts, staging_elements
+from surogate_core.engine.sharding import Sharing, owners
+from surogate_core.mesh.sums import lanes_of
+
+
+class Traffic:
+    """The communication of one rank. With one rank, nothing."""
+
+    def __init__(self, sharing: Sharing, parameters: Parameters, *, micro_batches: int, device: torch.device):
+        """`micro_batches`: M, of a step of all ranks."""
+        ranks = sharing.mesh.world
+        self._sharing, self._device, self._group = sharing, device, parameters.sharded
+        sharded = set() if self._group is None else {id(g) for g in self._group.groups}
+        self._replicated = [_cut(g.grad, ranks) for g in parameters.groups if id(g) not in sharded]
+        """For each replicated group, its gradients cut into a part for each rank."""
+        self._alone = ranks == 1
+        self._in_order = lanes_of(micro_batches) % ranks == 0 and sharing.exact
+        self.overlaps = not self._alone and sharing.level == 1 and sharing.share(micro_batches).simple
+        """Whether the last micro-step of an optimizer step reduces gradients."""
+        self.gathers = not self._alone and self._group is not None
+        """Whether the first micro-step of an optimizer step gathers copies."""
+        self.stale = self.gathers
+        """Whether copies that the last update changed are to be gathered."""
+        self.reducing = False
+        """Whether this micro-step reduces gradients."""
+        self._coming: dict[str, torch.cuda.Event | None] = {}
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and not self._alone else None
+        self._staging = torch.empty(0 if self._alone else self._staging_size(), device=device)
+
+    def _staging_size(self) -> int:
+        longest = max((part.numel() for parts in self._replicated for part in parts), default=0)
+        if self._group is not None and self._sharing.level == 1:
+            longest = max(longest, *(b - a for part in self._group.parts.values() for a, b in part.owners))
+        return staging_elements(longest, self._sharing.mesh.world)
+
+    @property
+    def _fabric(self) -> Fabric:
+        fabric = self._sharing.mesh.fabric
+        assert fabric is not None, "the ranks are connected before the first step"
+        return fabric
+
+    # ----------------------------------------------------------------------- micro-step
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """A micro-step of training begins."""
+        if first and self.gathers:
+            self._gather_copies()
+        self.reducing = last and self.overlaps
+
+    def wait_for(self, key: str) -> None:
+        """The copies of a piece are needed now."""
+        event = self._coming.pop(key, None)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def reduce(self, key: str) -> None:
+        """The gradients of a piece are complete on this rank for this micro-step."""
+        if self.reducing and self._group is not None and key in self._group.parts:
+            with _Beside(self._side):
+                reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
+
+    def finish(self) -> None:
+        """The micro-step ends: all that was sent beside it is complete."""
+        self._coming.clear()
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+        if not self._alone and self._sums_of_micro_steps:
+            self._reduce_replicated()
+
+    @property
+    def _sums_of_micro_steps(self) -> bool:
+        """Whether all sums over the ranks are made in each micro-step, so that their order is that of level 2."""
+        return self._sharing.reduces_each_micro_step and self._in_order
+
+    def _gather_copies(self) -> None:
+        assert self._group is not None
+        for key in self._group.whole_pieces:
+            with _Beside(self._side) as stream:
+                self._fabric.gather(self._group.copies_by_rank(key))
+                self._coming[key] = None if stream is None else stream.record_event()
+
+    def freshen(self) -> None:
+        """Gather the copies that the last update changed, for a forward that is not the first micro-step's."""
+        if self.stale:
+            self._gather_copies()
+            self.finish_gathering()
+
+    def finish_gathering(self) -> None:
+        """All copies are here."""
+        for key in list(self._coming):
+            self.wait_for(key)
+        self.stale = False
+
+    # ------------------------------------------------------------------- optimizer step
+
+    def reduce_rest(self, *, overlapped: bool) -> None:
+        """Reduce the gradients that no micro-step has reduced. `overlapped`: whether the last one did its part."""
+        if self._alone or self._sums_of_micro_steps:
+            return
+        self._reduce_replicated()
+        if self._group is not None and self._sharing.level == 1 and not overlapped:
+            for key in self._group.parts:
+                reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
+
+    def _reduce_replicated(self) -> None:
+        for parts in self._replicated:
+            reduce_parts(self._fabric, parts, self._staging)
+            self._fabric.gather(parts)
+
+    def add(self, values: Tensor) -> None:
+        """`Fabric.add`."""
+        if not self._alone:
+            self._fabric.add(values)
+
+    def largest(self, values: Tensor) -> None:
+        """The maximum over the ranks in place, of fp32 values that are not negative; NaN is above all."""
+        if not self._alone:
+            # NCCL's maximum of floats drops NaN. The sign of a NaN would put it below.
+            self._fabric.maximum(values.abs_().view(torch.int32))
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in their order."""
+        if self._alone:
+            return values
+        rows = values.new_zeros(self._fabric.world, values.numel())
+        rows[self._fabric.rank].copy_(values)
+        self._fabric.gather(list(rows.unbind()))
+        return rows.sum(0)
+
+
+class _Beside:
+    """Inside, work runs on a side stream, after everything that the current stream has been given."""
+
+    def __init__(self, stream: torch.cuda.Stream | None):
+        self._stream = stream
+        self._context: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> torch.cuda.Stream | None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+
+def _cut(flat: Tensor, ranks: int) -> Sequence[Tensor]:
+    """A group's gradients, a part for each rank."""
+    assert flat.numel() % FLAT_ALIGNMENT == 0
+    return [flat[a:b] for a, b in owners((0, flat.numel()), ranks)]

@@ -1,0 +1,174 @@
+"""Engines on several virtual ranks: the same bits as on one, at every level, and checkpoints for any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import OptimizerSpec
+from surogate_core.engine.engine import Engine
+from surogate_core.formats.adamw_8bit import BlockwiseAdamW
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_core.testing import tiny
+
+EIGHT_BIT = OptimizerSpec(name="adamw-8bit", build=lambda groups, options: BlockwiseAdamW(groups))
+WIDE = {**tiny.SMALL_CONFIG, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+"""Matrices of 4096 elements and more, whose moments have 8 bits."""
+
+
+def engine_of(fabric: VirtualFabric, *, micro_batches: int, **changes: Any) -> Engine:
+    changes = {"optimizer": tiny.ADAMW, "build": tiny.SmallModel, **changes}
+    config = changes.pop("config", tiny.SMALL_CONFIG)
+    assembly = tiny.assembly(config, ranks=fabric.world, micro_batches=micro_batches, **changes)
+    mesh = fabric.mesh() if fabric.world > 1 else None
+    return Engine(assembly, tiny.random_source(), mesh=mesh)
+
+
+def steps(engine: Engine, count: int, *, micro_batches: int, start: int = 0) -> list[tuple[float, float]]:
+    """(loss, norm) of each step; a rank gets counts of the others' micro-batches."""
+    share = engine.sharing.share(micro_batches)
+    found = []
+    for step in range(start, start + count):
+        batches = [b if n in share.numbers else b.counts() for n, b in enumerate(tiny.batches(step, micro_batches))]
+        found.append(engine.train_step(batches, step=step, lr=1e-2).read())
+    return found
+
+
+def whole_state(engine: Engine) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as rank 0 writes them; nothing on the others."""
+    if not engine.mesh.leads:
+        engine.serve()
+        return {}
+    found = tiny.snapshot(engine)
+    if engine.mesh.world > 1:
+        engine.dismiss()
+    return found
+
+
+def trained(world: int, *, micro_batches: int = 8, count: int = 3, **changes: Any) -> tuple[Any, Mapping[str, Tensor]]:
+    def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor]]:
+        engine = engine_of(fabric, micro_batches=micro_batches, **changes)
+        figures = steps(engine, count, micro_batches=micro_batches)
+        return figures, whole_state(engine)
+
+    results = in_threads(world, work)
+    assert all(figures == results[0][0] for figures, _ in results)  # every rank knows the figures of the run
+    return results[0]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"lora": tiny.lora(dropout=0.1)},
+    "level 0": {"zero_level": 0},
+    "level 1": {"zero_level": 1},
+    "level 1 tied": {"zero_level": 1, "config": {**tiny.SMALL_CONFIG, "tie_word_embeddings": True}},
+    "level 1 in 8 bits, bf16 masters": {
+        "zero_level": 1,
+        "config": WIDE,
+        "optimizer": EIGHT_BIT,
+        "master_dtype": torch.bfloat16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_ranks_trains_the_same_bits(case: str) -> None:
+    figures, state = trained(1, exact=True, **CASES[case])
+    for world in (2, 4, 8):
+        other_figures, other_state = trained(world, exact=True, **CASES[case])
+        assert other_figures == figures, f"{world} ranks"
+        tiny.ensure_same_bits(other_state, state, f"{world} ranks")
+
+
+@pytest.mark.parametrize("case", ["lora", "level 1"])
+def test_more_micro_batches_than_lanes(case: str) -> None:
+    figures, state = trained(1, exact=True, micro_batches=16, **CASES[case])
+    other_figures, other_state = trained(4, exact=True, micro_batches=16, **CASES[case])
+    assert other_figures == figures
+    tiny.ensure_same_bits(other_state, state, "4 ranks")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int) -> None:
+    figures, _ = trained(1, micro_batches=12, zero_level=1)
+    first, state = trained(world, micro_batches=12, zero_level=1)
+    again, same = trained(world, micro_batches=12, zero_level=1)
+    assert again == first
+    tiny.ensure_same_bits(same, state, "a second run")
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(figures), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["lora", "level 1", "level 1 in 8 bits, bf16 masters"])
+def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
+    """4 → 2 → 1 → 4 is as four on four ranks."""
+    _, expected = trained(1, exact=True, count=4, **CASES[case])
+    state: Mapping[str, Tensor] = {}
+    for step, world in enumerate((4, 2, 1, 4)):
+
+        def work(fabric: VirtualFabric, step: int = step) -> dict[str, Tensor]:
+            engine = engine_of(fabric, micro_batches=8, exact=True, **CASES[case])
+            if step:
+                files: dict[str, dict[str, Tensor]] = {}
+                for name, tensor in state.items():
+                    files.setdefault(name.split()[0], {})[name.split(" ", 1)[1]] = tensor
+                engine.load_state(files)
+            steps(engine, 1, micro_batches=8, start=step)
+            return whole_state(engine)
+
+        state = in_threads(world, work)[0]
+    tiny.ensure_same_bits(state, expected, "after three resumes")
+
+
+def test_a_rank_holds_its_part_of_masters_and_state() -> None:
+    def work(fabric: VirtualFabric) -> tuple[int, int]:
+        engine = engine_of(fabric, micro_batches=8, zero_level=1)
+        group = engine.parameters.sharded
+        assert group is not None
+        held = group.master.untyped_storage().nbytes() // 4
+        state = sum(t.numel() for n, t in engine.optimizer.state().items() if "@" in n)
+        return held, state
+
+    found = in_threads(4, work)
+    assert sum(held for held, _ in found) == sum(state for _, state in found) // 2
+    assert max(held for held, _ in found) < sum(held for held, _ in found) / 2
+
+
+@pytest.mark.parametrize("case", ["lora", "level 1"])
+def test_not_a_number_on_one_rank_skips_the_step_on_all(case: str) -> None:
+    def work(fabric: VirtualFabric) -> tuple[bool, list[tuple[float, float]]]:
+        engine = engine_of(fabric, micro_batches=2, exact=True, **CASES[case])
+        before = {n: m.clone() for n, m in engine.parameters.masters().items()}
+        parts = [g.master.clone() for g in engine.parameters.groups]
+        if fabric.rank == 1:
+            engine.parameters.sums()[0][:1].fill_(float("nan"))
+            engine._sums_hold = True
+        figures = steps(engine, 1, micro_batches=2)
+        same = all(torch.equal(m, before[n]) for n, m in engine.parameters.masters().items())
+        same &= all(torch.equal(g.master, p) for g, p in zip(engine.parameters.groups, parts, strict=True))
+        return same, figures
+
+    for same, figures in in_threads(2, work):
+        assert same
+        assert figures[0][1] != figures[0][1]
+
+
+def test_evaluation_is_shared_and_its_sum_is_that_of_one_rank() -> None:
+    batches = [tiny.batch(tiny.documents(seed=i)) for i in range(5)]
+
+    def work(fabric: VirtualFabric) -> list[tuple[float, int]]:
+        engine = engine_of(fabric, micro_batches=8, exact=True, zero_level=1)
+        with engine.mesh.turn:
+            engine.programs.head(engine.plan.head, tiny.TOKENS, training=False)
+            for piece in engine.plan.layers:
+                engine.programs.evaluation_layer(piece)
+        found = [engine.evaluate(batches)]
+        steps(engine, 1, micro_batches=8)
+        return [*found, engine.evaluate(batches)]
+
+    (alone,) = in_threads(1, work)
+    for world in (2, 4, 8):
+        for found in in_threads(world, work):
+            assert found == alone
