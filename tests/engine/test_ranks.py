@@ -108,7 +108,7 @@ def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
     state: Mapping[str, Tensor] = {}
     for step, world in enumerate((4, 2, 1, 4)):
 
-        def work(fabric: VirtualFabric, step: int = step) -> dict[str, Tensor]:
+        def work(fabric: VirtualFabric, step: int = step, state: Mapping[str, Tensor] = state) -> dict[str, Tensor]:
             engine = engine_of(fabric, micro_batches=8, exact=True, **CASES[case])
             if step:
                 files: dict[str, dict[str, Tensor]] = {}
