@@ -144,6 +144,7 @@ def sft(
     qlora_bnb_double_quant: bool = ...,
     qlora_fp4: bool = ...,
     qlora_four_over_six: bool = ...,
+    max_restarts: int = ...,
     auto_lr_reduction: bool = ...,
     early_stop: bool = ...,
 ) -> Run:
@@ -292,6 +293,8 @@ def sft(
         qlora_bnb_double_quant: Keep the absmax in 8 bits, in groups of 256.
         qlora_fp4: Short for qlora_format=nvfp4.
         qlora_four_over_six: Scale a block to 4 instead of 6 where that makes the squared error smaller.
+        max_restarts: How often the run starts again from its last checkpoint after a process died, hung or had a
+            bug.
         auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
             rules.
         early_stop: End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria.
@@ -414,6 +417,7 @@ def pt(
     qlora_bnb_double_quant: bool = ...,
     qlora_fp4: bool = ...,
     qlora_four_over_six: bool = ...,
+    max_restarts: int = ...,
     auto_lr_reduction: bool = ...,
     early_stop: bool = ...,
 ) -> Run:
@@ -562,6 +566,8 @@ def pt(
         qlora_bnb_double_quant: Keep the absmax in 8 bits, in groups of 256.
         qlora_fp4: Short for qlora_format=nvfp4.
         qlora_four_over_six: Scale a block to 4 instead of 6 where that makes the squared error smaller.
+        max_restarts: How often the run starts again from its last checkpoint after a process died, hung or had a
+            bug.
         auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
             rules.
         early_stop: End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
 
@@ -12,11 +12,6 @@ if TYPE_CHECKING:
 
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
-    from surogate_core.plugins.registry import Registry
-
-
-def _run_here(job: bundles.Job, options: Any, registry: Registry) -> int:
-    return job.run(registry=registry)
 
 
 @hookimpl
@@ -49,8 +44,10 @@ def _packed(config: RunConfig, data: PreparedData) -> bundles.Task:
 
 @hookimpl
 def surogate_launcher() -> bundles.Launcher:
-    """This process."""
-    return bundles.Launcher(name="local", launch=_run_here)
+    """The processes of this machine."""
+    from surogate_core.launch.local import LocalOptions, launch
+
+    return bundles.Launcher(name="local", launch=launch, options=LocalOptions)
 
 
 @hookimpl

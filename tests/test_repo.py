@@ -276,6 +276,7 @@ FLOORS = (
     {"config"},
     {"hf", "report"},
     {"train"},
+    {"launch"},
     {"builtin"},
     {"run"},
     {"testing"},

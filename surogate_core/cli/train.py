@@ -73,10 +73,12 @@ def require_own_data(arguments: Arguments, task: str | None, configs: Sequence[R
 def start(config: RunConfig, registry: Registry, watch: Watch | None = None) -> int:
     """Open the run's log and train; `watch`: what the caller adds to the run's monitors."""
     from surogate_core import logs
-    from surogate_core.run.job import launch, open_run_log
+    from surogate_core.run.job import is_follower, launch, open_run_log
     from surogate_core.run.place import placed
 
     logs.configure()
+    if is_follower(config):
+        return launch(config, registry, watch)
     with placed(config) as (config, place):
         if place.note:
             print(place.note, file=sys.stderr, flush=True)

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.mesh.lifeline import Lifeline
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -36,6 +38,8 @@ class Mesh:
     """`gather` of ranks that have no store, because they are threads of one process."""
     turn: AbstractContextManager[Any] = field(default_factory=nullcontext, repr=False)
     """A lock of such ranks: tracing is not safe in two threads."""
+    lifeline: Lifeline = field(default_factory=Lifeline)
+    """Where this rank reports progress, and hears that another one has failed."""
     _gathered: int = field(default=0, repr=False)
 
     @property

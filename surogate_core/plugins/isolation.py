@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from surogate_core.masking import masked
 from surogate_core.plugins.discovery import InstalledPlugin, installed_plugins
 from surogate_core.plugins.static import locate
 
@@ -110,3 +111,11 @@ def culprit(error: BaseException) -> InstalledPlugin | None:
             last = None
         traceback = traceback.tb_next
     return last
+
+
+def bug_text(error: BaseException, log: Path) -> str:
+    """One line for an unexpected error, with its plugin and the file that has its traceback."""
+    plugin = culprit(error)
+    where = f" in {plugin.label}" if plugin is not None else ""
+    text = masked(" ".join(str(error).split())).rstrip(".")
+    return f"a bug{where}: {type(error).__name__}: {text}. The traceback is in {log}"

@@ -43,13 +43,16 @@ from surogate_core.train.loop import Loop
 from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
+    from surogate_core.mesh.mesh import Mesh
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.watch import Watch
 
 log = structlog.get_logger(__name__)
 
 
-def train(config: RunConfig, registry: Registry, *, rank: int = 0, watch: Watch | None = None) -> int:
+def train(
+    config: RunConfig, registry: Registry, *, rank: int = 0, watch: Watch | None = None, mesh: Mesh | None = None
+) -> int:
     """The part of the process of this rank in a run; the exit code. Errors are raised after the monitors saw them."""
     try:
         return _Run(config, registry, rank=rank, watch=watch).main()

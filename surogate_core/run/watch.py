@@ -20,3 +20,5 @@ class Watch:
     """Name → what builds the monitor. It stays in the launching process."""
     quiet: bool = False
     """Leave out the monitors that print."""
+    placed: Callable[[str], None] | None = None
+    """Receives the run's directory, which a run without `output_dir` gets when it starts."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from surogate_core.bundles import Launcher
-from surogate_core.errors import MachineError
+from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.testing.check import NotApplicable, ensure
 
@@ -17,32 +19,64 @@ class Probe:
     """A job that trains nothing: it writes a file for its rank, and ends in the requested way."""
 
     directory: str
+    gpus: int = 1
     code: int = 0
-    fails: bool = False
+    fails: int | None = None
+    """The rank that raises."""
     task: str = "sft"
 
-    def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None) -> int:
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What a launcher reads of a configuration."""
+        place = {"output_dir": self.directory, "checkpoint_dir": None}
+        return {"gpus": self.gpus, "device": "cpu", "task": self.task, **place}
+
+    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+        """As `bundles.Job.to_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Probe:
+        """The probe from what `to_json` returned."""
+        return cls(**values)
+
+    def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None, mesh: object = None) -> int:
         """Write the file ``RANK of WORLD``; returns the code or raises `RuntimeError`."""
+        if world < self.gpus:
+            raise ConfigError([Problem(key="gpus", message=f"{world} processes for {self.gpus} GPUs.")])
         (Path(self.directory) / f"{rank} of {world}").touch(exist_ok=False)
-        if self.fails:
+        if self.fails == rank:
             raise RuntimeError("raised by the conformance kit")
         return self.code
 
 
 def returns_the_exit_code(launcher: Launcher) -> None:
     """With the options' defaults every rank of the job runs, here or in other processes, and 0 and 3 are returned."""
-    plugins = load_plugins(import_policy())
     for code in (0, 3):
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                found = launcher.launch(Probe(directory=directory, code=code), launcher.options(), plugins)
-            except MachineError as error:
-                raise NotApplicable(str(error)) from None
-            ran = sorted(path.name for path in Path(directory).iterdir())
-            ensure(bool(ran), "the job was not run")
-            world = int(ran[0].rpartition(" ")[2])
-            ensure(ran == sorted(f"{rank} of {world}" for rank in range(world)), f"not every rank ran once: {ran}")
-            ensure(found == code, f"the job ended with {code}, and launch returned {found!r}")
+        _runs_every_rank(launcher, gpus=1, code=code)
+
+
+def starts_every_rank(launcher: Launcher) -> None:
+    """A job for two GPUs runs as ranks 0 and 1; a launcher of one process refuses it or lets `job.run` refuse it."""
+    try:
+        _runs_every_rank(launcher, gpus=2, code=0)
+    except UserError as error:
+        raise NotApplicable(str(error)) from None
+
+
+def _runs_every_rank(launcher: Launcher, *, gpus: int, code: int) -> None:
+    plugins = load_plugins(import_policy())
+    with tempfile.TemporaryDirectory() as directory:
+        probe = Probe(directory=directory, gpus=gpus, code=code)
+        try:
+            found = launcher.launch(probe, launcher.options(), plugins)
+        except MachineError as error:
+            raise NotApplicable(str(error)) from None
+        ran = sorted(path.name for path in Path(directory).iterdir() if path.name != "logs")
+        ensure(bool(ran), "the job was not run")
+        world = max(int(ran[0].rpartition(" ")[2]), gpus)
+        ensure(ran == sorted(f"{rank} of {world}" for rank in range(world)), f"not every rank ran once: {ran}")
+        ensure(found == code, f"the job ended with {code}, and launch returned {found!r}")
 
 
 def lets_errors_through(launcher: Launcher) -> None:
@@ -50,7 +84,7 @@ def lets_errors_through(launcher: Launcher) -> None:
     plugins = load_plugins(import_policy())
     with tempfile.TemporaryDirectory() as directory:
         try:
-            found = launcher.launch(Probe(directory=directory, fails=True), launcher.options(), plugins)
+            found = launcher.launch(Probe(directory=directory, fails=0), launcher.options(), plugins)
         except MachineError as error:
             raise NotApplicable(str(error)) from None
         except RuntimeError as error:
@@ -59,4 +93,4 @@ def lets_errors_through(launcher: Launcher) -> None:
         ensure(found != 0, "the job raised, and launch returned 0")
 
 
-CHECKS = (returns_the_exit_code, lets_errors_through)
+CHECKS = (returns_the_exit_code, starts_every_rank, lets_errors_through)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from surogate_core.config.resolve import load_run_config, to_dict
-from surogate_core.errors import PluginError, UserError
+from surogate_core.errors import ConfigError, PluginError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.job import Job
 from surogate_core.run.run import train
@@ -22,9 +21,10 @@ from surogate_core.run.watch import Watch
 History = Callable[[Path], list[tuple[Any, ...]]]
 
 ELSEWHERE = """
-import pickle, sys
-with open(sys.argv[1], "rb") as file:
-    job = pickle.load(file)
+import json, sys
+from surogate_core.run.job import Job
+with open(sys.argv[1]) as file:
+    job = Job.from_json(json.load(file))
 import torch
 torch.set_num_threads(1)
 sys.exit(job.run())
@@ -36,14 +36,14 @@ def job_of(registry: Registry, *overrides: str) -> Job:
 
 
 @pytest.mark.slow
-def test_a_pickled_job_gives_the_same_bits_in_another_process(
+def test_a_copied_job_gives_the_same_bits_in_another_process(
     tmp_path: Path, base: list[str], installed: Registry, history: History, digests: Any
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     base = [word for word in base if not word.startswith("max_steps")]
     base = [*base, "max_steps=2", "lora=true", "lora_rank=4"]
     assert job_of(installed, *base, f"output_dir={here}").run(registry=installed) == 0
-    (tmp_path / "job").write_bytes(pickle.dumps(job_of(installed, *base, f"output_dir={there}")))
+    (tmp_path / "job").write_text(json.dumps(job_of(installed, *base, f"output_dir={there}").to_json()))
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "job")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -69,9 +69,10 @@ def test_a_job_is_json_and_rebuilds_the_configuration(words: tuple[str, ...]) ->
     registry = load_plugins(import_policy(peek_policy(words)))
     config = load_run_config([word.replace("${", "\\${") for word in words], registry=registry)
     job = Job.of(config, registry)
-    again = json.loads(json.dumps(job.config))
-    assert config_from(again, registry) == config
-    assert to_dict(config_from(again, registry)) == job.config
+    again = Job.from_json(json.loads(json.dumps(job.to_json())))
+    assert again == job
+    assert config_from(again.config, registry) == config
+    assert to_dict(config_from(again.config, registry)) == job.config
     assert job.task == config.task
 
 
@@ -83,12 +84,14 @@ def test_other_plugins_than_the_launchers_are_refused(tmp_path: Path, base: list
     assert not (tmp_path / "out").exists()
 
 
-def test_several_processes_are_refused(tmp_path: Path, base: list[str], installed: Registry) -> None:
-    job = job_of(installed, *base, f"output_dir={tmp_path / 'out'}")
-    with pytest.raises(UserError, match="2 processes: a run is one process"):
-        job.run(rank=1, world=2, registry=installed)
+def test_one_process_for_several_gpus_is_refused(tmp_path: Path, base: list[str], installed: Registry) -> None:
+    """A launcher that knows nothing of `gpus` must not train on one of them in silence."""
+    job = job_of(installed, *base, "gpus=2", f"output_dir={tmp_path / 'out'}")
+    with pytest.raises(ConfigError, match="gpus: launcher=local started one process for 2 GPUs"):
+        job.run(registry=installed)
     with pytest.raises(ValueError, match="rank 1 of 1"):
         job.run(rank=1, registry=installed)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_rank_locks_and_writes_and_shows_nothing(
@@ -109,10 +112,10 @@ def test_another_rank_locks_and_writes_and_shows_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_copy_of_a_job_has_no_callbacks(installed: Registry) -> None:
-    """Functions cannot be pickled; they stay in the process that launches."""
+def test_a_job_with_callbacks_stays_in_its_process(installed: Registry) -> None:
     config = load_run_config(["model=qwen3"], registry=installed)
-    job = Job.of(config, installed, Watch(callbacks={"mine": lambda info: None}, quiet=True))
-    copied = pickle.loads(pickle.dumps(job))
-    assert copied == job
-    assert (dict(copied.watch.callbacks), copied.watch.quiet) == ({}, False)
+    with pytest.raises(ConfigError, match=r"callbacks: they run in the process that trains.*Fix: gpus=1"):
+        Job.of(config, installed, Watch(callbacks={"mine": lambda info: None})).to_json()
+    job = Job.of(config, installed, Watch(quiet=True))
+    assert Job.from_json(job.to_json()).watch.quiet
+    assert job.to_json(resume=True)["config"]["resume_from_checkpoint"] is True

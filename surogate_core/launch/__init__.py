@@ -1,0 +1,1 @@
+"""`launcher=local`: the processes of a run on this machine, and the supervisor that watches them."""

@@ -1,0 +1,146 @@
+"""`launcher=local`: one process for each GPU of this machine, or this process as one of those that torchrun started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import structlog
+from annotated_types import Interval
+
+from surogate_core.bundles.options import Flat
+from surogate_core.errors import MachineError, UserError
+from surogate_core.files import atomic
+from surogate_core.launch.gpus import VISIBLE, rotated, visible
+from surogate_core.launch.ranks import Rank, check_count, joined, rank_of
+from surogate_core.launch.supervisor import Failure, Plan, supervise
+
+if TYPE_CHECKING:
+    from surogate_core.bundles.launchers import Job
+    from surogate_core.plugins.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """Options of `launcher=local`."""
+
+    max_restarts: Annotated[int, Interval(ge=0, le=1000), Flat("max_restarts")] = 0
+    """How often the run starts again from its last checkpoint after a process died, hung or had a bug."""
+    silence: Annotated[int, Interval(ge=0, le=10**6)] = 60
+    """Seconds without a step, and at least 20 median steps, after which a process counts as hung; 0 is never."""
+
+
+def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
+    """Run the job with as many processes as it has GPUs; the exit code. One process is this one."""
+    found = rank_of(os.environ)
+    if found is not None:
+        return _join(job, found, registry)
+    gpus = [] if job.config["device"] == "cpu" else visible(os.environ)
+    world = processes(job.config["gpus"], job.config["device"], len(gpus))
+    if world == 1 and not options.max_restarts:
+        return job.run(registry=registry)
+    began = time.time()
+    directory = Path(job.config["output_dir"])
+    logs = directory / "logs"
+    if world > 1:
+        atomic.ensure_writable(logs, key="output_dir")
+    plan = Plan(
+        job=_sent(job, world),
+        environments=[_environment(os.environ, rank, world, gpus) for rank in range(world)],
+        logs=logs,
+        silence=options.silence,
+    )
+
+    def again(failure: Failure, left: int) -> Plan:
+        checkpoint = _saved(Path(job.config["checkpoint_dir"] or directory), since=began)
+        number = options.max_restarts - left
+        where = f"from {checkpoint.name}" if checkpoint is not None else "from the beginning"
+        log.warning(f"{failure.message} The run starts again {where} (restart {number} of {options.max_restarts}).")
+        return replace(plan, job=_sent(job, world, resume=checkpoint is not None))
+
+    return supervise(plan, restarts=options.max_restarts, again=again)
+
+
+def processes(wanted: int, device: str, gpus: int) -> int:
+    """The number of processes for the key `gpus` on a machine with so many GPUs; raises `MachineError` if it has
+    fewer."""
+    if device == "cpu":
+        return max(wanted, 1)
+    if wanted > max(gpus, 1):
+        here = {0: "no GPU", 1: "1 GPU"}.get(gpus, f"{gpus} GPUs")
+        masked = f" that {VISIBLE}={os.environ[VISIBLE]} lets it see" if VISIBLE in os.environ else ""
+        fix = "gpus=0 for all of them" if gpus > 1 else "gpus=1"
+        cpu = "" if gpus else f", or device=cpu for {wanted} processes on the CPU"
+        raise MachineError(f"gpus={wanted}: this machine has {here}{masked}. Fix: {fix}{cpu}.")
+    return wanted or max(gpus, 1)
+
+
+def _environment(before: Mapping[str, str], rank: int, world: int, gpus: list[str]) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    found = {**before, **{name: str(value) for name, value in own.items()}}
+    if gpus:
+        found[VISIBLE] = rotated(gpus, rank)
+    if world > 1:
+        found.setdefault(THREADS, str(threads(world)))
+    return found
+
+
+def threads(ranks: int) -> int:
+    """Threads of each of the ranks of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // ranks, 1)
+
+
+def _sent(job: Job, world: int, *, resume: bool = False) -> dict[str, Any]:
+    """What a worker reads."""
+    kind = type(job)
+    values = job.to_json(resume=resume)
+    return {"job": f"{kind.__module__}:{kind.__qualname__}", "values": values, "world": world, "path": sys.path}
+
+
+def _saved(directory: Path, *, since: float) -> Path | None:
+    """The latest checkpoint that was written since then."""
+    found = []
+    for manifest in directory.glob("checkpoint-*/manifest.json"):
+        written = manifest.stat().st_mtime
+        if written >= since:
+            found.append((written, manifest.parent))
+    return max(found)[1] if found else None
+
+
+def _join(job: Job, found: Rank, registry: Registry) -> int:
+    """Run this process's part beside those that another program started."""
+    check_count(found, job.config["gpus"])
+    if job.config["device"] != "cpu":
+        _choose_gpu(found)
+    os.environ.setdefault(THREADS, str(threads(found.local_world)))
+    return job.run(rank=found.rank, world=found.world, registry=registry, mesh=lambda: joined(found))
+
+
+def _choose_gpu(found: Rank) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise UserError(
+            f"rank {found.rank}: this process has used CUDA already, and cannot choose its GPU any more. "
+            f"Fix: start the run before other work on the GPU."
+        )
+    gpus = visible(os.environ)
+    if len(gpus) == 1 and VISIBLE in os.environ:
+        return  # SLURM gives each task its own
+    if gpus and found.local_rank >= len(gpus):
+        count = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+        raise MachineError(
+            f"rank {found.rank}: {found.by} started {found.local_world} processes on this machine, which has {count}. "
+            f"Fix: start one process for each GPU, or set device=cpu."
+        )
+    if gpus:
+        os.environ[VISIBLE] = rotated(gpus, found.local_rank)

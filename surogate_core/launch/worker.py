@@ -1,0 +1,100 @@
+"""One rank of a run that the supervisor has started: ``python -m surogate_core.launch.worker DIRECTORY RANK``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surogate_core.mesh.lifeline import Tied
+    from surogate_core.mesh.mesh import Mesh
+
+JOB, STORE, PULSES, OUTCOME, STACKS = "job.json", "store", "pulses", "outcome-{}.json", "stacks-{}.txt"
+"""Files of the directory that the supervisor and its workers share."""
+
+DONE, REFUSED, BUG = "done", "refused", "bug"
+"""Kinds of outcome: the work returned a code, raised an error of the user's or the machine's, or had a bug."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the rank; its exit code. What came of it is in the outcome file."""
+    directory, rank = Path(arguments[0]), int(arguments[1])
+    _die_with(int(arguments[3]))
+    stacks = (directory / STACKS.format(rank)).open("w", encoding="utf-8")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    given = json.loads((directory / JOB).read_bytes())
+    sys.path[:] = given["path"]
+    from surogate_core.mesh.lifeline import Tied
+
+    world: int = given["world"]
+    lifeline = Tied(rank, directory / PULSES, int(arguments[2]))
+    outcome = partial(_write_outcome, directory / OUTCOME.format(rank))
+    try:
+        module, _, name = given["job"].partition(":")
+        job = getattr(importlib.import_module(module), name).from_json(given["values"])
+        code = int(job.run(rank=rank, world=world, mesh=partial(_mesh, directory, rank, world, lifeline)))
+    except KeyboardInterrupt:
+        outcome(kind=DONE, code=130)
+        return 130
+    except BaseException as error:
+        shown = lifeline.cause_of(error)
+        lifeline.over()
+        return _failed(shown, outcome)
+    lifeline.over()
+    outcome(kind=DONE, code=code)
+    return code
+
+
+def _mesh(directory: Path, rank: int, world: int, lifeline: Tied) -> Mesh:
+    from surogate_core.mesh.mesh import Mesh
+
+    if world == 1:
+        return Mesh(lifeline=lifeline)
+    from torch.distributed import FileStore
+
+    store = FileStore(str(directory / STORE), world)
+    return Mesh(rank=rank, world=world, store=store, local_world=world, lifeline=lifeline)
+
+
+def _failed(error: BaseException, outcome: Any) -> int:
+    from surogate_core.errors import SurogateError
+    from surogate_core.logs import record_traceback
+    from surogate_core.plugins.isolation import bug_text
+
+    if isinstance(error, SurogateError):
+        outcome(kind=REFUSED, code=error.exit_code, message=str(error))
+        return error.exit_code
+    outcome(kind=BUG, code=1, message=bug_text(error, record_traceback("a bug ended the rank", error)))
+    return 1
+
+
+def _write_outcome(file: Path, *, kind: str, code: int, message: str = "") -> None:
+    values = {"kind": kind, "code": code, "message": message, "at": time.monotonic()}
+    beside = file.with_suffix(".part")
+    with contextlib.suppress(OSError):  # a full disk: the exit code says it too
+        beside.write_text(json.dumps(values), encoding="utf-8")
+        beside.replace(file)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, the supervisor, dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
