@@ -39,6 +39,8 @@ class Traffic:
         """Whether copies that the last update changed are to be gathered."""
         self.reducing = False
         """Whether this micro-step reduces gradients."""
+        self._forked = False
+        """Whether work of this micro-step runs on the side stream."""
         self._coming: dict[str, torch.cuda.Event | None] = {}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and not self._alone else None
         self._staging = torch.empty(0 if self._alone else self._staging_size(), device=device)
@@ -72,14 +74,17 @@ class Traffic:
     def reduce(self, key: str) -> None:
         """The gradients of a piece are complete on this rank for this micro-step."""
         if self.reducing and self._group is not None and key in self._group.parts:
+            self._forked = True
             with _Beside(self._side):
                 reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
 
     def finish(self) -> None:
         """The micro-step ends: all that was sent beside it is complete."""
         self._coming.clear()
-        if self._side is not None:
+        if self._side is not None and self._forked:
+            # A stream that did not fork in it must not join a capture.
             torch.cuda.current_stream(self._device).wait_stream(self._side)
+        self._forked = False
         if not self._alone and self._sums_of_micro_steps:
             self._reduce_replicated()
 
@@ -90,6 +95,7 @@ class Traffic:
 
     def _gather_copies(self) -> None:
         assert self._group is not None
+        self._forked = True
         for key in self._group.whole_pieces:
             with _Beside(self._side) as stream:
                 self._fabric.gather(self._group.copies_by_rank(key))
