@@ -22,6 +22,7 @@ from surogate_core.dsl.sides import SideSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
+from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import ShardedGroup, Sharing
 from surogate_core.files.tensorfile import Deferred
 
@@ -531,6 +532,7 @@ class Parameters:
 
         A weight in a weight format has its rounded value, on which the adapters were trained.
         """
+        begin_pass(self.weights)
         seen: set[str] = set()
         for piece in self.pieces:
             self.before_fetch(piece.key)

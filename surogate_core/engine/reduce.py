@@ -46,10 +46,10 @@ def reduce_parts(fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, ou
 def _chunks(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Ranges that cover all lengths, each of at most `most` elements and within or outside of each length."""
     step = most - most % FLAT_ALIGNMENT or most
-    assert step, "no room for a value of each rank"
     start = 0
     for length in lengths:
         while start < length:
+            assert step, "no room for a value of each rank"
             stop = min(start + step, length)
             yield start, stop
             start = stop

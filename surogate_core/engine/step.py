@@ -21,6 +21,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
+from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.traffic import Traffic
 
 PENDING_BYTES = 32 * 2**20
@@ -209,15 +210,18 @@ class MicroStep:
 
     def hidden(self) -> Tensor:
         """[N, D]: the last layer's output for the micro-batch in `inputs`, without dropout."""
+        begin_pass(self.stores.weights)
         flow = _Flow(tables=self._tables())
         for piece in self.plan.pieces[:-1]:
             self._forward(piece.key, flow, training=False)
+            self.stores.weights.release(piece.key)
         assert flow.x is not None
         return flow.x
 
     # ------------------------------------------------------------------------- schedule
 
     def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
+        begin_pass(self.stores.weights)
         flow = _Flow()
         for action in schedule:
             match action.verb:

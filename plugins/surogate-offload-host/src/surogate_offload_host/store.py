@@ -7,8 +7,7 @@ and join it by events only; host buffers are made once and never move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,28 +16,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from surogate_core.bundles import FLAT_ALIGNMENT, Stores, TensorKind
+from surogate_core.engine.side_streams import SideStream, flat_bytes, is_dense
 from surogate_offload_host.memory import HostBlock
 
 _ALIGNMENT = 256
 """Alignment in bytes of a tensor in a buffer."""
 _PADDING = FLAT_ALIGNMENT * 4
 """Largest gap in bytes between tensors that are copied as one."""
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a contiguous range of memory, each once, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return tensor.numel() > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +67,6 @@ def _near(above: Tensor, below: Tensor) -> bool:
     return 0 <= _address(below) - _address(above) - above.nbytes <= _PADDING
 
 
-class _Side:
-    """A side stream; on a CPU nothing is asynchronous."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Launch on the side stream, after everything launched so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def done(self) -> torch.cuda.Event | None:
-        """An event after everything launched here so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def join(self, event: torch.cuda.Event | None) -> None:
-        """Let the compute stream wait for a mark."""
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-
-
 @dataclass(slots=True)
 class _Copies:
     """Tensors on the device that a side stream reads or writes until the mark; None once that was waited for."""
@@ -129,7 +86,7 @@ class WeightStore:
         self._locked = WeakIdKeyDictionary()
         """Tensor that was put → its host tensor; a tied weight has only one."""
         self._blocks: list[HostBlock] = []
-        self._in = _Side(device)
+        self._in = SideStream(device)
         self._here: dict[str, _Copies] = {}
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
@@ -141,12 +98,12 @@ class WeightStore:
         self._stretches[key] = _stretches(homes)
 
     def _home(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and _is_dense(tensor) and (self._device.type == "cpu" or tensor.is_pinned()):
+        if tensor.device.type == "cpu" and is_dense(tensor) and (self._device.type == "cpu" or tensor.is_pinned()):
             return tensor
         if tensor not in self._locked:
-            dense = tensor if _is_dense(tensor) else tensor.contiguous()
+            dense = tensor if is_dense(tensor) else tensor.contiguous()
             block = HostBlock(dense.nbytes, self._device)
-            block.on_host.copy_(_flat(dense))
+            block.on_host.copy_(flat_bytes(dense))
             self._blocks.append(block)
             self._locked[tensor] = block.on_host.view(dense.dtype).as_strided(dense.shape, dense.stride())
         home = self._locked[tensor]
@@ -205,7 +162,7 @@ class ResidualStore(WeightStore):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._out = _Side(device)
+        self._out = SideStream(device)
         self._layouts: dict[str, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
         self._staying: dict[str, dict[int, Tensor]] = {}
         self._leaving: tuple[str, _Copies] | None = None
@@ -214,15 +171,15 @@ class ResidualStore(WeightStore):
         """Start the copies to the host, and forget the tensors whose copies were started before."""
         if self._leaving is not None:
             self._out.join(self._leaving[1].mark)
-        dense = [t for t in tensors if _is_dense(t)]
-        self._staying[key] = {i: t for i, t in enumerate(tensors) if not _is_dense(t)}
+        dense = [t for t in tensors if is_dense(t)]
+        self._staying[key] = {i: t for i, t in enumerate(tensors) if not is_dense(t)}
         layout = [(t.shape, t.stride(), t.dtype) for t in dense]
         if self._layouts.get(key) != layout:
             self._layouts[key] = layout
             self._rest(key, self._buffers(dense))
         with self._out.after_compute():
             for tensor, home in zip(dense, self._homes[key], strict=True):
-                _flat(home).copy_(_flat(tensor), non_blocking=True)
+                flat_bytes(home).copy_(flat_bytes(tensor), non_blocking=True)
         self._leaving = key, _Copies(tuple(dense), self._out.done())
 
     def _buffers(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -274,7 +231,7 @@ class GradientStore(WeightStore):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._out = _Side(device)
+        self._out = SideStream(device)
         self._leaving: _Copies | None = None
         self._rooms_here: dict[str, list[Tensor]] = {}
         self._zeros = False

@@ -1,0 +1,144 @@
+"""Gradient sums of which every rank keeps a part, reduced one piece at a time.
+
+All buffers are static. The reductions run on a side stream that forks from the compute stream and joins it by events,
+so that they overlap with the computation and a CUDA graph captures them. Every rank calls the same methods in the same
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles.fabrics import Fabric
+from surogate_core.engine.owned import Owned, Within
+from surogate_core.engine.reduce import reduce_parts, staging_elements
+from surogate_core.engine.schedule import EMBED, HEAD
+from surogate_core.engine.side_streams import FIRST, SideStream
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    """A buffer for the sums of one piece."""
+
+    buffer: Tensor
+    piece: str | None = None
+
+
+class ShardedGradients:
+    """Gradient sums of which each rank keeps its part; a micro-step's are added over the ranks when a piece releases
+    them.
+
+    A piece's sums of one micro-step start from zeros in a static buffer: layers share two, of the size of the largest;
+    the embedding and the head share one. A tensor that is tied to another piece is in the buffer of that piece, and is
+    reduced with it.
+    """
+
+    def __init__(self, fabric: Fabric, device: torch.device):
+        self._fabric, self._device = fabric, device
+        self._owned: dict[str, Owned] = {}
+        self._members: dict[str, tuple[Tensor | Within, ...]] = {}
+        self._side = SideStream(device, priority=FIRST)
+        self._rooms: dict[bool, list[_Room]] = {}
+        """Whether they are for layers → the buffers."""
+        self._staging: Tensor | None = None
+        self._zeroed: dict[str, torch.cuda.Event | None] = {}
+        """Key that is here → not None: the compute stream does not wait for its zeros yet."""
+        self._reduced: torch.cuda.Event | None = None
+        self._first = True
+
+    def put_owned(self, piece: str, owned: Owned) -> None:
+        """Keep this rank's part of a piece's range of sums."""
+        self._owned[piece] = owned
+        self._rooms.clear()
+
+    def put(self, key: str, tensors: Sequence[Tensor | Within]) -> None:
+        """The sums of a piece's trained tensors, in order: places in sharded ranges, or whole sums, which this store
+        passes on.
+        """
+        self._members[key] = tuple(tensors)
+
+    def begin(self, *, first: bool) -> None:
+        """A micro-step begins. After the first one of an optimizer step a shard has its sums alone."""
+        self._first = first
+
+    def prefetch(self, key: str) -> None:
+        """Make zeros for the key's sums."""
+        if key in self._zeroed:
+            return
+        pieces = {member.piece for member in self._members[key] if isinstance(member, Within)}
+        rooms = [self._enter(piece) for piece in sorted(pieces) if self._room_of(piece) is None]
+        event = None
+        if rooms:
+            with self._side.after_compute():
+                for room, elements in rooms:
+                    room.buffer[:elements].zero_()
+            event = self._side.done()
+        self._zeroed[key] = event
+
+    def _room_of(self, piece: str) -> _Room | None:
+        """The buffer that has the piece's sums."""
+        return next((room for room in self._rooms_for(piece) if room.piece == piece), None)
+
+    def _rooms_for(self, piece: str) -> list[_Room]:
+        if not self._rooms:
+            for layers, count in ((True, 2), (False, 1)):
+                sizes = [o.elements for p, o in self._owned.items() if (p not in (EMBED, HEAD)) == layers]
+                buffers = [torch.empty(max(sizes, default=0), device=self._device) for _ in range(count)]
+                self._rooms[layers] = [_Room(buffer) for buffer in buffers]
+            longest = max(owned.longest for owned in self._owned.values())
+            self._staging = torch.empty(staging_elements(longest, self._fabric.world), device=self._device)
+        return self._rooms[piece not in (EMBED, HEAD)]
+
+    def _enter(self, piece: str) -> tuple[_Room, int]:
+        """A buffer for the piece, in use from here on, and the number of its elements."""
+        room = next((room for room in self._rooms_for(piece) if room.piece is None), None)
+        assert room is not None, f"no buffer is free for the gradient sums of {piece}"
+        room.piece = piece
+        return room, self._owned[piece].elements
+
+    def fetch(self, key: str) -> tuple[Tensor, ...]:
+        """The sums to which the piece's backward adds."""
+        self.prefetch(key)
+        self._side.join(self._zeroed[key])
+        self._zeroed[key] = None
+        return tuple(member if isinstance(member, Tensor) else self._view(member) for member in self._members[key])
+
+    def _view(self, place: Within) -> Tensor:
+        room = self._room_of(place.piece)
+        assert room is not None
+        return room.buffer[place.offset : place.offset + math.prod(place.shape)].view(place.shape)
+
+    def release(self, key: str) -> None:
+        """Start to add the sums of the piece's range over the ranks, into the shard."""
+        self._side.join(self._zeroed.pop(key))
+        room = self._room_of(key) if key in self._owned else None
+        if room is None:
+            return
+        owned, staging = self._owned[key], self._staging
+        assert staging is not None
+        parts = [room.buffer[start:stop] for start, stop in owned.owners]
+        with self._side.after_compute():
+            reduce_parts(self._fabric, parts, staging, out=owned.shard if self._first else None)
+            if not self._first:
+                owned.shard.add_(parts[self._fabric.rank])
+        # The side stream fills the buffer with zeros for the next piece, so no event is needed.
+        room.piece = None
+        self._reduced = self._side.done()
+
+    def finish(self) -> None:
+        """Later work of the compute stream finds the sums in the shards."""
+        self._side.join(self._reduced)
+        self._reduced = None
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held on the device: shards and buffers."""
+        buffers = [room.buffer for rooms in self._rooms.values() for room in rooms]
+        buffers += [self._staging] if self._staging is not None else []
+        tensors = [*buffers, *(owned.shard for owned in self._owned.values())]
+        return {"device": sum(t.nbytes for t in tensors), "host": 0, "disk": 0}
