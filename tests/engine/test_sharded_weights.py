@@ -16,6 +16,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD, evaluation_schedule, layer_key, training_schedule
 from surogate_core.engine.sharded_weights import ALIGNMENT, ShardedWeights
+from surogate_core.engine.sharding import owners
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.mesh.virtual import in_threads
 from surogate_core.testing import tiny
@@ -178,12 +179,6 @@ def test_an_inner_store_is_read_beside_the_computation() -> None:
     assert log.count(("fetch", "layer 2")) == log.count(("release", "layer 2")) == 1
 
 
-def _owners(elements: int, world: int) -> list[tuple[int, int]]:
-    """Parts of whole units, the last ones shorter or empty."""
-    units = -(-elements // 256 // world) * 256
-    return [(min(r * units, elements), min((r + 1) * units, elements)) for r in range(world)]
-
-
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("inside", [False, True], ids=["device", "inner"])
 def test_trained_weights_are_gathered_as_they_are_now(world: int, inside: bool) -> None:
@@ -200,18 +195,18 @@ def test_trained_weights_are_gathered_as_they_are_now(world: int, inside: bool) 
     def work(fabric: Fabric) -> None:
         inner = DeviceStore("weights") if inside else None  # like pinned memory: the live tensor itself
         store = ShardedWeights(fabric, CPU, inner=inner)
-        start, stop = _owners(elements, world)[fabric.rank]
+        start, stop = owners((0, elements), world)[fabric.rank]
         shards = {layer_key(i): torch.zeros(stop - start, dtype=torch.bfloat16) for i in range(LAYERS)}
         for key, shard in shards.items():
             members = [Within(key, at, shape) for at, shape in shapes.items()]
-            store.put_trained(key, Owned(owners=_owners(elements, world), shard=shard), members)
+            store.put_trained(key, Owned(owners=owners((0, elements), world), shard=shard), members)
         store.put(EMBED, [])
         store.put(HEAD, [])
         for step in range(2):
             for key, shard in shards.items():
                 shard.copy_(values(step, key)[start:stop])
             _pass(store, lambda key, s=step: expected(s, key) if key in shards else [], training=step == 0)
-        buffers = 2 * world * _owners(elements, world)[0][1]
+        buffers = 2 * world * owners((0, elements), world)[0][1]
         assert store.nbytes()["device"] == 2 * (LAYERS * (stop - start) + buffers)
 
     in_threads(world, work)

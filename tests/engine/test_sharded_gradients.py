@@ -1,0 +1,169 @@
+"""Gradient sums of which every rank keeps a part: the sums of one process, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import GradientStore
+from surogate_core.bundles.fabrics import Fabric
+from surogate_core.engine.owned import Owned, Within
+from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_schedule
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharding import owners
+from surogate_core.mesh.sums import tree_sum
+from surogate_core.mesh.virtual import in_threads
+
+CPU = torch.device("cpu")
+LAYERS, UNIT = 3, 256
+WORLDS = [1, 2, 4, 8]
+RANGES = {"embed": 13 * UNIT, **{layer_key(i): (4 + i) * UNIT for i in range(LAYERS)}}
+"""Elements of each piece's range. Layers differ, and so do the parts of their owners."""
+SHAPES = {"embed": (52, 64), "weight": (16, 60), "norm": (64,), "head": (50, 64)}
+
+
+class _Sums:
+    """The store of one rank with its shards, for a model whose head is tied or has its own weight."""
+
+    def __init__(self, fabric: Fabric, *, tied: bool):
+        self.store = ShardedGradients(fabric, CPU)
+        assert isinstance(self.store, GradientStore)
+        self.norms = {key: torch.zeros(SHAPES["norm"]) for key in [*RANGES, HEAD]}
+        self.shards = {}
+        for key, elements in {**RANGES, **({} if tied else {HEAD: 13 * UNIT})}.items():
+            parts = owners((0, elements), fabric.world)
+            start, stop = parts[fabric.rank]
+            self.shards[key] = torch.full((stop - start,), float("nan"))
+            self.store.put_owned(key, Owned(owners=parts, shard=self.shards[key]))
+        self.store.put(EMBED, [Within(EMBED, 0, SHAPES["embed"])])
+        for i in range(LAYERS):
+            key = layer_key(i)
+            places = [Within(key, 0, SHAPES["weight"]), Within(key, 4 * UNIT - 64, SHAPES["norm"])]
+            self.store.put(key, [places[0], self.norms[key], places[1]])
+        weight = Within(EMBED, 0, SHAPES["embed"]) if tied else Within(HEAD, 0, SHAPES["head"])
+        self.store.put(HEAD, [self.norms[HEAD], weight])
+
+    def micro_step(self, number: int, *, first: bool) -> None:
+        """Add the gradients of a micro-batch as the schedule does."""
+        self.store.begin(first=first)
+        for action in training_schedule(LAYERS, train_embedding=True):
+            if action.verb == "reduce":
+                sums = self.store.fetch(action.key)
+                for total, gradient in zip(sums, _gradients(number, action.key, sums), strict=True):
+                    total.add_(gradient)
+            elif action.kind == "gradients":
+                getattr(self.store, action.verb)(action.key)
+        self.store.finish()
+
+
+def _gradients(number: int, key: str, sums: Sequence[Tensor]) -> list[Tensor]:
+    """A micro-batch's gradients of a piece, of equal shapes for any number of ranks."""
+    drawn = torch.Generator().manual_seed(1000 * number + sum(map(ord, key)))
+    return [torch.randn(total.shape, generator=drawn) * 10.0 ** (number % 3) for total in sums]
+
+
+def _sequential(world: int, micro_batches: int, *, tied: bool) -> list[dict[str, Tensor]]:
+    """Each rank's shards after an optimizer step whose micro-steps are added one after another."""
+
+    def work(fabric: Fabric) -> dict[str, Tensor]:
+        sums = _Sums(fabric, tied=tied)
+        for step in range(2):  # what the first one leaves must not be in the second one's
+            for i in range(micro_batches // world):
+                sums.micro_step(step + i * world + fabric.rank, first=i == 0)
+        return sums.shards
+
+    return in_threads(world, work)
+
+
+def _in_tree(world: int, lanes: int, *, tied: bool) -> dict[str, Tensor]:
+    """The sums over all ranks when the micro-steps of a rank are the upper part of the ranks' tree."""
+
+    def work(fabric: Fabric) -> dict[str, Tensor]:
+        sums = _Sums(fabric, tied=tied)
+        found: dict[str, list[Tensor]] = {key: [] for key in sums.shards}
+        for i in range(lanes // world):
+            sums.micro_step(i * world + fabric.rank, first=True)
+            for key, shard in sums.shards.items():
+                found[key].append(shard.clone())
+        for key, parts in found.items():
+            tree_sum(parts, sums.shards[key])
+        return sums.shards
+
+    ranks = in_threads(world, work)
+    return {key: torch.cat([shards[key] for shards in ranks]) for key in ranks[0]}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_bits_of_the_sums_do_not_depend_on_the_number_of_ranks(tied: bool) -> None:
+    expected = _in_tree(1, 8, tied=tied)
+    assert expected[EMBED].abs().min() > 0
+    for world in WORLDS[1:]:
+        found = _in_tree(world, 8, tied=tied)
+        assert all(torch.equal(found[key], expected[key]) for key in expected), world
+
+
+@pytest.mark.parametrize("world", [*WORLDS, 3])
+def test_micro_steps_are_added_to_the_shards(world: int) -> None:
+    """Compared with float64: every gradient once, in its owner's shard, the tied head's in the embedding's."""
+    batches = 9 if world == 3 else 8
+    ranks = _sequential(world, batches, tied=True)
+    embed = torch.cat([shards[EMBED] for shards in ranks])
+    norm, weight = torch.zeros(SHAPES["norm"]), torch.zeros(SHAPES["embed"])
+    expected = torch.zeros(SHAPES["embed"], dtype=torch.float64)
+    for number in range(1, batches + 1):
+        expected += _gradients(number, HEAD, [norm, weight])[1].double()
+        expected += _gradients(number, EMBED, [weight])[0].double()
+    torch.testing.assert_close(embed.view(SHAPES["embed"]).double(), expected, rtol=1e-5, atol=1e-3)
+    for i in range(LAYERS):
+        key = layer_key(i)
+        found = torch.cat([shards[key] for shards in ranks])
+        parts = [torch.zeros(SHAPES["weight"]), norm, norm]
+        totals = [
+            torch.stack([_gradients(n, key, parts)[at].double() for n in range(1, batches + 1)]).sum(0) for at in (0, 2)
+        ]
+        wanted = torch.zeros(RANGES[key], dtype=torch.float64)
+        wanted[: totals[0].numel()] = totals[0].view(-1)
+        wanted[4 * UNIT - 64 : 4 * UNIT] = totals[1]
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_whole_sums_stay_with_their_rank() -> None:
+    def work(fabric: Fabric) -> tuple[Tensor, list[tuple[int, ...]]]:
+        sums = _Sums(fabric, tied=True)
+        for i in range(2):
+            sums.micro_step(i, first=i == 0)
+        shapes = [tuple(t.shape) for t in sums.store.fetch("layer 1")]
+        return sums.norms["layer 1"], shapes
+
+    parts = [torch.zeros(SHAPES["weight"]), torch.zeros(SHAPES["norm"]), torch.zeros(SHAPES["norm"])]
+    expected = _gradients(0, "layer 1", parts)[1] + _gradients(1, "layer 1", parts)[1]
+    for found, shapes in in_threads(2, work):
+        assert torch.equal(found, expected)
+        assert shapes == [SHAPES["weight"], SHAPES["norm"], SHAPES["norm"]]
+
+
+def test_two_buffers_of_the_largest_layer_and_one_of_the_embedding() -> None:
+    def work(fabric: Fabric) -> int:
+        sums = _Sums(fabric, tied=False)
+        before = sums.store.nbytes()["device"]
+        sums.micro_step(0, first=True)
+        assert before == 4 * sum(shard.numel() for shard in sums.shards.values())
+        return sums.store.nbytes()["device"] - before
+
+    largest, staging = 2 * 6 * UNIT + 13 * UNIT, 2 * owners((0, 13 * UNIT), 2)[0][1]
+    assert in_threads(2, work) == [4 * (largest + staging)] * 2
+
+
+def test_a_third_piece_finds_no_buffer() -> None:
+    def work(fabric: Fabric) -> None:
+        sums = _Sums(fabric, tied=True)
+        sums.store.begin(first=True)
+        sums.store.fetch("layer 0")
+        sums.store.fetch("layer 1")
+        with pytest.raises(AssertionError, match="no buffer is free for the gradient sums of layer 2"):
+            sums.store.fetch("layer 2")
+
+    in_threads(2, work)
