@@ -98,9 +98,11 @@ class RunStart(Event):
     """Epochs of the whole run."""
     device: str
     """The device in words."""
+    gpus: int = 1
+    """Number of devices, with a process each."""
     gemm_flops_per_second: float | None = None
-    """Measured rate of a large matrix product in the dtype of the weights; `StepEnd.speed_of_light` is relative to
-    it.
+    """Measured rate of a large matrix product in the dtype of the weights, on one device; `StepEnd.speed_of_light` is
+    relative to it.
     """
     notes: tuple[str, ...] = ()
     """Notes for the user, one sentence each."""
@@ -158,7 +160,9 @@ class StepEnd(Event):
     peak_memory_bytes: int
     """Peak of the device allocator on CUDA, peak resident set on a CPU."""
     speed_of_light: float | None = None
-    """MFU against a measured product: rate of the step's necessary FLOPs as a share (0 to 1) of that product's rate."""
+    """MFU against a measured product: rate of the step's necessary FLOPs as a share (0 to 1) of that product's rate on
+    all devices.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

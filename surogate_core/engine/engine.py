@@ -66,7 +66,8 @@ class Engine:
         self._allocate(placement)
         self._load(source, progress)
         self._prepare_steps(placement, progress)
-        self.mesh.after_the_first("compiled", self._compile)
+        with self.mesh.first("compiled"):
+            self._compile()
         self.mesh.connect(self.settings.device)
         self._prepare_orders()
         self._capture(progress)

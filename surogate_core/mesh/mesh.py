@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from surogate_core.bundles.fabrics import Fabric
+
+
+_OVER = "the run is over"
+
+
+class CalledOff(Exception):  # noqa: N818
+    """Rank 0 has ended the run before its first step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,17 +61,27 @@ class Mesh:
 
     def wait_for(self, event: str) -> None:
         """Wait until some rank has told of the event, however long it takes."""
-        while self.store is not None and not self.store.check([f"event {event}"]):
-            time.sleep(0.02)
+        self._wait(f"event {event}", 0.02)
 
-    def after_the_first(self, event: str, work: Callable[[], None]) -> None:
-        """Rank 0 does some work, then all others do it, such as a compilation whose result is cached."""
+    @contextmanager
+    def first(self, event: str) -> Iterator[None]:
+        """Rank 0 does the work inside before the others, such as a compilation whose result is cached."""
         if not self.leads:
             self.wait_for(event)
         with self.turn:
-            work()
+            yield
         if self.leads:
             self.tell(event)
+
+    def call_off(self) -> None:
+        """Rank 0 ends the run while the others wait for it: they get `CalledOff`."""
+        self.tell(_OVER)
+
+    def _wait(self, key: str, seconds: float) -> None:
+        while self.store is not None and not self.store.check([key]):
+            if self.store.check([f"event {_OVER}"]):
+                raise CalledOff
+            time.sleep(seconds)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank: JSON values. Before or after `connect`."""
@@ -77,8 +94,7 @@ class Mesh:
         found = []
         for rank in range(self.world):
             key = f"gather {self._gathered} {rank}"
-            while not self.store.check([key]):
-                time.sleep(0.002)
+            self._wait(key, 0.002)
             found.append(json.loads(self.store.get(key)))
         return found
 

@@ -291,7 +291,7 @@ def _engine(
     directory = config.offload_dir or config.place
     stores = assembly.offloader.build(config.offload.options, directory, assembly.settings.device)
     source = weights_source(config, registry, resolved, assembly)
-    return Engine(replace(assembly, stores=stores), source, progress=progress)
+    return Engine(replace(assembly, stores=stores), source, mesh=mesh, progress=progress)
 
 
 def _notes(

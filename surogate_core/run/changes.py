@@ -30,8 +30,8 @@ def changes_note(
     """
     if "config" not in saved:
         return None
-    before, now = dict(_flat(saved["config"])), dict(_flat(recorded(config)))
-    defaults = dict(_flat(recorded(RunConfig()) | dict(flat or {})))
+    before, now = dict(flat_values(saved["config"])), dict(flat_values(recorded(config)))
+    defaults = dict(flat_values(recorded(RunConfig()) | dict(flat or {})))
     changed = []
     for key in sorted(before.keys() | now.keys()):
         if key in before and key in now and before[key] == now[key]:
@@ -45,13 +45,13 @@ def changes_note(
     return f"Changed since {path} was saved: {'; '.join(changed)}." if changed else None
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted key → value that is neither a mapping nor a list."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+            yield from flat_values(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _flat(inner, f"{key}[{number}]")
+            yield from flat_values(inner, f"{key}[{number}]")
     else:
         yield key, value

@@ -87,7 +87,7 @@ class Job:
             open_run_log(config, rank)
         from surogate_core.run.run import train
 
-        code = train(config, registry, rank=rank, watch=self.watch, mesh=met)
+        code = train(config, registry, watch=self.watch, mesh=met)
         # After an error nothing is closed: that would wait for the other ranks.
         met.close()
         return code

@@ -36,6 +36,7 @@ from surogate_core.run.assemble import (
     weight_format_notes,
 )
 from surogate_core.run.changes import changes_note
+from surogate_core.run.ranks import micro_batches_of
 from surogate_core.run.token_budget import adjusted_epochs, token_budget
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
@@ -91,8 +92,11 @@ class Material:
     notes: tuple[str, ...]
 
 
-def fetch_base(config: RunConfig, registry: Registry, show: Show) -> Base:
-    """Find the model and its device, and check what can be checked before anything long is done."""
+def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bool = True) -> Base:
+    """Find the model and its device, and check what can be checked before anything long is done.
+
+    `digests`: whether this process reads the digests of the weight files.
+    """
     show(Progress(task="fetching the model", done=0, total=1))
     resolved = resolve_model(config, registry)
     show(Progress(task="fetching the model", done=1, total=1))
@@ -108,7 +112,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show) -> Base:
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
     contents = None
-    if resolved.weights is not None:
+    if resolved.weights is not None and digests:
         # In the background: a run that resumes nothing needs the digests only for its first checkpoint.
         contents = Contents(resolved.weights.files, digest_cache(config.data_cache_dir))
     return Base(
@@ -122,11 +126,11 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show) -> Base:
 
 
 def checkpoint_to_resume(
-    checkpoints: CheckpointDir, base: Base, identity: Mapping[str, Any], show: Show, *, settle: bool
+    checkpoints: CheckpointDir, base: Base, identity: Mapping[str, Any], show: Show
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that `resume_from_checkpoint` asks for, and what its owner should know.
 
-    `settle`: whether this process may finish or remove what killed runs left half-written in the directory.
+    Finishes or removes what killed runs left half-written in the directory.
     Raises `UserError` where there are checkpoints and none can be used, or where it does not fit the run.
     """
     config = base.config
@@ -136,7 +140,7 @@ def checkpoint_to_resume(
     notes: list[str] = []
     show(Progress(task="verifying the checkpoint", done=0, total=1))
     if asked is True:
-        checkpoint = checkpoints.latest_good(settle=settle)
+        checkpoint = checkpoints.latest_good()
         notes += checkpoints.skipped
     else:
         beside = checkpoints.root / asked
@@ -168,7 +172,8 @@ def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | No
     data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, progress=show)
     longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
     check_covers(model.config, longest)
-    task = spec.build(config, data)
+    # A step has the same rows however many ranks share it.
+    task = spec.build(dataclasses.replace(config, gradient_accumulation_steps=micro_batches_of(config)), data)
     if config.load_best and task.evaluation() is None:
         message = "there is no held-out data to tell which step is best."
         raise ConfigError([Problem(key="load_best", message=message, fix="validation_split_ratio=0.1")])

@@ -18,6 +18,7 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
+from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.export import Trained, data_in_words, export, places
@@ -35,27 +36,37 @@ from surogate_core.run.prepare import (
     resumed_note,
     with_adjusted_epochs,
 )
+from surogate_core.run.ranks import (
+    check_equal,
+    facts_of,
+    reduction_notes,
+    reduction_of,
+    unequal_devices,
+    with_kept_steps,
+)
 from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
+from surogate_core.train.follow import Follower
 from surogate_core.train.loop import Loop
 from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
-    from surogate_core.mesh.mesh import Mesh
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.watch import Watch
 
 log = structlog.get_logger(__name__)
 
 
-def train(
-    config: RunConfig, registry: Registry, *, rank: int = 0, watch: Watch | None = None, mesh: Mesh | None = None
-) -> int:
-    """The part of the process of this rank in a run; the exit code. Errors are raised after the monitors saw them."""
+def train(config: RunConfig, registry: Registry, *, watch: Watch | None = None, mesh: Mesh | None = None) -> int:
+    """The part of this process in a run; the exit code. Errors are raised after the monitors saw them.
+
+    `mesh`: the ranks of the run, one of which this process is; one rank if it is left out.
+    """
+    mesh = mesh or Mesh()
     try:
-        return _Run(config, registry, rank=rank, watch=watch).main()
+        return _Run(replace(config, gpus=mesh.world), registry, watch=watch, mesh=mesh).main()
     finally:
         # A sweep, and a program that trains twice, start the next run in this process.
         give_back()
@@ -66,9 +77,9 @@ class _Interrupted(Exception):  # noqa: N818
 
 
 class _Run:
-    def __init__(self, config: RunConfig, registry: Registry, *, rank: int, watch: Watch | None):
-        self.config, self.registry = config, registry
-        self.outputs = Outputs(config, registry, watch) if rank == 0 else None
+    def __init__(self, config: RunConfig, registry: Registry, *, watch: Watch | None, mesh: Mesh):
+        self.config, self.registry, self.mesh = config, registry, mesh
+        self.outputs = Outputs(config, registry, watch) if mesh.leads else None
         self.bus = EventBus({})
         self.started = time.perf_counter()
         self.signals = StopSignals()
@@ -89,10 +100,15 @@ class _Run:
                 if self.outputs is not None:
                     self.bus = self.outputs.watch()
                 return self._phases()
+            except CalledOff:
+                return 0
             except _Interrupted:
+                self.mesh.call_off()
                 self.bus.emit(self._end("signal", None, ""))
                 return self.signals.exit_code
             except (Exception, KeyboardInterrupt, SystemExit) as error:  # a plugin may call sys.exit()
+                if self.loop is not None and isinstance(error, SurogateError):
+                    self.loop.leader.end()
                 shown = self._failed(error)
                 if shown is error:
                     raise
@@ -108,23 +124,31 @@ class _Run:
             # Everything that can be refused is refused before any long work.
             for place in places(self.config):
                 check_place(place)
-        base = fetch_base(self.config, self.registry, self._show)
-        self.config, self.contents = base.config, base.contents
+        with self.mesh.first("model"):
+            base = fetch_base(self.config, self.registry, self._show, digests=self.mesh.leads)
+        self.contents = base.contents
         self.notes += base.notes
-        identity = identity_of(self.config, self.registry, base.resolved)
+        identity = identity_of(base.config, self.registry, base.resolved)
         checkpoints = CheckpointDir(
             Path(self.config.checkpoint_dir or self.config.place), limit=self.config.save_total_limit
         )
-        checkpoint, notes = checkpoint_to_resume(
-            checkpoints, base, identity, self._show, settle=self.outputs is not None
-        )
-        self.notes += notes
-        checkpoints.run = checkpoint.run if checkpoint is not None else new_run_id()
-        material = prepare_material(base, self.registry, checkpoint, self._show)
+        base, checkpoint = self._resumed(base, checkpoints, identity)
+        self.config = base.config
+        checkpoints.run = new_run_id() if checkpoint is None else checkpoint.run
+        with self.mesh.first("data"):
+            material = prepare_material(base, self.registry, checkpoint, self._show)
         self.notes += material.notes
+        self._compare(base, material, checkpoint)
         engine = self._build(base, material, checkpoint)
-        identity["settled"] = Choice.taken(engine.settings).record()
-        identity["base_files"] = base.files(self._show)
+        if not self.mesh.leads:
+            return self._follow(engine, material, checkpoints.root, checkpoint)
+        identity |= {
+            "settled": Choice.taken(engine.settings).record(),
+            "base_files": base.files(self._show),
+            "gpus": self.mesh.world,
+            "micro_batches": engine.settings.micro_batches,
+            "reduction": reduction_of(engine.settings),
+        }
         self.notes += adapter_notes(self.config, base.resolved, identity["base_files"])
         loop = self.loop = Loop(
             self.config,
@@ -132,23 +156,65 @@ class _Run:
             material.steps,
             material.evaluation,
             self.bus,
-            checkpoints if self.outputs is not None else None,
+            checkpoints,
             identity=identity,
             signals=self.signals,
             checkpoint=checkpoint,
             gemm_flops_per_second=self.rate,
+            mesh=self.mesh,
         )
         self._accept(loop, checkpoint, checkpoints, material)
         loop.emit(self._start(base, material, loop))
         reason = loop.run()
         self._finish(reason, base, material, loop)
+        loop.leader.end()
         return self.signals.exit_code
 
     # --------------------------------------------------------------------------- phases
 
+    def _resumed(
+        self, base: Base, checkpoints: CheckpointDir, identity: dict[str, Any]
+    ) -> tuple[Base, Checkpoint | None]:
+        """The checkpoint that rank 0 chooses, and the base with the steps that the run keeps from it."""
+        checkpoint, config, found = None, base.config, None
+        if self.mesh.leads:
+            checkpoint, notes = checkpoint_to_resume(checkpoints, base, identity, self._show)
+            self.notes += notes
+            if checkpoint is not None:
+                config, notes = with_kept_steps(config, checkpoint)
+                self.notes += notes
+                found = str(checkpoint.path.absolute())
+        path, accumulation = self.mesh.gather([found, config.gradient_accumulation_steps])[0]
+        if path is not None and not self.mesh.leads:
+            checkpoint = CheckpointDir.load(Path(path), digests=False)
+        return replace(base, config=replace(config, gradient_accumulation_steps=accumulation)), checkpoint
+
+    def _compare(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> None:
+        """Raise `UserError` if the ranks would not train the same model on the same rows."""
+        if self.mesh.world == 1:
+            return
+        check_equal(self.mesh.gather(facts_of(base, material, self.registry, checkpoint)))
+        self.notes += unequal_devices(self.mesh.gather(_in_words(base.device)))
+
+    def _follow(self, engine: Engine, material: Material, root: Path, checkpoint: Checkpoint | None) -> int:
+        """Train as rank 0 orders, until it has written everything."""
+        follower = Follower(
+            self.config,
+            engine,
+            material.steps,
+            material.evaluation,
+            root,
+            mesh=self.mesh,
+            signals=self.signals,
+            checkpoint=checkpoint,
+        )
+        self.setting_up = False
+        follower.run()
+        return 0
+
     def _build(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> Engine:
         """The engine, with the weights loaded and everything compiled."""
-        self.rate = measured_rate(base, self._show)
+        self.rate = measured_rate(base, self._show) if self.mesh.leads else None
         engine = build_engine(
             self.config,
             self.registry,
@@ -157,7 +223,9 @@ class _Run:
             progress=self._progress,
             prefer=None if checkpoint is None else Choice.of(checkpoint.state.get("settled")),
             notes=self.notes,
+            mesh=self.mesh,
         )
+        self.notes += reduction_notes(engine.settings, checkpoint, deterministic=self.config.deterministic)
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()
@@ -174,15 +242,14 @@ class _Run:
         if checkpoint is not None:
             self.notes.append(resumed_note(checkpoint, loop.total_steps))
         self._stop_if_asked()
-        if self.outputs is not None:
-            self.notes += self.outputs.take_over(checkpoints)
-            self.outputs.write_files(self.config, checkpoints.run, loop.identity, material)
+        assert self.outputs is not None
+        self.notes += self.outputs.take_over(checkpoints)
+        self.outputs.write_files(self.config, checkpoints.run, loop.identity, material)
         self.setting_up = False
 
     def _finish(self, reason: str, base: Base, material: Material, loop: Loop) -> None:
         """Export the trained weights, unless a signal ended the run, and emit the end of the run."""
-        if self.outputs is None:
-            return
+        assert self.outputs is not None
         if reason == "signal":
             end = self._end(reason, None, "")
             self.outputs.write_result(end)
@@ -202,7 +269,8 @@ class _Run:
             weight_format=weight_format.name if weight_format is not None else None,
         )
         trained = replace(trained, exported_step=loop.load_best())
-        place = export(trained, self._progress)
+        with loop.leader.served(loop.engine):
+            place = export(trained, self._progress)
         message = _own_data(self.config) if reason == "finished" else f"Stopped: {loop.stop_reason}."
         end = self._end(reason, place, message)
         end = replace(end, export_step=trained.exported_step, next_commands=next_commands(self.config))
@@ -229,7 +297,9 @@ class _Run:
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        if self.setting_up and self.signals.received is not None:
+        # Once the ranks are connected, they end together: the loop agrees on it before the first step. Until then the
+        # others wait for rank 0.
+        if self.setting_up and self.signals.received is not None and self.mesh.leads and self.mesh.fabric is None:
             raise _Interrupted
 
     def _start(self, base: Base, material: Material, loop: Loop) -> RunStart:
@@ -259,9 +329,10 @@ class _Run:
             train_tokens=material.data.report.train.tokens,
             steps=loop.total_steps,
             start_step=loop.state.step,
-            tokens_per_step=engine.settings.tokens * config.gradient_accumulation_steps,
+            tokens_per_step=engine.settings.tokens * engine.settings.micro_batches,
             epochs=loop.total_steps / material.steps.steps_per_epoch,
-            device=_in_words(engine.settings.device),
+            device=_in_words(engine.settings.device, ranks=self.mesh.world),
+            gpus=self.mesh.world,
             gemm_flops_per_second=self.rate,
             notes=tuple(notes),
         )
@@ -284,11 +355,13 @@ class _Run:
         )
 
 
-def _in_words(device: torch.device) -> str:
+def _in_words(device: torch.device, *, ranks: int = 1) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        name = torch.cuda.get_device_name(device)
+        return name if ranks == 1 else f"{ranks} × {name}"
     threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    processes = "" if ranks == 1 else f"{ranks} processes of "
+    return f"CPU, {processes}{threads} thread{'s' if threads > 1 else ''}"
 
 
 def _own_data(config: RunConfig) -> str:

@@ -153,16 +153,15 @@ class CheckpointDir:
         self._rotate(final)
         return final
 
-    def latest_good(self, *, settle: bool = True) -> Checkpoint | None:
+    def latest_good(self) -> Checkpoint | None:
         """The checkpoint saved last that is whole, every digest verified; None where there is no checkpoint.
 
-        Settles what killed runs left in the directory first, unless `settle` is false. `skipped` then says which
-        directories were not chosen and why. Raises `UserError`, or `MachineError` for a failing disk, with the reason
+        Settles what killed runs left in the directory first. `skipped` then says which directories were not chosen
+        and why. Raises `UserError`, or `MachineError` for a failing disk, with the reason
         for each if there are checkpoints here and none can be used.
         """
         self.skipped = []
-        if settle:
-            self.recover()
+        self.recover()
         readable: list[tuple[Path, Manifest]] = []
         refused: list[tuple[Path, SurogateError]] = []
         for path in self._named(_NAME):
@@ -223,8 +222,8 @@ class CheckpointDir:
                 raise atomic.disk_error(error, what="leftovers of checkpoint", path=self.root / name) from error
 
     @staticmethod
-    def load(path: Path) -> Checkpoint:
-        """The checkpoint at `path`, every digest verified.
+    def load(path: Path, *, digests: bool = True) -> Checkpoint:
+        """The checkpoint at `path`, every digest verified unless another rank has done that.
 
         Raises `UserError` with the reason if it is not whole or may not be read, `MachineError` if the disk fails.
         """
@@ -233,7 +232,7 @@ class CheckpointDir:
         if not os.path.lexists(path / _MANIFEST) and (inside := sorted(p.name for p in path.glob("checkpoint-*"))):
             raise UserError(f"{path}: not a checkpoint; it holds {', '.join(inside)}. Fix: name one of them.")
         manifest = read_manifest(path)
-        verify(path, manifest, digests=True)
+        verify(path, manifest, digests=digests)
         try:
             state = json.loads((path / _STATE).read_bytes())
         except OSError as error:

@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -19,13 +18,17 @@ from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
-from surogate_core.errors import SurogateError, UserError, printable
+from surogate_core.errors import SurogateError, UserError
 from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
+from surogate_core.mesh.mesh import Mesh
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
+from surogate_core.train.leading import Interrupted, Leader, Order
 from surogate_core.train.lr import faded, rate_of
 from surogate_core.train.precision import WINDOW, PrecisionWatch
+from surogate_core.train.prefetch import Prefetcher
+from surogate_core.train.restore import load_tensors
 from surogate_core.train.sides import side_events
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.telemetry import GpuTelemetry
@@ -41,10 +44,6 @@ Reason = Literal["finished", "stopped", "signal"]
 
 class DivergedError(UserError):
     """The loss is no longer finite."""
-
-
-class _Interrupted(Exception):  # noqa: N818
-    """A signal came during an evaluation."""
 
 
 @dataclass(slots=True)
@@ -102,16 +101,6 @@ class _Clock:
         self.mark = time.perf_counter()
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A step's micro-batches, the loader's state and epoch after them, and their FLOPs."""
-
-    batches: list[MicroBatch]
-    state: dict[str, Any]
-    epoch: float
-    flops: float
-
-
 class _Mebibytes:
     """Progress in MiB, at most one event per mebibyte."""
 
@@ -134,38 +123,8 @@ class _Mebibytes:
         self._emit(Progress(task=self._task, done=done, total=self._total, unit="MiB"))
 
 
-class _Prefetcher:
-    """Makes the next step's micro-batches in a thread; the loader's state is as of what was taken.
-
-    For a GPU they are in page-locked memory, so that the thread which launches kernels does not copy them there.
-    """
-
-    def __init__(self, loader: Steps, work: Work, device: torch.device):
-        self._loader, self._work, self._pins = loader, work, device.type == "cuda"
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
-        self.state: dict[str, Any] = loader.state()
-        self._next: Future[_Made] = self._pool.submit(self._make)
-
-    def _make(self) -> _Made:
-        batches = self._loader.next_step()
-        if self._pins:
-            batches = [batch.pinned() for batch in batches]
-        return _Made(batches, self._loader.state(), self._loader.epoch, self._work.step(batches))
-
-    def take(self) -> _Made:
-        """The next step's micro-batches; what went wrong in making them is raised here."""
-        made = self._next.result()
-        self.state = made.state
-        self._next = self._pool.submit(self._make)
-        return made
-
-    def close(self) -> None:
-        """Wait for the thread: nothing reads the data after the run."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 @contextmanager
-def _settled_objects() -> Iterator[None]:
+def settled_objects() -> Iterator[None]:
     """Take the objects that exist before the loop out of the garbage collector's passes.
 
     A pass over everything that torch and transformers made takes 0.1 s and more, which is several steps of a GPU.
@@ -211,20 +170,21 @@ class Loop:
         loader: Steps,
         evaluation: Evaluation | None,
         bus: EventBus,
-        checkpoints: CheckpointDir | None,
+        checkpoints: CheckpointDir,
         *,
         identity: Mapping[str, Any],
         signals: StopSignals,
         checkpoint: Checkpoint | None = None,
         gemm_flops_per_second: float | None = None,
+        mesh: Mesh | None = None,
     ):
         """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit.
 
-        `checkpoints`: where the run saves; None where another process saves for it.
         `gemm_flops_per_second`: the device's rate that `StepEnd.speed_of_light` compares with.
         """
         self.config, self.engine, self.loader, self.evaluation = config, engine, loader, evaluation
         self.bus, self.checkpoints, self.identity, self.signals = bus, checkpoints, identity, signals
+        self.leader = Leader(mesh or Mesh(), signals)
         self.state = LoopState()
         self.stop_reason = ""
         """Why a monitor stopped the run."""
@@ -250,35 +210,18 @@ class Loop:
                 f"{checkpoint.path}: was saved by another version of Surogate, whose state this one cannot read. "
                 f"Fix: install that version, or start anew with resume_from_checkpoint=false."
             )
-        tensors = {group: checkpoint.tensors(group) for group in checkpoint.groups}
-        live = {f"{group}: {name}": t for group, named in self.engine.state().items() for name, t in named.items()}
-        kept = {f"{group}: {name}": i for group, file in tensors.items() for name, i in file.infos.items()}
-        differing = [
-            name
-            for name in sorted(live.keys() | kept.keys())
-            if name not in live
-            or name not in kept
-            or (tuple(live[name].shape), live[name].dtype) != (kept[name].shape, kept[name].torch_dtype)
-        ]
-        if differing:
-            first = printable(", ".join(differing[:5]))
-            raise UserError(
-                f"{checkpoint.path}: {len(differing)} tensors are not those of this run: {first}"
-                f"{', …' if len(differing) > 5 else ''}. Fix: restore the settings of the model, its adapters and the "
-                f"optimizer, or start anew with resume_from_checkpoint=false."
-            )
-        self.engine.load_state(tensors)
+        load_tensors(self.engine, checkpoint)
         self.bus.load_state(checkpoint.state.get("monitors", {}))
         self.state = LoopState(**saved)
         self._saved_step = self._started_at = checkpoint.step
 
     def run(self) -> Reason:
         """Take the remaining steps; returns why it ended. If a step was taken, a checkpoint of the end is on disk."""
-        batches = _Prefetcher(self.loader, self._work, self.engine.settings.device)
+        batches = Prefetcher.of(self.engine, self.loader, self._work)
         try:
-            with _settled_objects() if self.engine.settings.device.type == "cuda" else nullcontext():
+            with settled_objects() if self.engine.settings.device.type == "cuda" else nullcontext():
                 return self._run(batches)
-        except _Interrupted:
+        except Interrupted:
             # An evaluation before the first step: nothing is new since the checkpoint, if there is one.
             return "signal"
         finally:
@@ -286,7 +229,7 @@ class Loop:
             if self._telemetry is not None:
                 self._telemetry.close()
 
-    def _run(self, batches: _Prefetcher) -> Reason:
+    def _run(self, batches: Prefetcher) -> Reason:
         if self._evaluation_due(self.state.step):
             self._evaluate()
         launched: _Launched | None = None
@@ -297,7 +240,8 @@ class Loop:
             step = self.state.step
             lr = self._learning_rate(step)
             made = batches.take()
-            result = self.engine.train_step(made.batches, step=step, lr=lr)
+            with self.leader.ordering(Order.STEP, lr):
+                result = self.engine.train_step(made.batches, step=step, lr=lr)
             self.state.step += 1
             previous, launched = launched, _Launched(step, lr, made.epoch, made.flops, result)
             if previous:
@@ -314,7 +258,7 @@ class Loop:
             if (evaluating or self.stop_reason) and not signalled:
                 try:
                     self._evaluate()
-                except _Interrupted:
+                except Interrupted:
                     signalled = True
             if saving or last or signalled or self.stop_reason or self._save_asked or self._best_is_new:
                 if launched:
@@ -332,7 +276,7 @@ class Loop:
     def load_best(self) -> int:
         """Load the weights of the best evaluation if the configuration wants them; the step of the weights now."""
         state, checkpoints = self.state, self.checkpoints
-        if not self.config.load_best or checkpoints is None or state.best_step in (None, state.step):
+        if not self.config.load_best or state.best_step in (None, state.step):
             return state.step
         assert state.best_step is not None
         path = checkpoints.root / f"checkpoint-{state.best_step}"
@@ -344,7 +288,8 @@ class Loop:
             message = f"load_best: the weights of step {state.step} are exported instead of those of the best: {error}"
             self.emit(Notice(level="warning", message=message))
             return state.step
-        self.engine.load_state({group: checkpoint.tensors(group) for group in checkpoint.groups})
+        with self.leader.ordering(Order.LOAD, state.best_step):
+            load_tensors(self.engine, checkpoint)
         return state.best_step
 
     def emit(self, event: Event) -> bool:
@@ -406,7 +351,7 @@ class Loop:
                 tokens_per_second=tokens / seconds,
                 eta_seconds=(self._clock.average or 0.0) * (self.total_steps - step),
                 peak_memory_bytes=peak_memory(self.engine.settings.device),
-                speed_of_light=launched.flops / seconds / self._gemm_rate if self._gemm_rate else None,
+                speed_of_light=self._speed_of_light(launched.flops / seconds),
             )
         )
         for event in side_events(step, launched.result.sides(), launched.result.micro_steps):
@@ -416,6 +361,10 @@ class Loop:
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
             what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
+
+    def _speed_of_light(self, flops_per_second: float) -> float | None:
+        """Share of the rate that all devices of the run have together."""
+        return flops_per_second / (self._gemm_rate * self.leader.world) if self._gemm_rate else None
 
     def _watch_gpu(self, step: int) -> None:
         """Tell the reading that is ready, and ask for the next when it is due."""
@@ -459,11 +408,12 @@ class Loop:
         )
 
     def _evaluate(self) -> None:
-        """Evaluate if there is anything held out; raises `_Interrupted` when a signal comes."""
+        """Evaluate if there is anything held out; raises `Interrupted` when a signal comes."""
         if self.evaluation is None:
             return
         started = time.perf_counter()
-        loss, label_tokens = self.engine.evaluate(self._evaluation_batches(self.evaluation))
+        with self.leader.ordering(Order.EVALUATE):
+            loss, label_tokens = self.engine.evaluate(self._evaluation_batches(self.evaluation))
         state = self.state
         if state.first_eval_loss is None:
             state.first_eval_loss = loss
@@ -487,9 +437,7 @@ class Loop:
         self._clock.restart()
 
     def _evaluation_batches(self, batches: Evaluation) -> Iterator[MicroBatch]:
-        for number, batch in enumerate(batches, start=1):
-            if self.signals.received is not None:
-                raise _Interrupted
+        for number, batch in enumerate(self.leader.interruptible(batches), start=1):
             yield batch
             self.emit(Progress(task="evaluating", done=number, total=len(batches), unit="batches"))
 
@@ -498,9 +446,6 @@ class Loop:
         best, self._best_is_new = self._best_is_new, False
         self._keep_best()
         if self._saved_step == self.state.step:
-            return
-        if self.checkpoints is None:
-            self._saved_step = self.state.step
             return
         started = time.perf_counter()
         controlled = asked or bool(self.stop_reason)
@@ -514,7 +459,9 @@ class Loop:
             "monitors": self.bus.state(),
         }
         progress = _Mebibytes(self.emit, "saving a checkpoint")
-        path = self.checkpoints.save(self.state.step, tensors=self.engine.state(), state=state, progress=progress.told)
+        with self.leader.served(self.engine):
+            tensors = self.engine.state()
+            path = self.checkpoints.save(self.state.step, tensors=tensors, state=state, progress=progress.told)
         self._saved_step = self.state.step
         seconds = time.perf_counter() - started
         progress.over()
@@ -522,7 +469,7 @@ class Loop:
         self._clock.restart()
 
     def _keep_best(self) -> None:
-        if self.checkpoints is not None and self.config.load_best:
+        if self.config.load_best:
             self.checkpoints.kept_step = self.state.best_step
 
     def _obey(self, control: Control, event: Event) -> None:

@@ -16,8 +16,8 @@ from surogate_core.bundles.tasks import next_share
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sampler import EvalBatches, StepLoader, epoch_order
 from surogate_core.data.shards import PackedRows, Row
+from surogate_core.engine.lanes import Share
 from surogate_core.errors import UserError
-from surogate_core.mesh.shares import share_of
 
 
 @pytest.fixture
@@ -67,15 +67,15 @@ def test_the_stream_does_not_depend_on_how_rows_are_grouped(rows: PackedRows) ->
     assert three.state() == one.state()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_ranks_share_a_step_without_changing_its_rows(rows: PackedRows, interleaved: bool) -> None:
+@pytest.mark.parametrize("strided", [False, True])
+def test_ranks_share_a_step_without_changing_its_rows(rows: PackedRows, strided: bool) -> None:
     """Micro-batch j of step s has the same rows on any number of ranks, and every rank knows the counts of all."""
     whole = loader(rows, micro_batches=8)
     steps = [whole.next_step() for _ in range(3)]
     for world in (1, 2, 4, 8):
         seen = []
         for rank in range(world):
-            own = share_of(8, rank=rank, world=world, interleaved=interleaved)
+            own = Share.of(8, rank=rank, ranks=world, exact=False, strided=strided).numbers
             seen += own
             mine = loader(rows, micro_batches=8)
             for expected in steps:

@@ -10,10 +10,13 @@ import torch
 
 from surogate_core.batch import MicroBatch
 from surogate_core.data.sampler import StepLoader
+from surogate_core.mesh.mesh import Mesh
 from surogate_core.testing import tiny
-from surogate_core.train import loop as loop_module
 from surogate_core.train.flops import Work
-from surogate_core.train.loop import Loop, _Prefetcher, _settled_objects
+from surogate_core.train.leading import Leader
+from surogate_core.train.loop import Loop, settled_objects
+from surogate_core.train.prefetch import Prefetcher
+from surogate_core.train.signals import StopSignals
 
 CPU = torch.device("cpu")
 WORK = Work(products_per_token=1.0, attention_per_pair=0.0)
@@ -39,11 +42,12 @@ class Watched(Loop):
 
     def __init__(self, fails: bool, device: str = "cuda") -> None:
         self.loader, self._work, self._telemetry = cast(StepLoader, Batches()), WORK, None
-        settings = type("Settings", (), {"device": torch.device(device)})
+        settings = type("Settings", (), {"device": torch.device(device), "ranks": 1})
         self.engine = cast(Any, type("Engine", (), {"settings": settings}))
+        self.leader = Leader(Mesh(), StopSignals())
         self.fails, self.frozen = fails, 0
 
-    def _run(self, batches: _Prefetcher) -> Any:
+    def _run(self, batches: Prefetcher) -> Any:
         self.frozen = gc.get_freeze_count()
         assert batches.take().batches
         if self.fails:
@@ -55,7 +59,7 @@ class Watched(Loop):
 def test_the_collector_passes_over_what_existed_before_the_loop_of_a_gpu(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "_Prefetcher", lambda loader, work, device: _Prefetcher(loader, work, CPU))
+    monkeypatch.setattr(Prefetcher, "of", lambda engine, loader, work: Prefetcher(loader, work, CPU))
     loop = Watched(fails)
     if fails:
         with pytest.raises(RuntimeError, match="a step failed"):
@@ -82,14 +86,14 @@ def test_garbage_is_freed_before_it_would_be_kept() -> None:
     circle: list[Any] = [Freed()]
     circle.append(circle)
     del circle
-    with _settled_objects():
+    with settled_objects():
         assert Freed.gone
 
 
 def made(device: torch.device) -> tuple[MicroBatch, MicroBatch]:
     """(what the loader hands out, what the loop takes)."""
     loader = Batches()
-    batches = _Prefetcher(cast(StepLoader, loader), WORK, device)
+    batches = Prefetcher(cast(StepLoader, loader), WORK, device)
     try:
         (batch,) = batches.take().batches
     finally:

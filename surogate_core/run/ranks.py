@@ -1,0 +1,144 @@
+"""What the ranks of a run must have in common, and what a resumed run keeps on another number of them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surogate_core import __version__
+from surogate_core.config.checks import EXACT_RANKS
+from surogate_core.config.schema import RunConfig
+from surogate_core.engine.assembly import EngineSettings
+from surogate_core.errors import ConfigError, Problem, UserError, printable
+from surogate_core.mesh.sums import lanes_of
+from surogate_core.run.changes import flat_values, recorded
+from surogate_core.train.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.prepare import Base, Material
+
+SHOWN = 8
+"""Differences between ranks that a message lists."""
+
+
+def micro_batches_of(config: RunConfig) -> int:
+    """M, micro-batches of an optimizer step of all ranks together."""
+    return config.gradient_accumulation_steps * config.gpus
+
+
+def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfig, list[str]]:
+    """The configuration whose steps have as many micro-batches as the checkpoint's, and a note if that changes a key.
+
+    A user who changed `gradient_accumulation_steps` asks for other steps, and gets them. Raises `ConfigError` if the
+    GPUs cannot share a step equally.
+    """
+    asked = checkpoint.state.get("config", {}).get("gradient_accumulation_steps")
+    kept, gpus = checkpoint.state.get("micro_batches", asked), checkpoint.state.get("gpus", 1)
+    now = config.gradient_accumulation_steps
+    # The key as the user gave it, and as `config.yaml` of the interrupted run has it.
+    if kept is None or now not in (asked, kept // gpus) or kept == micro_batches_of(config):
+        return config, []
+    if kept % config.gpus:
+        divisors = ", ".join(str(n) for n in range(1, kept + 1) if kept % n == 0)
+        message = (
+            f"is {config.gpus}, and a step of {checkpoint.path} has {kept} micro-batches, which {config.gpus} GPUs "
+            f"cannot share equally."
+        )
+        fix = f"gpus as one of {divisors}, or another gradient_accumulation_steps to train on with other steps"
+        raise ConfigError([Problem(key="gpus", message=message, fix=fix)])
+    own = kept // config.gpus
+    note = (
+        f"gradient_accumulation_steps is {own} instead of {now}: with gpus={config.gpus}, a step keeps the {kept} "
+        f"micro-batches that it has in {checkpoint.path}."
+    )
+    return replace(config, gradient_accumulation_steps=own), [note]
+
+
+def facts_of(base: Base, material: Material, registry: Registry, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What must be equal on all ranks, by its name in a message: JSON values."""
+    data = material.data
+    facts: dict[str, Any] = {
+        "surogate": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "the model": base.resolved.fingerprint,
+        "the training rows": data.train.digest,
+        "the held-out rows": data.eval.digest if data.eval is not None else None,
+        "the step of the checkpoint": checkpoint.step if checkpoint is not None else None,
+    }
+    facts |= {f"plugin {plugin['name']}": plugin["version"] for plugin in registry.plugin_set()}
+    return facts | {f"key {key}": value for key, value in flat_values(recorded(base.config))}
+
+
+def check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UserError` with everything in which the facts, by rank, differ."""
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    different = [name for name in names if any(fact.get(name) != facts[0].get(name) for fact in facts)]
+    if not different:
+        return
+    lines = [f"  - {name}: {_by_rank([fact.get(name) for fact in facts])}" for name in different[:SHOWN]]
+    lines += [f"  - and {len(different) - SHOWN} more"] * (len(different) > SHOWN)
+    listed = "\n".join(lines)
+    raise UserError(
+        f"The ranks of this run would not train the same model on the same rows. They differ in:\n{listed}\n"
+        "Fix: start all ranks with the same configuration, files, plugins and versions."
+    )
+
+
+def unequal_devices(names: Sequence[str]) -> list[str]:
+    """A note if the ranks' devices, by rank, are not equal."""
+    if len(set(names)) == 1:
+        return []
+    return [
+        f"The GPUs are not equal: {_by_rank(names)}. The slowest one sets the pace, and another number or order of "
+        f"them may give other bits."
+    ]
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    """Each value with its ranks, such as ``a on rank 0; b on ranks 1, 2``."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(printable(str(value))[:60], []).append(str(rank))
+    return "; ".join(f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items())
+
+
+def reduction_of(settings: EngineSettings) -> dict[str, Any]:
+    """The order in which gradients are added, as a checkpoint records it: runs of one order have equal bits."""
+    if not settings.exact:
+        return {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
+    order = "interleaved" if settings.zero_level >= 2 else "neighbours"
+    return {"exact": True, "lanes": lanes_of(settings.micro_batches), "order": order}
+
+
+def reduction_notes(settings: EngineSettings, checkpoint: Checkpoint | None, *, deterministic: bool) -> list[str]:
+    """Which equal bits the run promises on several GPUs, and whether it continues those of the checkpoint."""
+    notes, now = [], reduction_of(settings)
+    if settings.ranks > 1:
+        equal = [n for n in EXACT_RANKS if now["exact"] and n <= now["lanes"]]
+        if not deterministic:
+            notes.append("Two equal runs may differ in their last bits: deterministic=false.")
+        elif settings.ranks in equal:
+            others = " and ".join([", ".join(str(n) for n in equal[:-1]), str(equal[-1])])
+            notes.append(f"Gradients are added in an order that gives equal bits on {others} equal GPUs.")
+        else:
+            notes.append(
+                f"Two equal runs on {settings.ranks} GPUs give equal bits; another number of GPUs rounds sums "
+                f"differently{_how_to_be_exact(settings)}."
+            )
+    before = checkpoint.state.get("reduction") if checkpoint is not None else None
+    if before not in (None, now):
+        notes.append(
+            "Gradients are added in another order than before the checkpoint, so sums round differently from here on."
+        )
+    return notes
+
+
+def _how_to_be_exact(settings: EngineSettings) -> str:
+    possible = settings.ranks in EXACT_RANKS and lanes_of(settings.micro_batches) % settings.ranks == 0
+    return " (exact_reduction=true gives equal bits)" if possible and not settings.exact else ""

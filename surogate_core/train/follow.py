@@ -1,0 +1,81 @@
+"""The loop of every rank but rank 0: it does what rank 0 orders, and decides nothing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from surogate_core.bundles import Evaluation, Steps
+from surogate_core.config.schema import RunConfig
+from surogate_core.engine.engine import Engine, StepResult
+from surogate_core.mesh.mesh import Mesh
+from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
+from surogate_core.train.flops import Work
+from surogate_core.train.leading import Interrupted, Led, Order
+from surogate_core.train.loop import settled_objects
+from surogate_core.train.prefetch import Prefetcher
+from surogate_core.train.restore import load_tensors
+from surogate_core.train.signals import StopSignals
+
+
+class Follower:
+    """Trains this rank's share of every step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        loader: Steps,
+        evaluation: Evaluation | None,
+        checkpoints: Path,
+        *,
+        mesh: Mesh,
+        signals: StopSignals,
+        checkpoint: Checkpoint | None = None,
+    ):
+        """`loader` is where `checkpoint` left it. `checkpoints`: the directory in which rank 0 saves."""
+        self._engine, self._loader, self._evaluation, self._checkpoints = engine, loader, evaluation, checkpoints
+        self._ranks = Led(mesh, signals)
+        self._work = Work.of(engine.model, frozen=config.lora)
+        self._step = 0
+        if checkpoint is not None:
+            load_tensors(engine, checkpoint)
+            self._step = checkpoint.step
+
+    def run(self) -> None:
+        """Follow rank 0's orders to the last one."""
+        batches = Prefetcher.of(self._engine, self._loader, self._work)
+        try:
+            with settled_objects() if self._engine.settings.device.type == "cuda" else nullcontext():
+                self._follow(batches)
+        finally:
+            batches.close()
+
+    def _follow(self, batches: Prefetcher) -> None:
+        launched: StepResult | None = None
+        while True:
+            order, value = self._ranks.order()
+            if order == Order.END:
+                return
+            if order == Order.STEP:
+                made = batches.take()
+                previous, launched = launched, self._engine.train_step(made.batches, step=self._step, lr=value)
+                self._step += 1
+                if previous is not None:
+                    previous.read()  # stay at most one step ahead of the device, as rank 0 does
+            else:
+                self._do(order, value)
+
+    def _do(self, order: Order, value: float) -> None:
+        if order == Order.EVALUATE:
+            assert self._evaluation is not None
+            try:
+                self._engine.evaluate(self._ranks.interruptible(self._evaluation))
+            except Interrupted:
+                return
+        elif order == Order.SERVE:
+            self._engine.serve()
+        elif order == Order.LOAD:
+            # Rank 0 has verified it.
+            path = self._checkpoints / f"checkpoint-{int(value)}"
+            load_tensors(self._engine, CheckpointDir.load(path, digests=False))

@@ -1,0 +1,126 @@
+"""Rank 0 leads: it decides what a run does next, and the other ranks do the same.
+
+An order is one exchange on the host before each piece of work. In it the other ranks report the signals that reached
+them, so a signal to any rank stops all ranks after the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+from surogate_core.batch import MicroBatch
+from surogate_core.engine.engine import Engine
+from surogate_core.errors import SurogateError
+from surogate_core.mesh.mesh import Mesh
+from surogate_core.train.signals import StopSignals
+
+_NOTHING = -math.inf
+
+
+class Order(IntEnum):
+    """What all ranks do next; some have a number."""
+
+    END = 0
+    """Leave the loop."""
+    STEP = 1
+    """Take an optimizer step with this learning rate."""
+    EVALUATE = 2
+    """Evaluate."""
+    SERVE = 3
+    """Take part in what rank 0 reads from the engine while it writes files."""
+    LOAD = 4
+    """Load the tensors of the checkpoint of this step."""
+
+
+class Interrupted(Exception):  # noqa: N818
+    """A signal came during an evaluation."""
+
+
+class Ranks:
+    """The exchanges between the ranks of a run on the host. One rank exchanges nothing."""
+
+    def __init__(self, mesh: Mesh, signals: StopSignals):
+        self._mesh, self._signals = mesh, signals
+        self.world = mesh.world
+
+    def interruptible(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches of an evaluation, all of which every rank goes through.
+
+        Raises `Interrupted` on all ranks at the same one if a signal reached any of them.
+        """
+        for number, batch in enumerate(batches):
+            # The ranks run `world` of them at a time.
+            if number % self.world == 0:
+                self._agree()
+                if self._signals.received is not None:
+                    raise Interrupted
+            yield batch
+
+    def _agree(self, *values: float) -> list[float]:
+        """The largest of the ranks' values; all ranks learn of a signal that reached any of them."""
+        if self._mesh.fabric is None:
+            return list(values)
+        received = self._signals.received
+        *values_of_all, number = self._mesh.largest([*values, _NOTHING if received is None else float(received)])
+        if received is None and number > 0:
+            self._signals.received = signal.Signals(int(number))
+        return values_of_all
+
+
+class Leader(Ranks):
+    """Rank 0."""
+
+    def __init__(self, mesh: Mesh, signals: StopSignals):
+        super().__init__(mesh, signals)
+        self._waited_for = self.world > 1
+        """Whether the other ranks wait for an order. After an error in their work they may be anywhere."""
+
+    @contextmanager
+    def ordering(self, order: Order, value: float = 0.0) -> Iterator[None]:
+        """Order the work that is done inside."""
+        if self.world == 1:
+            yield
+            return
+        self._agree(float(order), value)
+        self._waited_for = False
+        try:
+            yield
+        except Interrupted:
+            self._waited_for = True
+            raise
+        self._waited_for = True
+
+    @contextmanager
+    def served(self, engine: Engine) -> Iterator[None]:
+        """While rank 0 writes files inside, the other ranks give it what it reads from the engine."""
+        if self.world == 1:
+            yield
+            return
+        failed: Exception | None = None
+        with self.ordering(Order.SERVE):
+            try:
+                yield
+            except (SurogateError, OSError) as error:  # of the disk: the other ranks are still there
+                failed = error
+            engine.dismiss()
+        if failed is not None:
+            raise failed
+
+    def end(self) -> None:
+        """Let the other ranks leave their loops, if they wait for an order."""
+        if self._waited_for:
+            self._waited_for = False
+            self._agree(float(Order.END), 0.0)
+
+
+class Led(Ranks):
+    """Every other rank."""
+
+    def order(self) -> tuple[Order, float]:
+        """The next order of rank 0, and its number."""
+        order, value = self._agree(_NOTHING, _NOTHING)
+        return Order(int(order)), value

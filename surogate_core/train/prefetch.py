@@ -1,0 +1,66 @@
+"""The next step's micro-batches, made while the current step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surogate_core.batch import Counts, MicroBatch
+from surogate_core.bundles import Steps
+from surogate_core.bundles.tasks import next_share
+from surogate_core.engine.engine import Engine
+from surogate_core.train.flops import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A step's micro-batches, the loader's state and epoch after them, and the FLOPs of the step on all ranks."""
+
+    batches: list[MicroBatch | Counts]
+    """`Counts` where another rank runs the micro-batch."""
+    state: dict[str, Any]
+    epoch: float
+    flops: float
+
+
+class Prefetcher:
+    """Makes the next step's micro-batches in a thread; the loader's state is as of what was taken.
+
+    For a GPU they are in page-locked memory, so that the thread which launches kernels does not copy them there.
+    """
+
+    def __init__(self, loader: Steps, work: Work, device: torch.device, *, own: Container[int] | None = None):
+        """`own`: numbers of the micro-batches that this rank runs; None is all."""
+        self._loader, self._work, self._pins, self._own = loader, work, device.type == "cuda", own
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
+        self.state: dict[str, Any] = loader.state()
+        self._next: Future[Made] = self._pool.submit(self._make)
+
+    @classmethod
+    def of(cls, engine: Engine, loader: Steps, work: Work) -> Prefetcher:
+        """For the share of the engine's rank."""
+        settings = engine.settings
+        own = None if settings.ranks == 1 else engine.sharing.share(settings.micro_batches).numbers
+        return cls(loader, work, settings.device, own=own)
+
+    def _make(self) -> Made:
+        batches: list[MicroBatch | Counts] = []
+        batches += self._loader.next_step() if self._own is None else next_share(self._loader, self._own)
+        if self._pins:
+            batches = [batch.pinned() if isinstance(batch, MicroBatch) else batch for batch in batches]
+        return Made(batches, self._loader.state(), self._loader.epoch, self._work.step(batches))
+
+    def take(self) -> Made:
+        """The next step's micro-batches; what went wrong in making them is raised here."""
+        made = self._next.result()
+        self.state = made.state
+        self._next = self._pool.submit(self._make)
+        return made
+
+    def close(self) -> None:
+        """Wait for the thread: nothing reads the data after the run."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
