@@ -186,6 +186,9 @@ class Outputs:
             "base_commit": identity["base_commit"],
             "base_files": identity["base_files"],
             "essential": identity["essential"],
+            "gpus": identity["gpus"],
+            "micro_batches": identity["micro_batches"],
+            "reduction": identity["reduction"],
         }
         self._facts = masked_values(facts)
         text = json.dumps(self._facts, indent=1) + "\n"

@@ -15,7 +15,6 @@ from surogate_core.config.resolve import load_run_config, to_dict
 from surogate_core.errors import ConfigError, PluginError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.job import Job
-from surogate_core.run.run import train
 from surogate_core.run.watch import Watch
 
 History = Callable[[Path], list[tuple[Any, ...]]]
@@ -91,24 +90,6 @@ def test_one_process_for_several_gpus_is_refused(tmp_path: Path, base: list[str]
         job.run(registry=installed)
     with pytest.raises(ValueError, match="rank 1 of 1"):
         job.run(rank=1, registry=installed)
-    assert not (tmp_path / "out").exists()
-
-
-def test_another_rank_locks_and_writes_and_shows_nothing(
-    tmp_path: Path, base: list[str], installed: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unwanted(*_: object, **__: object) -> None:
-        raise AssertionError("of rank 0 alone")
-
-    monkeypatch.setattr("surogate_core.run.outputs.locked", unwanted)
-    monkeypatch.setattr("surogate_core.run.outputs.Record", unwanted)
-    monkeypatch.setattr("surogate_core.run.run.Outputs", unwanted)
-    monkeypatch.setattr("surogate_core.run.run.export", unwanted)
-    monkeypatch.setattr("surogate_core.train.checkpoint.CheckpointDir.save", unwanted)
-    monkeypatch.setattr("surogate_core.train.checkpoint.CheckpointDir.recover", unwanted)
-    base = [word for word in base if not word.startswith("max_steps")]
-    config = load_run_config([*base, "max_steps=2", f"output_dir={tmp_path / 'out'}"], registry=installed)
-    assert train(config, installed, rank=1) == 0
     assert not (tmp_path / "out").exists()
 
 
