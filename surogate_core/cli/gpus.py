@@ -32,6 +32,8 @@ class Gpu:
     """Bytes a second of its memory."""
     bus: float
     """Bytes a second from or to the host, in one direction."""
+    link: float | None = None
+    """Bytes a second to other GPUs over NVLink, in one direction; None if they are reached over the bus."""
     source: str
     """Where the rates are from."""
     halved: bool = False
@@ -51,7 +53,7 @@ def gpus() -> Mapping[str, Gpu]:
 
 
 def _gpu(row: Mapping[str, Any]) -> Gpu:
-    scale = {"bf16": 1e12, "fp8": 1e12, "fp4": 1e12, "bandwidth": 1e9, "bus": 1e9}
+    scale = {"bf16": 1e12, "fp8": 1e12, "fp4": 1e12, "bandwidth": 1e9, "bus": 1e9, "link": 1e9}
     values = {key: value * scale[key] if key in scale else value for key, value in row.items()}
     values |= {"capability": tuple(row["capability"]), "memory": int(row["memory"] * 2**30)}
     return Gpu(**values)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from surogate_core.errors import MachineError, UserError
+from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ table shows where the memory goes. Takes what `surogate sft` takes. Nothing is t
 to 16 MiB is tokenised, and the run finds the result in the cache.
 
 --gpu h200   plans for such a GPU, which need not be here: a name such as t4, a100, rtx4090, h200 or b200,
-             or a compute capability such as sm_90
+             or a compute capability such as sm_90; gpus=8 plans for eight of them
 --fit 24GiB  also proposes the cheapest changes with which the run fits into so much GPU memory;
              exit code 3 if nothing does
 --config     also prints the composed configuration
@@ -92,11 +93,14 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     from surogate_core.cli.plan_length import length_of
     from surogate_core.cli.plan_room import Room
     from surogate_core.cli.plan_speed import speed
+    from surogate_core.config import sharing
     from surogate_core.engine.prediction import Counts, Prediction
     from surogate_core.run.assemble import resolve_device, resolve_model
     from surogate_core.run.fitting import assembly_of, placed, settled_for
 
     budget = None if fit is None else plan_fit.parse_size(fit)
+    config = _with_number(config, resolve_device(config))
+    sharing.check(config, registry.get("optimizer", config.optimizer.name))
     asked = config
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
@@ -130,6 +134,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         room=room,
         speed=estimate,
         length=length_of(config, registry, resolved),
+        here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
     )
     fitting = None
@@ -138,6 +143,27 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0
+
+
+def _with_number(config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with the number of GPUs that `gpus=0` means here."""
+    if config.gpus:
+        return config
+    number = _number_here(device)
+    if number is None:
+        what = "the GPU that is planned for" if device.type == "cuda" else "a CPU"
+        message = f"is 0, all GPUs of this machine, and that says nothing of {what}."
+        raise ConfigError([Problem(key="gpus", message=message, fix="a number, such as gpus=8")])
+    return replace(config, gpus=number)
+
+
+def _number_here(device: torch.device) -> int | None:
+    """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
+    import torch
+
+    from surogate_core.kernels.native import assumed
+
+    return None if device.type != "cuda" or assumed() is not None else torch.cuda.device_count()
 
 
 def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:

@@ -14,7 +14,8 @@ from surogate_core.cli.gpus import Gpu
 from surogate_core.cli.plan_room import Room
 from surogate_core.cli.plan_speed import again_rate
 from surogate_core.cli.plan_view import PLACES, totals
-from surogate_core.config import offload
+from surogate_core.cli.plan_wire import WireRates
+from surogate_core.config import offload, sharing
 from surogate_core.config.checks import RULES
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.schema import RunConfig, Selection
@@ -82,7 +83,8 @@ def proposals(
     """
 
     def key(changed: RunConfig) -> tuple[bool | str, float, bool]:
-        return changed.recompute, changed.recompute_budget, changed.cpu_training or changed.offload_quants
+        streams = changed.cpu_training or changed.offload_quants or (changed.lora and sharing.shards_weights(changed))
+        return changed.recompute, changed.recompute_budget, streams
 
     traced = {key(config): counts}
 
@@ -91,10 +93,13 @@ def proposals(
             traced[key(changed)] = count(changed)
         return place(changed, traced[key(changed)])
 
-    before, found = seconds_of(config, registry, predicted(config), rates), []
+    def seconds_more(changed: RunConfig, prediction: Prediction) -> float:
+        return seconds_of(changed, registry, prediction, rates) + sum(map(rates.wire.seconds, prediction.sent))
+
+    before, found = seconds_more(config, predicted(config)), []
     for changed in _candidates(config, registry):
         prediction = predicted(changed)
-        seconds = seconds_of(changed, registry, prediction, rates) - before
+        seconds = seconds_more(changed, prediction) - before
         found.append(
             Proposal(changes=_overrides(config, changed), config=changed, prediction=prediction, seconds=seconds)
         )
@@ -128,7 +133,9 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         able, selected = any(getattr(config, s) for s in switches), config.offload
     free = [s for s in switches if not getattr(config, s)] if able else []
     sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
-    for (recompute, budget), head, optimizer, chosen in product(_policies(config), chunks, optimizers, sets):
+    for (recompute, budget), head, optimizer, chosen, shared in product(
+        _policies(config), chunks, optimizers, sets, [{}, *sharing.shares_more(config, mine)]
+    ):
         if STREAMING.intersection(chosen) and budget < config.recompute_budget:
             continue
         changes: dict[str, Any] = {**dict.fromkeys(chosen, True), "recompute": recompute, "recompute_budget": budget}
@@ -136,6 +143,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
             changes["persistent_quants"] = True
         if chosen:
             changes["offload"] = selected
+        changes |= shared
         changed = replace(config, lmhead_chunks=head, optimizer=optimizer, **changes)
         values = {f.name: getattr(changed, f.name) for f in fields(RunConfig)}
         if not any(rule.wrong(values) for rule in RULES) and _placed(changed, registry):
@@ -183,13 +191,15 @@ class Rates:
     """FLOP/s of what is computed again."""
     bus: float
     """Bytes a second between host and GPU in one direction."""
+    wire: WireRates
+    """How fast it exchanges tensors with other GPUs."""
 
     @classmethod
     def of(cls, gpu: Gpu | None) -> Rates:
         """The rates of a GPU of the table, or assumed ones."""
         if gpu is None:
-            return cls(flops=ARITHMETIC, bus=BUS)
-        return cls(flops=again_rate(gpu), bus=BUS_SHARE * gpu.bus)
+            return cls(flops=ARITHMETIC, bus=BUS, wire=WireRates.of(None, bus=BUS))
+        return cls(flops=again_rate(gpu), bus=BUS_SHARE * gpu.bus, wire=WireRates.of(gpu, bus=gpu.bus))
 
 
 def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, rates: Rates) -> float:

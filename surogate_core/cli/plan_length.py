@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def _estimated(config: RunConfig, nbytes: float) -> Length:
     """The steps for text of the size, counted as often as an epoch takes it."""
     held_out = 0 if config.validation_datasets else config.validation_split_ratio
     tokens = nbytes / BYTES_PER_TOKEN * (1 - held_out)
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.gpus
     steps = (
         config.max_steps if config.max_steps > 0 else math.ceil(config.num_epochs * tokens / config.sequence_len / rows)
     )
@@ -92,6 +92,8 @@ def _counted(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
 
     pretrained = config.model.path is not None and not config.from_scratch
     tokenizer, _ = tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=pretrained)
+    # The rows of a step of all GPUs are those of one that has all micro-batches.
+    config = replace(config, gradient_accumulation_steps=config.gradient_accumulation_steps * config.gpus, gpus=1)
     spec = registry.get("task", config.task)
     data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts)
     train = data.report.train

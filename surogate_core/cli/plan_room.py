@@ -28,7 +28,7 @@ class Room:
     """The directory of an offloader's files."""
     device: int | None = None
     """Memory of the GPU that is planned for, or what is free of the one that is here; on a CPU what is free of the
-    host's.
+    host's, for each process.
     """
 
     @classmethod
@@ -39,16 +39,16 @@ class Room:
         from surogate_core.run.build import free_memory
 
         known = gpu.memory if gpu is not None else None
-        device = known if assumed() is not None else free_memory(resolve_device(config))
+        device = known if assumed() is not None else free_memory(resolve_device(config), ranks=config.gpus)
         directory = config.offload_dir or config.place
         return cls(host=memory_of_machine(), disk=_free(directory), directory=directory, device=device)
 
     def short_of(self, prediction: Prediction) -> dict[str, str]:
-        """Place that does not hold what is predicted there → what this machine has of it."""
+        """Place that does not hold what is predicted there for all GPUs → what this machine has of it."""
         found = {}
-        if self.host is not None and prediction.total("host") > self.host:
+        if self.host is not None and prediction.ranks * prediction.total("host") > self.host:
             found["host"] = f"this machine has {human_bytes(self.host)} of host memory"
-        if self.disk is not None and prediction.total("disk") > self.disk:
+        if self.disk is not None and prediction.ranks * prediction.total("disk") > self.disk:
             found["disk"] = f"the disk of {self.directory} has {human_bytes(self.disk)} free"
         return found
 

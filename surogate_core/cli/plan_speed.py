@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from surogate_core.bundles import OptimizerSpec, RecipeSpec
 from surogate_core.cli.gpus import Gpu
+from surogate_core.cli.plan_wire import Wire, WireRates, wire_of
+from surogate_core.config import sharing
 from surogate_core.train.flops import Work
 
 if TYPE_CHECKING:
@@ -40,14 +42,23 @@ class Speed:
     seconds: float
     """The time of an optimizer step."""
     tokens: int
-    """Tokens of an optimizer step."""
+    """Tokens of an optimizer step of all GPUs."""
     mfu: float
-    """Necessary FLOPs of the step over its time and the GPU's bf16 rate."""
+    """Necessary FLOPs of a GPU's part of the step over its time and the GPU's bf16 rate."""
+    wire: Wire
+    """What the GPUs send each other in it; nothing with one."""
+    alone: float
+    """The time of a step of one GPU with as many micro-batches as each has."""
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a step over its time."""
         return self.tokens / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens per second as a share of those of as many single GPUs."""
+        return self.alone / self.seconds
 
 
 def again_rate(gpu: Gpu) -> float:
@@ -74,8 +85,18 @@ def speed(
     if not config.cpu_training:
         update = prediction.trainable_parameters * (18 + 2 * optimizer.state_bytes_per_parameter) / gpu.bandwidth
     idle = LAYER_SECONDS * config.gradient_accumulation_steps * sum(1 for _ in model.blocks(1))
-    seconds = tokens * each + update + idle + more
-    return Speed(seconds=seconds, tokens=tokens, mfu=work.per_token(pairs) * tokens / seconds / gpu.bf16)
+    ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
+    rates = WireRates.of(gpu, bus=gpu.bus)
+    wire = wire_of(prediction.sent, rates, computing=computing / micro_steps, micro_steps=micro_steps)
+    own = update / ranks if sharing.level(config) else update
+    seconds = computing + own + more + wire.exposed
+    return Speed(
+        seconds=seconds,
+        tokens=tokens * ranks,
+        mfu=work.per_token(pairs) * tokens / seconds / gpu.bf16,
+        wire=wire,
+        alone=computing + update + more,
+    )
 
 
 def features(model: Model) -> int:

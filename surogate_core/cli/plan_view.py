@@ -15,6 +15,7 @@ from surogate_core.cli.gpus import Gpu
 from surogate_core.cli.plan_length import Length
 from surogate_core.cli.plan_room import Room
 from surogate_core.cli.plan_speed import ASSUMED, Speed
+from surogate_core.config import sharing
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import EngineSettings
@@ -29,8 +30,8 @@ CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")
 
 
 def tokens_per_step(config: RunConfig) -> int:
-    """Token slots of an optimizer step, padding counted."""
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    """Token slots of an optimizer step of all GPUs, padding counted."""
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.gpus
     return rows * config.sequence_len
 
 
@@ -65,6 +66,8 @@ class Plan:
     room: Room
     speed: Speed | None
     length: Length
+    here: int | None
+    """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
     chosen: str
 
     @property
@@ -92,11 +95,13 @@ def as_json(plan: Plan, **extra: Any) -> str:
     value = {
         "model": plan.title,
         "gpu": None if plan.gpu is None else plan.gpu.title,
+        "gpus": prediction.ranks,
         "fits": plan.fits,
         "memory_bytes": plan.room.device,
         "tokens_per_second": None if speed is None else speed.tokens_per_second,
         "seconds_per_step": None if speed is None else speed.seconds,
         "mfu": None if speed is None else speed.mfu,
+        "efficiency": None if speed is None else speed.efficiency,
         "steps": plan.length.steps,
         "seconds": plan.seconds,
         "config": masked_values(to_dict(plan.config)),
@@ -108,6 +113,10 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "kernels": {f"{op} {dtype}": name for (op, dtype), name in prediction.kernels.items()},
         "kernels_left_out": dict(plan.left_out),
         "held": [asdict(h) for h in prediction.held],
+        "sent": [asdict(s) for s in prediction.sent],
+        "sent_bytes": sum(s.nbytes for s in prediction.sent),
+        "sent_seconds": None if speed is None else speed.wire.seconds,
+        "hidden_seconds": None if speed is None else speed.wire.hidden,
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
         "disk_bytes": prediction.total("disk"),
@@ -122,11 +131,12 @@ def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
     """The plan for people: the answers, then the memory; the rest on request."""
     trained = f"{plan.prediction.parameters:,} parameters, {plan.prediction.trainable_parameters:,} trained"
     answers = [("Fits", _fit(plan)), ("Speed", _speed(plan)), ("Time", _time(plan))]
+    answers += [("Sends", _sends(plan))] if plan.prediction.ranks > 1 else []
     answers += [("Chooses", plan.chosen)] if plan.chosen else []
     answers += [("Note", note) for note in _notes(plan)]
     parts = [
         f"{plan.title}: {trained}\n{_device(plan)}\n\n" + "".join(f"{name:<9}{text}\n" for name, text in answers),
-        f"Memory, predicted\n{_memory(plan)}",
+        f"{_of_each('Memory', plan)}, predicted\n{_memory(plan)}",
     ]
     if schedule:
         parts.append(_schedule(plan))
@@ -136,9 +146,18 @@ def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
 
 
 def _device(plan: Plan) -> str:
+    ranks = plan.prediction.ranks
     if plan.settings.device.type != "cuda":
-        return "on the CPU of this machine"
-    return f"on {plan.gpu.title if plan.gpu is not None else 'a GPU that is not in the table'}"
+        return "on the CPU of this machine" + (f", {ranks} processes" if ranks > 1 else "")
+    count = f"{ranks} × " if ranks > 1 else ""
+    return f"on {count}{plan.gpu.title if plan.gpu is not None else 'a GPU that is not in the table'}"
+
+
+def _of_each(what: str, plan: Plan) -> str:
+    """``Memory of each GPU`` if there are several."""
+    if plan.prediction.ranks == 1:
+        return what
+    return f"{what} of each {'GPU' if plan.settings.device.type == 'cuda' else 'process'}"
 
 
 def _fit(plan: Plan) -> str:
@@ -158,6 +177,20 @@ def _speed(plan: Plan) -> str:
     rate = plan.speed.tokens_per_second
     shown = f"{rate / 1000:.3g}k" if rate >= 1000 else f"{rate:.3g}"
     return f"about {shown} tokens/s, {plan.speed.seconds:.2g} s a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
+
+
+def _sends(plan: Plan) -> str:
+    """What the GPUs send each other."""
+    sent = human_bytes(sum(s.nbytes for s in plan.prediction.sent))
+    if plan.speed is None or plan.gpu is None:
+        return f"{sent} a step from each to the others"
+    wire, ranks = plan.speed.wire, plan.prediction.ranks
+    over = "NVLink" if plan.gpu.link is not None else f"PCIe, because {plan.gpu.title} has no NVLink"
+    hidden = f", {wire.hidden / wire.seconds:.0%} of it beside computation" if wire.hidden else ""
+    return (
+        f"{sent} a step from each GPU over {over}: {wire.seconds:.2g} s{hidden}; "
+        f"{min(plan.speed.efficiency, 1):.0%} of the speed of {ranks} single GPUs"
+    )
 
 
 def _time(plan: Plan) -> str:
@@ -185,6 +218,10 @@ def _notes(plan: Plan) -> list[str]:
     notes = []
     if plan.gpu is not None and plan.gpu.note:
         notes.append(f"{plan.gpu.title}: {plan.gpu.note}")
+    ranks = plan.prediction.ranks
+    if plan.here is not None and plan.here < ranks:
+        notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
+    notes += sharing.notes(plan.config)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]
     if disk := plan.room.short_of(plan.prediction).get("disk"):
         notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")
@@ -211,16 +248,19 @@ def _memory(plan: Plan) -> str:
         table.add_row(held.kind, held.place, human_bytes(held.nbytes), held.detail)
     buffer = io.StringIO()
     Console(file=buffer, width=110, highlight=False).print(table)
-    return f"{buffer.getvalue()}{totals(plan.prediction)}; {_on_top(plan.settings)}\n"
+    ranks, host = plan.prediction.ranks, plan.prediction.total("host")
+    all_hosts = f" (host memory of all {ranks}: {human_bytes(ranks * host)})" if ranks > 1 and host else ""
+    return f"{buffer.getvalue()}{totals(plan.prediction)}{all_hosts}; {_on_top(plan.settings)}\n"
 
 
 def _schedule(plan: Plan) -> str:
     settings, config = plan.settings, plan.config
     kernels = ", ".join(f"{op} {name}" for (op, _), name in sorted(plan.prediction.kernels.items()))
+    gpus = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
     return (
         f"Micro-step on {settings.device} ({settings.compiler}), {settings.tokens:,} tokens\n"
         f"{render(plan.prediction.schedule)}\n"
-        f"× {config.gradient_accumulation_steps} micro-steps, then clip and {config.optimizer.name}: "
+        f"× {config.gradient_accumulation_steps} micro-steps{gpus}, then clip and {config.optimizer.name}: "
         f"{tokens_per_step(config):,} tokens a step\n"
         f"kernels: {kernels}\n"
     )

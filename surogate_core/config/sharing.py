@@ -25,6 +25,17 @@ def shards_weights(config: RunConfig) -> bool:
     return config.shard_weights or config.zero_level == 3
 
 
+def shares_more(config: RunConfig, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
+    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory."""
+    if config.gpus == 1:
+        return []
+    if config.lora:
+        return [] if shards_weights(config) else [{"shard_weights": True}]
+    if optimizer.whole_matrices:
+        return []
+    return [{"zero_level": further} for further in range(level(config) + 1, 4)]
+
+
 def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
     """Whether gradients are added in an order that does not depend on the number of ranks.
 

@@ -304,6 +304,8 @@ class Counts:
         """Residuals that are being copied out: one layer's, which are not copied back if they are needed at once."""
         going = 0
         """Sums that are being copied out: one piece's."""
+        held = 0
+        """Bytes of everything in `here`."""
         found = (0, "")
         for action in training_schedule(layers, train_embedding=self.train_embedding):
             key, now = action.key, 0
@@ -312,11 +314,13 @@ class Counts:
                 case "put" if moves:
                     leaving = {key: residuals[key]}
                 case "put" | "prefetch" | "fetch" if action.kind in here:
+                    held += sizes[key] - here[action.kind].get(key, 0)
                     here[action.kind][key] = sizes[key]
                     if action.kind == "residuals":
                         leaving.pop(key, None)
                 case "release":
                     gone = here[action.kind or "weights"].pop(key, 0)
+                    held -= gone
                     going = gone if action.kind == "gradients" else going
                 case "forward":
                     now, what = self.activation + forward.get(key, 0), "the forward of a layer"
@@ -329,8 +333,7 @@ class Counts:
                 case "backward":
                     now, what = self.activation + backward[key], "the backward of a layer"
             if now:
-                total = now + going + sum(sum(sizes.values()) for sizes in (*here.values(), leaving))
-                found = max(found, (total, what))
+                found = max(found, (now + going + held + sum(leaving.values()), what))
         return found
 
 

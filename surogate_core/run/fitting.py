@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from surogate_core.config import sharing
 from surogate_core.config.checks import RULES
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import Assembly
@@ -78,6 +79,8 @@ class _Search:
         # Without a GPU the device's memory is the host's.
         self.places = ("device",) if on_gpu else ("host",) if self.device.type == "cuda" else ("device", "host")
         self.room = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else memory_of_machine()
+        if self.room is not None and not on_gpu:
+            self.room //= max(config.gpus, 1)
 
     def predicted(self, config: RunConfig) -> Prediction:
         return predict(assembly_of(config, self.registry, self.resolved))
@@ -111,6 +114,7 @@ class _Search:
         """Keys and values that are predicted to fit; changes that do not affect the result come first."""
         changes: dict[str, Any] = {}
         steps: list[dict[str, Any]] = [] if self.config.recompute else [{"recompute": True}]
+        steps += sharing.shares_more(self.config, self.registry.get("optimizer", self.config.optimizer.name))
         if self.config.lora and self.config.lora_rank > 16:
             steps.append({"lora_rank": 16})
         elif not self.config.lora and self.registry.get("task", self.config.task).adapters:

@@ -1,0 +1,76 @@
+"""The time that several GPUs spend on sending tensors to each other, for `surogate plan`.
+
+The shares of NVLink's rate and of what computation hides are those of H200s; other GPUs have not been measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from surogate_core.cli.gpus import Gpu
+
+if TYPE_CHECKING:
+    from surogate_core.engine.shares import Sent
+
+LINKED: Mapping[str, float] = {"exchange": 0.51, "gather": 0.65}
+"""Share of NVLink's rate in one direction that collectives of a layer's size reach."""
+UNLINKED = 0.5
+"""Share of the bus's rate that they reach without NVLink, assumed."""
+CALL = 40e-6
+"""Seconds of a small collective."""
+HIDDEN = 2 / 3
+"""Share of the time of transfers that the computation beside them hides."""
+FORWARD = 1 / 3
+"""Share of a micro-step's time that its forward takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireRates:
+    """How fast one GPU exchanges tensors with the others."""
+
+    exchange: float
+    """Bytes a second in one direction."""
+    gather: float
+
+    @classmethod
+    def of(cls, gpu: Gpu | None, *, bus: float) -> WireRates:
+        """The rates of a GPU of the table; `bus`: bytes a second of the bus where it has no NVLink, or is not known."""
+        if gpu is None or gpu.link is None:
+            return cls(exchange=UNLINKED * bus, gather=UNLINKED * bus)
+        return cls(exchange=LINKED["exchange"] * gpu.link, gather=LINKED["gather"] * gpu.link)
+
+    def seconds(self, sent: Sent) -> float:
+        """Time of all calls of a step, with nothing beside them."""
+        return sent.nbytes / (self.exchange if sent.how == "exchange" else self.gather) + CALL * sent.calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """The transfers of an optimizer step."""
+
+    nbytes: int
+    """Bytes that each GPU sends, and as many that it receives."""
+    seconds: float
+    """Their time, with nothing beside them."""
+    hidden: float
+    """How much of it computation hides."""
+
+    @property
+    def exposed(self) -> float:
+        """The time that they add to a step."""
+        return self.seconds - self.hidden
+
+
+def wire_of(sent: Sequence[Sent], rates: WireRates, *, computing: float, micro_steps: int) -> Wire:
+    """The transfers beside micro-steps that take `computing` seconds each."""
+    windows = {"forward": FORWARD, "backward": 1 - FORWARD, "both": 1.0, "": 0.0}
+    hideable = 0.0
+    for one in sent:
+        hideable += min(rates.seconds(one), windows[one.beside] * one.micro_steps * computing)
+    return Wire(
+        nbytes=sum(one.nbytes for one in sent),
+        seconds=sum(map(rates.seconds, sent)),
+        hidden=HIDDEN * min(hideable, micro_steps * computing),
+    )

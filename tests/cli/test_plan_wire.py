@@ -1,0 +1,127 @@
+"""`surogate plan gpus=N`: what each GPU keeps, what the GPUs send each other, and how long that takes."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from functools import cache
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.gpus import gpus
+from surogate_core.cli.main import main
+from surogate_core.cli.plan_wire import CALL, HIDDEN, UNLINKED, WireRates, wire_of
+from surogate_core.engine.shares import Sent
+
+SMALL = ["model.config.num_hidden_layers=2", "model.config.head_dim=128", "sequence_len=256", "recompute=false"]
+KEYS = [*SMALL, "lmhead_chunks=1", "gradient_accumulation_steps=2", "--gpu", "h200"]
+
+
+@cache
+def text(*arguments: str) -> str:
+    """What the command prints; equal commands are run once."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["plan", *KEYS, *arguments]) == 0
+    return out.getvalue()
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    value = json.loads(text(*arguments, "--json"))
+    assert isinstance(value, dict)
+    return value
+
+
+def test_the_rates_are_those_of_nvlink_or_of_the_bus() -> None:
+    linked = WireRates.of(gpus()["h200"], bus=63e9)
+    assert linked.exchange == pytest.approx(232e9, rel=0.02), "measured: 232 GB/s each way"
+    assert linked.gather == pytest.approx(303e9, rel=0.05), "measured: 264 at 64 MiB, 325 at 1 GiB"
+    for gpu in (gpus()["rtx4090"], None):
+        assert WireRates.of(gpu, bus=30e9) == WireRates(exchange=UNLINKED * 30e9, gather=UNLINKED * 30e9)
+
+
+def test_computation_hides_what_it_is_long_enough_for() -> None:
+    rates = WireRates(exchange=1e9, gather=2e9)
+    last = Sent(what="", nbytes=10**9, calls=0, how="exchange", beside="backward")
+    alone = Sent(what="", nbytes=10**9, calls=10, how="gather")
+    assert rates.seconds(last) == 1
+    assert rates.seconds(alone) == pytest.approx(0.5 + 10 * CALL)
+    long = wire_of([last, alone], rates, computing=30, micro_steps=4)
+    assert long.nbytes == 2 * 10**9
+    assert long.hidden == pytest.approx(HIDDEN)
+    assert long.exposed == pytest.approx(long.seconds - HIDDEN)
+    short = wire_of([last, alone], rates, computing=0.3, micro_steps=4)
+    assert short.hidden == pytest.approx(HIDDEN * 0.3 * 2 / 3), "only the last backward is beside it"
+    every = Sent(what="", nbytes=10**9, calls=0, how="exchange", beside="backward", micro_steps=4)
+    assert wire_of([every, every], rates, computing=0.3, micro_steps=4).hidden == pytest.approx(HIDDEN * 1.2)
+    assert wire_of([], rates, computing=1, micro_steps=1).exposed == 0
+
+
+def test_levels_need_less_and_send_more() -> None:
+    found = [plan("lora=false", "gpus=4", f"zero_level={level}") for level in range(4)]
+    held = [{h["kind"]: h["nbytes"] for h in p["held"]} for p in found]
+    trained = found[0]["trainable_parameters"]
+    for kind, least in (("optimizer state", 1), ("gradients", 2), ("masters", 1), ("compute copies", 3)):
+        sizes = [h[kind] for h in held]
+        assert max(sizes[least:]) < min(sizes[:least]), "smaller from this level on"
+        assert len(set(sizes[:least])) == len(set(sizes[least:])) == 1
+    assert held[3]["masters"] == pytest.approx(4 * trained / 4, rel=0.01)
+    sent = [p["sent_bytes"] for p in found]
+    assert sent[1] < sent[0]
+    assert sent[1] < sent[2] < sent[3]
+    assert all(0 < p["efficiency"] <= 1 for p in found[2:])
+    assert found[1]["hidden_seconds"] < found[1]["sent_seconds"]
+
+
+def test_the_figures_are_of_all_gpus() -> None:
+    one, four = plan("lora=true", "gpus=1"), plan("lora=true", "gpus=4")
+    assert (one["gpus"], four["gpus"]) == (1, 4)
+    assert four["tokens_per_step"] == 4 * one["tokens_per_step"]
+    assert four["steps"] < one["steps"], "a step takes more rows"
+    assert four["tokens_per_second"] == pytest.approx(4 * one["tokens_per_second"] * four["efficiency"], rel=1e-6)
+    assert (one["sent"], one["sent_bytes"], one["sent_seconds"]) == ([], 0, 0)
+    assert four["mfu"] < one["mfu"]
+
+
+def test_a_frozen_base_is_shared_out() -> None:
+    whole, shared = plan("lora=true", "gpus=4"), plan("lora=true", "gpus=4", "shard_weights=true")
+    weights = [next(h["nbytes"] for h in p["held"] if h["kind"] == "weights") for p in (whole, shared)]
+    assert weights[1] < weights[0]
+    assert "gathered weights" in {h["kind"] for h in shared["held"]}
+    assert shared["sent_bytes"] > whole["sent_bytes"]
+
+
+def test_for_people() -> None:
+    out = text("lora=true", "gpus=8")
+    assert "on 8 × H200" in out
+    assert "Memory of each GPU, predicted" in out
+    assert "from each GPU over NVLink" in out
+    assert "of the speed of 8 single GPUs" in out
+    out = text("lora=true", "gpus=2", "zero_level=2", "--gpu", "rtx4090")
+    assert "over PCIe, because RTX 4090 has no NVLink" in out
+    assert "zero_level=2: no effect with lora" in out
+
+
+def test_a_cpu_has_processes(capsys: Any) -> None:
+    keys = [*SMALL, "lmhead_chunks=1", "lora=true", "device=cpu"]
+    assert main(["plan", *keys, "gpus=2"]) == 0
+    out = capsys.readouterr().out
+    assert "on the CPU of this machine, 2 processes" in out
+    assert "Memory of each process, predicted" in out
+
+
+def test_all_gpus_of_a_machine_that_is_not_known(capsys: Any) -> None:
+    assert main(["plan", *KEYS, "lora=true", "gpus=0"]) == 2
+    assert "Fix: a number, such as gpus=8" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fit_proposes_to_share_out(capsys: Any) -> None:
+    assert main(["plan", *KEYS, "lora=false", "gpus=4", "optimizer=adamw_8bit", "--fit", "3GiB", "--json"]) in (0, 3)
+    keys = ("lora=false", "gpus=4", "optimizer=adamw_8bit")
+    level_1, level_2 = (plan(*keys, f"zero_level={level}")["device_bytes"] for level in (1, 2))
+    budget = int((level_1 + level_2) / 2 * 1.05)
+    found = plan(*keys, f"--fit={budget / 2**20}MiB")["fit"]
+    assert any("zero_level=2" in p["overrides"] or "zero_level=3" in p["overrides"] for p in found)
