@@ -18,6 +18,7 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
+from surogate_core.mesh.lifeline import PeerFailed
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.run.build import Choice, build_engine
@@ -99,6 +100,7 @@ class _Run:
             try:
                 if self.outputs is not None:
                     self.bus = self.outputs.watch()
+                    self.mesh.lifeline.on_failure(self._stuck)
                 return self._phases()
             except CalledOff:
                 return 0
@@ -106,10 +108,10 @@ class _Run:
                 self.mesh.call_off()
                 self.bus.emit(self._end("signal", None, ""))
                 return self.signals.exit_code
-            except (Exception, KeyboardInterrupt, SystemExit) as error:  # a plugin may call sys.exit()
+            except (Exception, KeyboardInterrupt, SystemExit, PeerFailed) as error:  # a plugin may call sys.exit()
                 if self.loop is not None and isinstance(error, SurogateError):
                     self.loop.leader.end()
-                shown = self._failed(error)
+                shown = self._failed(self.mesh.lifeline.cause_of(error))
                 if shown is error:
                     raise
                 raise shown from error
@@ -286,6 +288,12 @@ class _Run:
         log.info("the run failed", message=message)
         self.bus.emit(self._end("failed", None, message))
         return shown
+
+    def _stuck(self, message: str) -> None:
+        """End the record from another thread, because another rank failed and this one waits for it for ever."""
+        assert self.outputs is not None
+        self.bus.emit(self._end("failed", None, message))
+        self.outputs.close()
 
     # --------------------------------------------------------------------------- events
 

@@ -63,7 +63,9 @@ class Follower:
                 self._step += 1
                 if previous is not None:
                     previous.read()  # stay at most one step ahead of the device, as rank 0 does
+                self._ranks.stepped(self._step)
             else:
+                self._ranks.rests()
                 self._do(order, value)
 
     def _do(self, order: Order, value: float) -> None:

@@ -60,6 +60,14 @@ class Ranks:
                     raise Interrupted
             yield batch
 
+    def stepped(self, step: int) -> None:
+        """Report to the supervisor that so many steps are done."""
+        self._mesh.lifeline.beat(step)
+
+    def rests(self) -> None:
+        """Report to the supervisor that the work until the next step may take any time."""
+        self._mesh.lifeline.rest()
+
     def _agree(self, *values: float) -> list[float]:
         """The largest of the ranks' values; all ranks learn of a signal that reached any of them."""
         if self._mesh.fabric is None:
@@ -82,6 +90,8 @@ class Leader(Ranks):
     @contextmanager
     def ordering(self, order: Order, value: float = 0.0) -> Iterator[None]:
         """Order the work that is done inside."""
+        if order != Order.STEP:
+            self.rests()
         if self.world == 1:
             yield
             return
@@ -98,6 +108,7 @@ class Leader(Ranks):
     def served(self, engine: Engine) -> Iterator[None]:
         """While rank 0 writes files inside, the other ranks give it what it reads from the engine."""
         if self.world == 1:
+            self.rests()
             yield
             return
         failed: Exception | None = None
