@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from surogate_core import events
@@ -45,33 +44,15 @@ class Monitor:
         """Nothing to release."""
 
 
-class Place(Monitor):
-    """Notes the directory of the run."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda event: None)
-        self._directory = ""
-
-    def build(self, info: RunInfo) -> Place:
-        """Itself, once the run is known."""
-        self._directory = info.output_dir
-        return self
-
-    def directory(self, default: str) -> Path:
-        """The directory that the run wrote to."""
-        return Path(self._directory or default)
-
-
-def built(callbacks: Callbacks) -> tuple[dict[str, Build], Place]:
-    """Name → what builds each monitor, and the one of them that notes the run's directory."""
+def built(callbacks: Callbacks) -> dict[str, Build]:
+    """Name → what builds each monitor."""
     found: dict[str, Build] = {}
     for call, event in _flat(callbacks):
         name = getattr(call, "__name__", type(call).__name__)
         same = sum(known.partition(" ")[0] == name for known in found)
         monitor = Monitor(call, event)
         found[f"{name} {same + 1}" if same else name] = partial(_the, monitor)
-    place = Place()
-    return {**found, "the caller": place.build}, place
+    return found
 
 
 def _the(monitor: Monitor, info: RunInfo) -> Monitor:

@@ -82,15 +82,15 @@ def _train(
     cache = values.get("data_cache_dir") or (file.values.get("data_cache_dir") if file is not None else None)
     for key in DATA_KEYS & values.keys():
         values[key] = written(values[key], key, cache_root(str(cache) if cache else None))
-    monitors, place = built(callbacks)
+    monitors, places = built(callbacks), [""]
     arguments = Arguments(config_file=with_keywords(file, values))
     checked, registry = load(arguments, task)
     require_own_data(arguments, task, [checked], registry)
     try:
-        code = start(checked, registry, Watch(callbacks=monitors, quiet=quiet))
+        code = start(checked, registry, Watch(callbacks=monitors, quiet=quiet, placed=places.append))
     except SystemExit as error:
         raise PluginError(f"a plugin ended the process with exit code {error.code}; the run is over.") from error
-    return place.directory(checked.place), code
+    return Path(places[-1] or checked.place), code
 
 
 def _plain(value: Any) -> Any:

@@ -14,16 +14,17 @@ from typing import Any
 class Forwarding:
     """While entered, passes SIGINT, SIGTERM and SIGHUP on instead of ending the process.
 
-    The first one goes to rank 0, which stops the run after the step that all ranks agree on. After a second one the
-    run ends at once. Ctrl-Z stops the ranks with the supervisor, and they go on with it. Outside the main thread,
-    where Python allows no handlers, it does nothing.
+    The first one goes to rank 0, which stops the run after the step that all ranks agree on. After a second one of the
+    same kind the run ends at once. Ctrl-Z stops the ranks too, and they go on with this process. Outside the main
+    thread, where Python allows no handlers, it does nothing.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal that came, or None."""
         self.at_once = False
-        """Whether a second one came."""
+        """Whether a second one of the same kind came."""
+        self._seen: set[int] = set()
         self._targets: Sequence[int] = ()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -56,11 +57,12 @@ class Forwarding:
             self._targets = ()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = signal.Signals(number)
-            self._send(self._targets[:1], number)
-        else:
+        if number in self._seen:
             self.at_once = True
+            return
+        self._seen.add(number)
+        self.received = self.received or signal.Signals(number)
+        self._send(self._targets[:1], number)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         self._send(self._targets, signal.SIGSTOP)

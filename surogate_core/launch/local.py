@@ -64,7 +64,7 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
         checkpoint = _saved(Path(job.config["checkpoint_dir"] or directory), since=began)
         number = options.max_restarts - left
         where = f"from {checkpoint.name}" if checkpoint is not None else "from the beginning"
-        log.warning(f"{failure.message} The run starts again {where} (restart {number} of {options.max_restarts}).")
+        log.warning(f"the run starts again {where} (restart {number} of {options.max_restarts}): {failure.message}")
         return replace(plan, job=_sent(job, world, resume=checkpoint is not None))
 
     return supervise(plan, restarts=options.max_restarts, again=again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -148,7 +148,7 @@ def check_count(found: Rank, gpus: int) -> None:
         raise ConfigError([Problem(key="gpus", message=message, fix=f"gpus={found.world}, or leave it out")])
 
 
-def joined(found: Rank, environment: MutableMapping[str, str] = os.environ) -> Mesh:
+def joined(found: Rank) -> Mesh:
     """Meet the other processes at rank 0's port; `MachineError` if the port is taken or processes are missing."""
     from datetime import timedelta
 
@@ -157,9 +157,9 @@ def joined(found: Rank, environment: MutableMapping[str, str] = os.environ) -> M
     from surogate_core.mesh.mesh import Mesh
 
     # SLURM sets none of them. torchrun's agent may keep the store itself, which `rendezvous` knows.
-    environment.setdefault("MASTER_ADDR", found.address)
-    environment.setdefault("MASTER_PORT", str(found.port))
-    environment.update(RANK=str(found.rank), WORLD_SIZE=str(found.world))
+    os.environ.setdefault("MASTER_ADDR", found.address)
+    os.environ.setdefault("MASTER_PORT", str(found.port))
+    os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world))
     place = f"{found.address}:{found.port}"
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=PATIENCE_MINUTES)))

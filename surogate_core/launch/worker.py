@@ -1,4 +1,4 @@
-"""One rank of a run that the supervisor has started: ``python -m surogate_core.launch.worker DIRECTORY RANK``."""
+"""One rank of a run that the supervisor has started, as a process of its own."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ DONE, REFUSED, BUG = "done", "refused", "bug"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rank; its exit code. What came of it is in the outcome file."""
+    """Run the rank; its exit code. The outcome file has the result or the error.
+
+    `arguments`: the directory shared with the supervisor, the rank, the descriptor of the pipe with news, the
+    supervisor's process.
+    """
     directory, rank = Path(arguments[0]), int(arguments[1])
     _die_with(int(arguments[3]))
+    # Until the run handles it, Ctrl-C ends this process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     stacks = (directory / STACKS.format(rank)).open("w", encoding="utf-8")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -44,9 +50,6 @@ def main(arguments: list[str]) -> int:
         module, _, name = given["job"].partition(":")
         job = getattr(importlib.import_module(module), name).from_json(given["values"])
         code = int(job.run(rank=rank, world=world, mesh=partial(_mesh, directory, rank, world, lifeline)))
-    except KeyboardInterrupt:
-        outcome(kind=DONE, code=130)
-        return 130
     except BaseException as error:
         shown = lifeline.cause_of(error)
         lifeline.over()

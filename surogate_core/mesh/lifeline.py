@@ -118,7 +118,7 @@ class Tied(Lifeline):
         if isinstance(error, SurogateError):
             return error
         # Collectives fail with errors of their own where another rank is gone.
-        if isinstance(error, PeerFailed) or self._heard.wait(SECOND_THOUGHT):
+        if isinstance(error, PeerFailed) or self._heard.wait(SECOND_THOUGHT if self._leads else 0):
             return RankError(self._news)
         return error
 

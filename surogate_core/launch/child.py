@@ -1,0 +1,185 @@
+"""One rank as the supervisor sees it: a process with its log, its outcome and its failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surogate_core.errors import MachineError, SurogateError, UserError
+from surogate_core.files.private import private
+from surogate_core.launch import worker
+from surogate_core.mesh.lifeline import RankError
+
+STOPPED = 3.0
+"""Seconds after which a stopped process counts as failed."""
+LEAVE = 10.0
+"""Seconds that a process has to end after its work, and the other ranks after rank 0."""
+LAST_LINES = 20
+_LAST_BYTES = 16_384
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """A rank that failed."""
+
+    rank: int
+    message: str
+    code: int
+    """The exit code that the run ends with."""
+    at: float
+    """When, by `time.monotonic()`; 0 for a kill, which comes before every error that it causes in other ranks."""
+    kind: type[SurogateError] = RankError
+    """The class of the error to raise for it."""
+    may_pass: bool = True
+    """Whether the run may get further when it starts again."""
+
+    def error(self) -> SurogateError:
+        """The error to raise."""
+        return RankError(self.message, exit_code=self.code) if self.kind is RankError else self.kind(self.message)
+
+
+class Child:
+    """The process of a rank.
+
+    It has a session of its own: Ctrl-C in a terminal reaches only the supervisor, which passes it on, and whatever the
+    process starts can be killed with it.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], *, shared: Path, log: Path | None
+    ):
+        """`shared`: the directory of this start of the run. `log`: takes what ranks other than 0 print, and stacks."""
+        self.rank, self._shared, self._log = rank, shared, log
+        self.ended: float | None = None
+        """When the process was found dead."""
+        self.outcome: Mapping[str, Any] | None = None
+        """What the worker wrote about its end."""
+        self._done_at = 0.0
+        self._stopped_since: float | None = None
+        read, self._news = os.pipe()
+        with ExitStack() as stack:
+            stack.callback(os.close, read)
+            output: Any = None if rank == 0 else subprocess.DEVNULL
+            if log is not None:
+                self._log_began = log.stat().st_size if log.is_file() else 0
+                if rank:
+                    output = stack.enter_context(open(log, "ab", opener=private))
+            self.process = subprocess.Popen(
+                [*command, str(shared), str(rank), str(read), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                pass_fds=(read,),
+                start_new_session=True,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the rank's work, if that ended without an error."""
+        if self.outcome is not None and self.outcome["kind"] == worker.DONE:
+            return int(self.outcome["code"])
+        return None
+
+    def look(self, now: float, *, slept: bool) -> Failure | None:
+        """The failure of the rank, if there is one now. `slept`: the supervisor was stopped since the last look."""
+        if self.ended is None and self.process.poll() is not None:
+            self.ended = now
+            self.outcome = self.outcome or self._read_outcome()
+            self.kill()  # what it started
+        if self.ended is not None:
+            return None if self.code is not None else self._death(self.ended)
+        if slept or _state(self.process.pid) != "T":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > STOPPED:
+            text = f"was stopped by a signal (SIGSTOP or SIGTSTP) and did not go on within {STOPPED:.0f} seconds"
+            return self.failed(text, code=128 + signal.SIGSTOP, at=now)
+        if self.outcome is None:
+            self.outcome, self._done_at = self._read_outcome(), now
+        elif now - self._done_at > LEAVE:
+            self.kill()  # its work is over, but the process does not end
+        return None
+
+    def failed(self, text: str, *, code: int, at: float) -> Failure:
+        """A failure that the rank could not report itself."""
+        who = f"rank {self.rank} (process {self.process.pid})"
+        return Failure(rank=self.rank, message=f"{who} {text}.{self._last_lines()}", code=code, at=at)
+
+    def tell(self, message: str) -> None:
+        """Tell the rank which failure ends the run."""
+        with suppress(OSError):
+            os.write(self._news, message.encode()[:60_000] + b"\0")
+
+    def dump_stacks(self) -> None:
+        """Have the process write where each of its threads is, into its log."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR2)
+        stacks, until = self._shared / worker.STACKS.format(self.rank), time.monotonic() + 0.5
+        while stacks.is_file() and not stacks.stat().st_size and time.monotonic() < until:
+            time.sleep(0.02)
+        if self._log is not None:
+            with suppress(OSError), open(self._log, "ab", opener=private) as log:
+                log.write(stacks.read_bytes())
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self, seconds: float) -> None:
+        """Wait for the end of the killed process."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        os.close(self._news)
+
+    def _read_outcome(self) -> Mapping[str, Any] | None:
+        try:
+            values = json.loads((self._shared / worker.OUTCOME.format(self.rank)).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return values if isinstance(values, dict) else None
+
+    def _death(self, ended: float) -> Failure:
+        status, outcome = self.process.returncode, self.outcome
+        if outcome is not None:
+            code, refused = int(outcome["code"]), outcome["kind"] == worker.REFUSED
+            kind = {2: UserError, 3: MachineError}.get(code, RankError) if refused else RankError
+            at, may_pass = float(outcome["at"]), code == 1
+            message = str(outcome["message"])
+            return Failure(rank=self.rank, message=message, code=code, at=at, kind=kind, may_pass=may_pass)
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            full = ", which the kernel also sends when the machine's memory is full" if name == "SIGKILL" else ""
+            return self.failed(f"was killed by {name}{full}", code=128 - status, at=0.0)
+        return self.failed(f"ended with exit code {status} and without a message", code=status or 1, at=ended)
+
+    def _last_lines(self) -> str:
+        """The last lines that the rank has printed, as a paragraph; empty if there are none."""
+        if self._log is None:
+            return ""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._log_began, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
+        return "".join([f" The last lines of {self._log}:", *(f"\n  {line}" for line in lines)]) if lines else ""
+
+
+def _state(pid: int) -> str:
+    """The state of a process, such as R or T; empty where there is no such file."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,49 @@
+"""Which rank has finished no step for too long."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from surogate_core.mesh.lifeline import Pulse
+
+SLOWER = 20
+"""Times the median step after which a rank without a new step counts as silent."""
+
+
+class Silence:
+    """Watches the reports of the ranks. A rank may be silent before its first step and whenever it rests."""
+
+    def __init__(self, seconds: float, world: int):
+        """`seconds`: the shortest silence that counts; 0 for no watch."""
+        self._seconds = seconds
+        self._last: list[Pulse | None] = [None] * world
+        self._steps: deque[float] = deque(maxlen=64)
+        self._since = 0.0
+
+    def forget(self, now: float) -> None:
+        """Count from now: the supervisor was stopped, and perhaps the ranks too."""
+        self._since = now
+        self._last = [None] * len(self._last)
+
+    def limit(self) -> float:
+        """The longest silence that is allowed, in seconds; infinite before the second step."""
+        return max(self._seconds, SLOWER * median(self._steps)) if self._seconds and self._steps else float("inf")
+
+    def late(self, pulses: Sequence[Pulse], now: float) -> tuple[int, str] | None:
+        """The rank that is silent for too long, and the fact as a phrase; None if there is none."""
+        for rank, pulse in enumerate(pulses):
+            last = self._last[rank]
+            if last is not None and last.stepping and pulse.stepping and pulse.step > last.step:
+                self._steps.append((pulse.at - last.at) / (pulse.step - last.step))
+            self._last[rank] = pulse
+        limit = self.limit()
+        late = [rank for rank, p in enumerate(pulses) if p.stepping and now - max(p.at, self._since) > limit]
+        if not late:
+            return None
+        rank = min(late, key=lambda rank: (pulses[rank].step, pulses[rank].at))
+        pulse = pulses[rank]
+        ahead = [str(other) for other, p in enumerate(pulses) if p.step > pulse.step]
+        where = f"; rank {', '.join(ahead)} had finished it" if ahead else ""
+        return rank, f"has been in step {pulse.step + 1} for {now - pulse.at:.0f} seconds{where}"

@@ -1,0 +1,217 @@
+"""Which rank an environment names, and which GPU the rank gets."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from surogate_core.errors import ConfigError, MachineError, UserError
+from surogate_core.launch import gpus, local
+from surogate_core.launch.gpus import rotated, visible
+from surogate_core.launch.ranks import Rank, check_count, joined, rank_of
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "31234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]-b,login1",
+}
+
+
+def test_torchrun_names_the_rank() -> None:
+    assert rank_of(TORCHRUN) == Rank(
+        rank=5, world=8, local_rank=1, local_world=4, address="host", port=29500, by="RANK and WORLD_SIZE"
+    )
+    least = {key: TORCHRUN[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    found = rank_of(least)
+    assert found is not None
+    assert (found.local_rank, found.local_world) == (5, 8)
+
+
+def test_slurm_names_the_rank() -> None:
+    found = rank_of(SLURM)
+    assert found == Rank(rank=5, world=7, local_rank=1, local_world=3, address="gpu07-b", port=31234, by="SLURM")
+    found = rank_of({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
+    assert found is not None
+    assert (found.address, found.port) == ("head", 4000)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        # A batch script is one process, however many tasks its job may start.
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},
+        # So is the shell of salloc, which is a step of one task.
+        {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_one_process_joins_nothing(environment: dict[str, str]) -> None:
+    assert rank_of(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": None}, r"the environment has RANK=5 but no WORLD_SIZE\. Fix: .*torchrun, or unset RANK"),
+        ({"RANK": None}, r"the environment has WORLD_SIZE=8 but no RANK\."),
+        ({"RANK": "8"}, r"rank 8 of 8; ranks are 0 to 7"),
+        ({"RANK": "-1"}, r"rank -1 of 8"),
+        ({"RANK": "one"}, r"RANK=one in the environment is not a whole number"),
+        ({"MASTER_PORT": None}, r"RANK=5 and WORLD_SIZE=8 but no MASTER_PORT"),
+        ({"MASTER_PORT": "0"}, r"MASTER_PORT=0 is no port"),
+        ({"LOCAL_RANK": "4"}, r"local rank 4 of 4 on this machine, in a run of 8 processes"),
+    ],
+)
+def test_half_a_name_is_refused(changes: dict[str, str | None], message: str) -> None:
+    environment = {key: value for key, value in {**TORCHRUN, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        rank_of(environment)
+
+
+def test_gpus_agree_with_the_processes_that_were_started() -> None:
+    found = rank_of(TORCHRUN)
+    assert found is not None
+    for agreeing in (0, 1, 4, 8):
+        check_count(found, agreeing)
+    with pytest.raises(ConfigError, match="gpus: 2 GPUs, but RANK and WORLD_SIZE started 8 processes"):
+        check_count(found, 2)
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        found = Rank(rank=0, world=2, local_rank=0, local_world=2, address="127.0.0.1", port=port, by="SLURM")
+        with pytest.raises(MachineError, match=rf"MASTER_PORT={port}: another process has this port\. Fix: set MASTER"):
+            joined(found)
+
+
+# --------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2,3", ["2", "3"]),
+        ("GPU-aa, GPU-bb", ["GPU-aa", "GPU-bb"]),
+        ("1,7,2", ["1"]),  # CUDA ignores what follows an unknown number
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_visible_gpus(named: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "count", lambda: 4)
+    assert visible({} if named is None else {"CUDA_VISIBLE_DEVICES": named}) == expected
+
+
+def test_each_rank_sees_its_own_gpu_first_and_all_others() -> None:
+    assert [rotated(["4", "5", "6"], rank) for rank in range(3)] == ["4,5,6", "5,6,4", "6,4,5"]
+
+
+def test_the_number_of_processes() -> None:
+    assert [local.processes(wanted, "auto", 4) for wanted in (0, 1, 3)] == [4, 1, 3]
+    assert [local.processes(wanted, "cpu", 0) for wanted in (0, 1, 3)] == [1, 1, 3]
+    assert [local.processes(wanted, "auto", 0) for wanted in (0, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("here", "message"),
+    [
+        (4, r"gpus=8: this machine has 4 GPUs\. Fix: gpus=0 for all of them\."),
+        (1, r"gpus=8: this machine has 1 GPU\. Fix: gpus=1\."),
+        (0, r"gpus=8: this machine has no GPU\. Fix: gpus=1, or device=cpu for 8 processes on the CPU\."),
+    ],
+)
+def test_more_gpus_than_there_are(here: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(MachineError, match=message):
+        local.processes(8, "auto", here)
+
+
+def test_hidden_gpus_are_the_likely_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(MachineError, match=r"this machine has 2 GPUs that CUDA_VISIBLE_DEVICES=0,1 lets it see"):
+        local.processes(8, "auto", 2)
+
+
+class Joining:
+    """A job that notes with which GPU it would start."""
+
+    task = "sft"
+
+    def __init__(self, **config: Any):
+        self.config = {"gpus": 1, "device": "auto", **config}
+        self.ran: dict[str, Any] = {}
+
+    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+        raise AssertionError("nothing is started")
+
+    def run(self, **keys: Any) -> int:
+        self.ran = {**keys, "gpus": local.os.environ.get("CUDA_VISIBLE_DEVICES")}
+        return 7
+
+
+@pytest.fixture
+def joining(monkeypatch: pytest.MonkeyPatch) -> Joining:
+    """Under torchrun, on a machine with four GPUs."""
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    # What the launcher sets is taken back after the test.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(gpus, "count", lambda: 4)
+    return Joining()
+
+
+def test_a_process_of_torchrun_joins_with_its_own_gpu(joining: Joining, installed: Any) -> None:
+    assert local.launch(joining, local.LocalOptions(), installed) == 7
+    assert (joining.ran["rank"], joining.ran["world"], joining.ran["gpus"]) == (5, 8, "1,2,3,0")
+
+
+def test_a_task_of_slurm_keeps_the_gpu_that_it_was_given(
+    joining: Joining, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert local.launch(joining, local.LocalOptions(), installed) == 7
+    assert joining.ran["gpus"] == "2"
+
+
+def test_more_processes_than_gpus(joining: Joining, installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(MachineError, match=r"rank 5: .* started 4 processes on this machine, which has 2 GPUs"):
+        local.launch(joining, local.LocalOptions(), installed)
+
+
+def test_threads_are_shared_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: set(range(13)), raising=False)
+    found = local._environment({"HOME": "/h"}, 3, 4, ["0", "1", "2", "3"])
+    assert found == {
+        "HOME": "/h",
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "CUDA_VISIBLE_DEVICES": "3,0,1,2",
+        "OMP_NUM_THREADS": "3",
+    }
+    assert local._environment({"OMP_NUM_THREADS": "9"}, 0, 4, [])["OMP_NUM_THREADS"] == "9"

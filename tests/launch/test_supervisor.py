@@ -1,0 +1,215 @@
+"""Faults of ranks: the first one is reported, everything ends soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rank_jobs import RankJob
+from structlog.testing import capture_logs
+
+from surogate_core.errors import MachineError, UserError
+from surogate_core.launch import child, supervisor
+from surogate_core.launch.local import LocalOptions, launch
+from surogate_core.mesh.lifeline import RankError
+from surogate_core.plugins.registry import Registry
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(tmp_path: Path, installed: Registry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Launches ranks that call a function of `rank_jobs` in the directory ``run``; then nothing of them is left."""
+    run, temporary = tmp_path / "run", tmp_path / "temporary"
+    run.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(child, "STOPPED", 0.3)
+    monkeypatch.setattr(child, "LEAVE", 0.5)
+    monkeypatch.setattr(supervisor, "LEAVE", 0.5)
+
+    def begin(does: str, **options: int) -> int:
+        return launch(RankJob(does=does, directory=str(run)), LocalOptions(**options), installed)
+
+    yield begin
+    assert not list(temporary.iterdir())
+    for file in run.glob("pid-*"):
+        assert not is_alive(int(file.read_text())), file.name
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return state(pid) != "Z"
+    except OSError:
+        return False
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_killed_rank_is_named_with_its_last_lines(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as raised:
+        start("is_killed")
+    pid = (tmp_path / "run/pid-1").read_text()
+    log = tmp_path / "run/logs/rank-1.log"
+    assert str(raised.value) == (
+        f"rank 1 (process {pid}) was killed by SIGKILL, which the kernel also sends when the machine's memory is full. "
+        f"The last lines of {log}:\n  the last words of rank 1"
+    )
+    assert raised.value.exit_code == 137
+    # Rank 0 could end its record with the cause.
+    assert (tmp_path / "run/record").read_text() == str(raised.value)
+    assert log.stat().st_mode & 0o077 == 0
+
+
+def test_errors_of_a_rank_keep_their_kind(start: Start) -> None:
+    with pytest.raises(RankError, match=r"^rank 1: a bug: RuntimeError: no such luck\. The traceback is in ") as raised:
+        start("raises")
+    assert raised.value.exit_code == 1
+
+
+def test_wrong_input_is_the_users_error(start: Start) -> None:
+    with pytest.raises(UserError, match=r"^rank 1: micro_batches: 3 does not divide 8\.$"):
+        start("refuses")
+
+
+def test_what_all_ranks_refuse_is_the_fault_of_none(start: Start) -> None:
+    with capture_logs() as logs, pytest.raises(UserError, match=r"^micro_batches: 3 does not divide 8\.$"):
+        start("all_refuse", max_restarts=3)
+    assert not logs  # wrong input is not tried again
+
+
+def test_a_stopped_rank_ends_the_run(start: Start) -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was stopped by a signal") as raised:
+        start("is_stopped")
+    assert raised.value.exit_code == 128 + signal.SIGSTOP
+
+
+def test_a_silent_rank_ends_the_run_and_shows_where_it_is(start: Start, tmp_path: Path) -> None:
+    message = r"(?s)rank 1 .* has been in step 12 for 1 seconds; rank 0 had finished it\..*waits_in_vain"
+    with pytest.raises(RankError, match=message) as raised:
+        start("falls_silent", silence=1)
+    assert raised.value.exit_code == 1
+    # The stacks of all ranks are in the logs.
+    assert "wait_as_rank_0" in (tmp_path / "run/logs/rank-0.log").read_text()
+
+
+def test_rank_0_ends_its_record_even_if_it_is_stuck(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="was killed by SIGKILL") as raised:
+        start("is_stuck")
+    assert (tmp_path / "run/record").read_text() == str(raised.value)
+
+
+def test_a_death_in_a_collective_is_the_cause_and_not_the_error_of_the_others(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was killed by SIGKILL") as raised:
+        start("dies_in_a_collective")
+    assert (tmp_path / "run/record").read_text() == str(raised.value)
+
+
+def test_a_process_that_does_not_end_is_killed(start: Start) -> None:
+    assert start("leaves_a_thread") == 3
+
+
+def test_a_run_starts_again_from_its_last_checkpoint(start: Start, tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        assert start("fails_at_first", max_restarts=2) == 0
+    assert (tmp_path / "run/resumed").exists()
+    (line,) = [entry["event"] for entry in logs]
+    assert line.startswith("the run starts again from checkpoint-3 (restart 1 of 2): rank 1 (process ")
+
+
+def test_a_run_that_fails_again_ends(start: Start) -> None:
+    with capture_logs() as logs, pytest.raises(RankError, match="no such luck"):
+        start("raises", max_restarts=1)
+    assert [entry["event"].partition(":")[0] for entry in logs] == [
+        "the run starts again from the beginning (restart 1 of 1)"
+    ]
+
+
+# ------------------------------------------------------------------------------------ signals
+
+
+def when_ready(run: Path, act: Callable[[], None]) -> None:
+    """Act in a thread once both ranks are ready."""
+
+    def wait() -> None:
+        wait_until(lambda: all((run / f"ready-{rank}").exists() for rank in range(2)))
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_a_signal_reaches_rank_0_and_all_stop(start: Start, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    when_ready(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert start("agrees_to_stop") == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_ends_the_run_at_once(start: Start, tmp_path: Path) -> None:
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    when_ready(tmp_path / "run", twice)
+    assert start("ignores_signals") == 143
+
+
+def test_a_signal_before_the_run_handles_it_is_no_failure(start: Start, tmp_path: Path) -> None:
+    when_ready(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert start("runs") == 130
+
+
+SUPERVISOR = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from rank_jobs import RankJob
+from structlog.testing import capture_logs
+from surogate_core.launch.local import LocalOptions, launch
+launch(RankJob(does="runs", directory=sys.argv[1]), LocalOptions(), None)
+"""
+
+
+def test_ranks_sleep_and_die_with_their_supervisor(tmp_path: Path) -> None:
+    """Ctrl-Z stops them, `fg` lets them go on, and a killed supervisor leaves none."""
+    paths = [path for path in sys.path if path.endswith("support")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # for what it cannot remove when it is killed
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path), *paths], env=environment)
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+    pids = [process.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
+    os.kill(process.pid, signal.SIGTSTP)
+    wait_until(lambda: all(state(pid) == "T" for pid in pids))
+    os.kill(process.pid, signal.SIGCONT)
+    wait_until(lambda: all(state(pid) == "S" for pid in pids))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+# ------------------------------------------------------------------------------- the machine
+
+
+def test_processes_that_cannot_start_are_the_machines_fault(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **keys: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(MachineError, match=r"the 2 processes of the run cannot be started: .*ulimit -u"):
+        start("runs")
