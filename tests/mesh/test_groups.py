@@ -1,0 +1,88 @@
+"""Ranks that are processes: gloo gives what virtual ranks give."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.bundles.fabrics import Fabric
+from surogate_core.engine.owned import Owned, Within
+from surogate_core.engine.reduce import reduce_parts
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_weights import ShardedWeights
+from surogate_core.mesh.virtual import in_threads
+
+CPU = torch.device("cpu")
+WORLD = 3
+
+
+def _collectives(fabric: Fabric) -> list[Tensor]:
+    """The results of all collectives, with unequal and empty parts, and of the stores that use them."""
+    drawn = torch.Generator().manual_seed(fabric.rank)
+    flat = torch.randn(768 + 256, generator=drawn)
+    gathered = flat.clone()
+    fabric.gather(gathered.split([768, 256, 0]))
+    codes = torch.full((WORLD, 5), fabric.rank, dtype=torch.uint8)
+    fabric.gather(list(codes.unbind()))
+    received = torch.empty(WORLD, 4)
+    fabric.exchange(list(flat[: 4 * WORLD].split(4)), received)
+    added, largest = torch.zeros(WORLD), torch.tensor([1, fabric.rank, -fabric.rank], dtype=torch.int32)
+    added[fabric.rank] = 1.5
+    fabric.add(added)
+    fabric.maximum(largest)
+    reduced = flat.clone()
+    parts = reduced.split([512, 512, 0])
+    reduce_parts(fabric, parts, torch.empty(WORLD * 256))
+    return [gathered, codes, received, added, largest, parts[fabric.rank], *_stores(fabric)]
+
+
+def _stores(fabric: Fabric) -> list[Tensor]:
+    """What the stores of shares hand out and keep."""
+    frozen, trained = ShardedWeights(fabric, CPU), torch.Generator().manual_seed(7)
+    weights = [torch.randn(30, 30, generator=trained).bfloat16(), torch.randn(9, generator=trained)]
+    frozen.put("layer 0", weights)
+    found = [t.clone() for t in frozen.fetch("layer 0")]
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    sums = ShardedGradients(fabric, CPU)
+    owners = [(0, 512), (512, 768), (768, 768)]
+    shard = torch.empty(owners[fabric.rank][1] - owners[fabric.rank][0])
+    sums.put_owned("layer 0", Owned(owners=owners, shard=shard))
+    sums.put("layer 0", [Within("layer 0", 0, (20, 30))])
+    for first in (True, False):
+        sums.begin(first=first)
+        sums.fetch("layer 0")[0].add_(torch.arange(600.0).view(20, 30) * (fabric.rank + 1))
+        sums.release("layer 0")
+    sums.finish()
+    return [*found, shard]
+
+
+@pytest.mark.slow
+def test_processes_over_gloo_have_the_bits_of_virtual_ranks(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "import test_groups as t\n"
+        "from torch.distributed import FileStore\n"
+        "from surogate_core.mesh.groups import GroupFabric\n"
+        "rank, world, place = int(sys.argv[2]), t.WORLD, sys.argv[3]\n"
+        "fabric = GroupFabric.connect(FileStore(place + '/store', world), rank=rank, world=world, device=t.CPU)\n"
+        "torch.save(t._collectives(fabric), f'{place}/{rank}')\n"
+        "fabric.close()\n"
+    )
+    here = str(Path(__file__).parent)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, here, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(WORLD)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert not any(process.returncode for process in processes), errors
+    for rank, expected in enumerate(in_threads(WORLD, _collectives)):
+        found = torch.load(tmp_path / str(rank), weights_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), rank
