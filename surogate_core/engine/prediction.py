@@ -253,7 +253,7 @@ class Counts:
             Held("gradients in use", "device", sums, "a piece's, the next one's coming and the last one's going"),
             Held("weights in use", "device", weights, "a piece and the next, on their way through"),
             Held("gathered weights", "device", shares.gathered(from_host=on.moves("weights")), "two layers', whole"),
-            Held("whole gradients", "device", shares.whole_sums, "two layers', the embedding's and the head's"),
+            Held("whole gradients", "device", shares.whole_sums, "two layers', and the embedding's or the head's"),
             Held("received gradients", "device", shares.staging, "of the other GPUs, before they are added"),
             Held("residuals", rest, residuals, f"{len(self.residuals)} layers, {detail}"),
             Held("residuals in use", "device", in_use, two),

@@ -12,8 +12,9 @@ from typing import Literal
 
 from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.lanes import Share
 from surogate_core.engine.reduce import staging_elements
-from surogate_core.mesh.sums import LANES, lanes_of
+from surogate_core.engine.sharding import owners
 
 GRADIENT = 4
 """Bytes of a gradient."""
@@ -69,9 +70,8 @@ class Shares:
 
     def _own(self, elements: int) -> int:
         """The longest part of a piece."""
-        units = -(-elements // FLAT_ALIGNMENT)
-        each = -(-units // LANES) * (LANES // self.ranks) if LANES % self.ranks == 0 else -(-units // self.ranks)
-        return min(each, units) * FLAT_ALIGNMENT
+        first, stop = owners((0, elements), self.ranks)[0]
+        return stop - first
 
     # ------------------------------------------------------------------------- what is kept
 
@@ -88,10 +88,12 @@ class Shares:
     @property
     def partial_sums(self) -> int:
         """Elements of the further sums that the fixed order of an exact reduction needs."""
-        lanes = lanes_of(self.settings.micro_batches)
-        if not self.settings.exact or lanes % self.ranks:
+        settings, strided = self.settings, self.settings.zero_level >= 2
+        share = Share.of(settings.micro_batches, rank=0, ranks=self.ranks, exact=settings.exact, strided=strided)
+        if share.simple:
             return 0
-        return int(math.log2(lanes // self.ranks)) * self.sums
+        further = share.unit * share.leaves < len(share.numbers)
+        return (int(math.log2(share.leaves)) + further) * self.sums
 
     def copies(self, alone: int) -> int:
         """Bytes of the compute copies of a rank; `alone`: those of one rank alone."""
@@ -128,20 +130,27 @@ class Shares:
 
     @property
     def whole_sums(self) -> int:
-        """Bytes of the buffers for the whole gradients of a piece before they are reduced: two layers', and those of
-        embedding and head.
+        """Bytes of the buffers for the whole gradients of a piece before they are reduced: two layers', and one for
+        the embedding or the head.
         """
         if self.level < 2:
             return 0
-        return GRADIENT * (2 * max(self.decayed[1:-1], default=0) + self.decayed[0] + self.decayed[-1])
+        return GRADIENT * (2 * max(self.decayed[1:-1], default=0) + max(self.decayed[0], self.decayed[-1]))
 
     @property
     def staging(self) -> int:
         """Bytes of what a rank receives from the others before it adds it."""
         if self.ranks == 1:
             return 0
-        groups = [sum(self.decayed), self.undecayed] if self.level == 0 else [*self.decayed, self.undecayed]
-        return GRADIENT * staging_elements(max(map(self._own, groups)), self.ranks)
+        whole = self._received(self.undecayed)
+        pieces = max(map(self._received, self.decayed))
+        if self.level == 0:
+            return max(whole, self._received(sum(self.decayed)))
+        return max(whole, pieces) if self.level == 1 else whole + pieces
+
+    def _received(self, elements: int) -> int:
+        """Bytes that a rank receives of a range of so many elements before it adds them."""
+        return GRADIENT * staging_elements(self._own(elements), self.ranks)
 
     # ------------------------------------------------------------------------- what is sent
 

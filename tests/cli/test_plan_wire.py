@@ -118,10 +118,9 @@ def test_all_gpus_of_a_machine_that_is_not_known(capsys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_fit_proposes_to_share_out(capsys: Any) -> None:
-    assert main(["plan", *KEYS, "lora=false", "gpus=4", "optimizer=adamw_8bit", "--fit", "3GiB", "--json"]) in (0, 3)
-    keys = ("lora=false", "gpus=4", "optimizer=adamw_8bit")
-    level_1, level_2 = (plan(*keys, f"zero_level={level}")["device_bytes"] for level in (1, 2))
-    budget = int((level_1 + level_2) / 2 * 1.05)
+def test_fit_proposes_to_share_out() -> None:
+    keys = ("lora=false", "gpus=4", "optimizer=adamw_8bit", "model.config.num_hidden_layers=16", "recompute=true")
+    level_1, level_3 = (plan(*keys, f"zero_level={level}")["device_bytes"] for level in (1, 3))
+    budget = int((level_1 + level_3) / 2 * 1.05)
     found = plan(*keys, f"--fit={budget / 2**20}MiB")["fit"]
-    assert any("zero_level=2" in p["overrides"] or "zero_level=3" in p["overrides"] for p in found)
+    assert any({"zero_level=2", "zero_level=3"} & set(p["overrides"]) for p in found)

@@ -41,7 +41,7 @@ def test_levels_keep_less(ranks: int) -> None:
     assert [s.sums for s in (first, second, third)] == [sum(P) + UNIT, own, own]
     assert [s.copies(0) for s in (first, second)] == [2 * (sum(P) + UNIT)] * 2
     assert third.copies(0) == 2 * (16 * UNIT + 32 * UNIT // ranks + UNIT)
-    assert (first.whole_sums, third.whole_sums) == (0, 4 * (2 * 16 + 16) * UNIT)
+    assert (first.whole_sums, third.whole_sums) == (0, 4 * (2 * 16 + 8) * UNIT)
     assert (second.gathered(from_host=False), third.gathered(from_host=False)) == (0, 2 * 2 * 16 * UNIT)
     assert shares(1, ranks, master_dtype=torch.bfloat16).copies(0) == 2 * sum(P), "whole masters are no copies"
 
@@ -54,7 +54,9 @@ def test_other_numbers_of_ranks_own_equal_parts_rounded_up() -> None:
 def test_exact_sums_take_further_sums() -> None:
     whole = sum(P) + UNIT
     assert [shares(0, n, exact=True).partial_sums for n in (1, 2, 4, 8)] == [3 * whole, 2 * whole, whole, 0]
-    assert shares(2, 2, exact=True).partial_sums == 2 * (sum(P) // 2 + UNIT), "of what a rank owns"
+    own = sum(P) // 2 + UNIT
+    assert shares(2, 2, exact=True).partial_sums == 2 * own, "of what a rank owns"
+    assert shares(2, 2, exact=True, micro_batches=16).partial_sums == 3 * own, "and those of the first tree"
     assert shares(0, 1, exact=True, micro_batches=6).partial_sums == whole
     assert shares(0, 1, exact=True, micro_batches=7).partial_sums == 0
 
