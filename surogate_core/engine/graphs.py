@@ -14,6 +14,8 @@ def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
+_MODE = "thread_local"
+"""NCCL's watchdog is a thread that asks about its events during a capture."""
 Kind = tuple[bool, bool, bool]
 """(first, last, fresh) of a micro-step, as `MicroStep.train` takes them; equal where the work is equal."""
 
@@ -56,15 +58,14 @@ def capture(
     for kind in kinds:
         pool = next((graph.pool() for graph in graphs.values()), None)
         graphs[kind] = torch.cuda.CUDAGraph()
-        # Thread-local: NCCL's watchdog asks about its events meanwhile.
-        with torch.cuda.graph(graphs[kind], pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graphs[kind], pool=pool, capture_error_mode=_MODE):
             micro_step(*kind)
     first = graphs[kinds[0]]
     replays = {kind: graph.replay for kind, graph in graphs.items()}
     if update_on_cpu:
         return replays, update, first
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, pool=first.pool(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(captured, pool=first.pool(), capture_error_mode=_MODE):
         update()
     return replays, captured.replay, first
 
@@ -77,7 +78,7 @@ def capture_evaluation(evaluate: Callable[[], None], beside: torch.cuda.CUDAGrap
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=beside.pool()):
+        with torch.cuda.graph(graph, pool=beside.pool(), capture_error_mode=_MODE):
             evaluate()
     except torch.OutOfMemoryError:
         return evaluate

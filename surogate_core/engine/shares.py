@@ -213,22 +213,21 @@ class Shares:
             )
         ]
         if self.level == 3:
-            layers = self.decayed[1:-1]
-            found.append(self._twice("weights of layers", width * sum(layers), len(layers), width * layers[-1], steps))
+            found.append(self._twice("weights of layers", [width * n for n in self.decayed[1:-1]], steps))
         return found
 
     def _base(self, steps: int) -> Sequence[Sent]:
         if not self.shards_base:
             return ()
-        layers = self.frozen[1:-1]
-        return (self._twice("frozen weights of layers", sum(layers), len(layers), layers[-1], steps),)
+        return (self._twice("frozen weights of layers", self.frozen[1:-1], steps),)
 
-    def _twice(self, what: str, nbytes: int, layers: int, last: int, steps: int) -> Sent:
-        """Gathered for the forward and for the backward, which begins with the forward's last layer."""
+    def _twice(self, what: str, layers: Sequence[int], steps: int) -> Sent:
+        """Gathered for the forward and for the backward, which finds the last two layers in the buffers."""
+        gathered = [*layers, *layers[:-2]]
         return Sent(
             what=what,
-            nbytes=steps * self._others(2 * nbytes - last),
-            calls=steps * (2 * layers - 1),
+            nbytes=steps * self._others(sum(gathered)),
+            calls=steps * len(gathered),
             how="gather",
             beside="both",
             micro_steps=steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -24,6 +25,10 @@ class GroupFabric:
     def connect(cls, store: dist.Store, *, rank: int, world: int, device: torch.device) -> GroupFabric:
         """Open the process group: gloo for tensors of the CPU, and NCCL for those of the GPU."""
         gpu = device.type == "cuda"
+        if gpu:
+            # NCCL would register the buffers of captured collectives, each as one allocation. torch's expandable
+            # segments consist of many, and replays would hang (pytorch issue 158029).
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=store,

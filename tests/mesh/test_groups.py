@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from surogate_core.bundles.fabrics import Fabric
@@ -15,6 +17,7 @@ from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import reduce_parts
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_weights import ShardedWeights
+from surogate_core.mesh.groups import GroupFabric
 from surogate_core.mesh.virtual import in_threads
 
 CPU = torch.device("cpu")
@@ -59,6 +62,21 @@ def _stores(fabric: Fabric) -> list[Tensor]:
         sums.release("layer 0")
     sums.finish()
     return [*found, shard]
+
+
+def test_nccl_registers_no_buffers_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user wants it: with torch's expandable segments a replay hangs."""
+    seen = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **b: seen.append(os.environ.get("NCCL_GRAPH_REGISTER")))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    for device, given in (("cpu", None), ("cuda", None), ("cuda", "1")):
+        if given is not None:
+            monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
+        GroupFabric.connect(dist.HashStore(), rank=0, world=2, device=torch.device(device))
+    assert seen == [None, "0", "1"]
 
 
 @pytest.mark.slow
