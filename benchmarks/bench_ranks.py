@@ -166,10 +166,12 @@ def run_rank(function: Callable[[dict[str, Any], Mesh], Any], *, stdin: IO[str] 
 
 def cause(log: str) -> str:
     """The line of a log that says why its process failed: the last exception, or the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in log.splitlines()]
     if any("OutOfMemoryError" in line or "out of memory" in line for line in lines):
         return "out of memory"
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)] or lines
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)] or list(
+        filter(None, lines)
+    )
     return raised[-1][:200] if raised else ""
 
 

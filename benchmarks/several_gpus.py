@@ -37,6 +37,8 @@ from surogate_core.engine.prediction import predict
 from surogate_core.engine.update import StepResult
 from surogate_core.mesh.mesh import Mesh
 
+NAME = "several_gpus"
+"""Of the files in `--out`."""
 WARM_UP = 3
 """Steps before the clock starts."""
 
@@ -232,12 +234,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def save(out: Path, rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any]) -> None:
+def save(out: Path, rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any], *, name: str = NAME) -> None:
     """Add a JSON line, and write the table again."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "several_gpus.jsonl").open("a", encoding="utf-8") as file:
+    with (out / f"{name}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(last) + "\n")
-    (out / "several_gpus.md").write_text(markdown(rows), encoding="utf-8")
+    (out / f"{name}.md").write_text(markdown(rows), encoding="utf-8")
 
 
 def make_parser() -> argparse.ArgumentParser:
