@@ -62,7 +62,7 @@ class Run:
     """Whether it starts from them."""
 
     def __str__(self) -> str:
-        return f"{self.world} GPUs" + (" from half" if self.resumes else "")
+        return f"{self.world} GPU{'s' if self.world > 1 else ''}" + (" from half" if self.resumes else "")
 
 
 def runs(worlds: Sequence[int], *, exact: bool) -> list[Run]:

@@ -1,0 +1,163 @@
+"""The tables of the benchmarks of several GPUs, from made-up results, and a case on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import bench
+import bench_command
+import bench_world
+import equal_bits
+import kill_rank
+import pytest
+import several_gpus
+import several_gpus_peers
+
+from surogate_core.batch import MicroBatch
+from surogate_core.mesh.mesh import Mesh
+
+TRAINING = bench_world.Training(length=1000, rows=2, accumulation=4)
+
+
+def rank(*milliseconds: float, **changes: Any) -> dict[str, Any]:
+    figures = {
+        "milliseconds_all": list(milliseconds),
+        "setup_seconds": 3.0,
+        "losses": [5.0, 4.0],
+        "gpu": "a GPU",
+        "peak_gib": 10.0,
+        "predicted_gib": 10.1,
+        "device_gib": 12.0,
+    }
+    return {**figures, **changes}
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    one = several_gpus.row_of("a", TRAINING, 1, {"ranks": [rank(100, 100, 100)]})
+    two = several_gpus.row_of("a", TRAINING, 2, {"ranks": [rank(100, 120, 90), rank(110, 90, 125, peak_gib=11.0)]})
+    assert one["tokens_per_second"] == pytest.approx(80_000)
+    assert two["milliseconds"] == 120
+    assert two["tokens_per_second"] == pytest.approx(16_000 / 0.120)
+    assert two["spread"] == pytest.approx(0.1)
+    failed = several_gpus.row_of("b", TRAINING, 2, {"error": "a | b", "log": ""})
+    rows = several_gpus.with_efficiency([one, two, failed])
+    assert [row["efficiency"] for row in rows] == [1.0, pytest.approx(100 / 120), None]
+    text = several_gpus.markdown([one, two, failed])
+    assert "| a | 1 | 80,000 |  | 100.0 |  | 10.00 | 10.10 (+1.0%) | 12.0 | 3 s | 5.0000 … 4.0000 |" in text
+    assert "| a | 2 | 133,333 | 83.3% | 120.0 | 10.00% | 11.00 | 10.10 (-8.2%) |" in text
+    assert "| b | 2 | failed: a \\| b |" in text
+
+
+def test_efficiency_is_relative_to_the_mean_of_repeats() -> None:
+    rows = [{"case": "a", "world": n, "tokens_per_second": rate} for n, rate in ((1, 90), (2, 200), (1, 110))]
+    assert several_gpus.with_efficiency(rows)[1]["efficiency"] == 1.0
+
+
+def test_worlds_of_a_case_follow_each_other() -> None:
+    options = several_gpus.make_parser().parse_args(["--worlds", "1", "2", "--only", *several_gpus.SEVERAL_ONLY])
+    assert [world for _, _, world in several_gpus.lines(options)] == [2]
+    options = several_gpus.make_parser().parse_args(["--repeats", "2", "--only", "8B LoRA fp8"])
+    assert [world for _, _, world in several_gpus.lines(options)] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_step_has_the_same_micro_batches_in_every_world(world: int) -> None:
+    for level in (1, 2):
+        training = bench_world.Training(preset="tiny", length=8, micro_batches=8, zero_level=level)
+        whole = bench_world.step_batches(training, Mesh(), step=3)
+        assert len(whole) == 8
+        found: dict[int, MicroBatch] = {}
+        for r in range(world):
+            for j, batch in enumerate(bench_world.step_batches(training, Mesh(rank=r, world=world), step=3)):
+                assert batch == whole[j].counts() if not isinstance(batch, MicroBatch) else j not in found
+                if isinstance(batch, MicroBatch):
+                    found[j] = batch
+        assert sorted(found) == list(range(8))
+        assert all(found[j].input_ids.equal(batch.input_ids) for j, batch in enumerate(whole))
+        assert training.tokens(world) == 8 * 16
+
+
+def test_a_case_is_measured() -> None:
+    training = several_gpus.CASES["8B full, level 1, accumulation 4"].tiny()
+    found = several_gpus.measure({"training": asdict(training), "device": "cpu", "steps": 2}, Mesh())
+    json.dumps(found)
+    assert len(found["milliseconds_all"]) == 2
+    assert found["losses"][1] < found["losses"][0]
+
+
+def test_where_two_runs_differ_first() -> None:
+    def run(loss: float, **digests: str) -> dict[str, Any]:
+        return {"ranks": [{"figures": {"3": [loss.hex(), (1.0).hex()]}, "digests": digests}]}
+
+    same = run(2.0, trainable="a", optimizer="b")
+    assert equal_bits.differences(same, same) == ""
+    assert equal_bits.differences(same, run(2.5, trainable="a", optimizer="b")) == "step 3: 2 1 against 2.5 1"
+    assert equal_bits.differences(same, run(2.0, trainable="a", optimizer="c")) == "tensors of optimizer"
+    assert equal_bits.differences(same, {"error": "no"}) == "failed: no"
+
+
+def test_every_world_trains_and_resumes_if_a_case_is_exact() -> None:
+    assert list(map(str, equal_bits.runs([1, 2], exact=True))) == [
+        "2 GPUs",
+        "2 GPUs",
+        "1 GPU",
+        "2 GPUs from half",
+        "1 GPU from half",
+    ]
+    assert list(map(str, equal_bits.runs([1, 2], exact=False))) == ["2 GPUs", "2 GPUs"]
+
+
+@pytest.fixture
+def family() -> Iterator[subprocess.Popen[str]]:
+    """A process with a child for each of two ranks, and a child of rank 1 that inherits its number."""
+    sleeper = "import time; print(flush=True); time.sleep(60)"
+    of_rank = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeper!r}])"
+    code = f"""
+import os, subprocess, sys
+for rank, code in ((0, {sleeper!r}), (1, {of_rank!r})):
+    subprocess.Popen([sys.executable, "-c", code], env={{**os.environ, "RANK": str(rank)}})
+os.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline(), process.stdout.readline()
+        yield process
+        for pid in [*kill_rank.descendants(process.pid), process.pid]:
+            os.kill(pid, 9)
+
+
+def test_the_processes_of_the_ranks_are_found(family: subprocess.Popen[str]) -> None:
+    below = kill_rank.descendants(family.pid)
+    ranks = kill_rank.ranks_below(family.pid)
+    assert len(below) == 3
+    assert sorted(ranks) == [0, 1]
+    assert set(ranks.values()) < set(below)
+    assert kill_rank.descendants(ranks[1]) == [pid for pid in below if pid not in ranks.values()]
+
+
+def test_the_rate_of_a_command_leaves_its_first_steps_out() -> None:
+    steps = [{"total_tokens": 100 * n, "time": 10.0 + (5 if n == 1 else n)} for n in range(1, 7)]
+    assert bench_command.rate(steps, 2) == 100
+
+
+def test_the_overrides_compose(tmp_path: Path) -> None:
+    from surogate_core.config.resolve import load_run_config
+
+    given = bench_command.overrides(tmp_path, gpus=1, device="cpu", steps=3, tiny=False)
+    for keys in bench_command.CASES.values():
+        config = load_run_config([*given, *keys], registry=bench.registry())
+        assert (config.max_steps, config.gpus) == (3, 1)
+
+
+def test_a_peer_s_row() -> None:
+    peer = several_gpus_peers.CASES["8B LoRA, DDP"]
+    row = several_gpus_peers.row_of("p", peer, 2, {"ranks": [rank(100), rank(200)]})
+    assert row["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 2048 / 0.2)
+    assert "failed: no" in several_gpus.markdown([several_gpus_peers.row_of("p", peer, 2, {"error": "no"})])
