@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from surogate_core.launch.gpus import VISIBLE, rotated, visible
 from surogate_core.mesh.mesh import Mesh
 
 VARIABLE = "BENCH_RANK"
@@ -28,28 +29,14 @@ GRACE = 2.0
 """Seconds that the other ranks have after the first failure, to say what they know."""
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs of this process as CUDA_VISIBLE_DEVICES names them; starts no CUDA."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [str(number) for number, _ in enumerate(listed.splitlines())]
-
-
 def environment(rank: int, world: int, *, cache: Path | None = None) -> dict[str, str]:
     """The environment of a rank: its own GPU first and the others behind it, and its share of the cores.
 
     `cache`: the directory in which compiled programs are kept.
     """
     found = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    gpus = visible_gpus()
-    if gpus:
-        first = rank % len(gpus)
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+    if gpus := visible(os.environ):
+        found[VISIBLE] = rotated(gpus, rank)
     found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     if cache is not None:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH"):

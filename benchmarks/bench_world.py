@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,8 +20,8 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.sharding import Sharing
 from surogate_core.mesh.mesh import Mesh
-from surogate_core.mesh.shares import share_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,11 @@ class Training:
     """Micro-batches of a rank in an optimizer step."""
     micro_batches: int = 0
     """Micro-batches of all ranks in an optimizer step, instead of `accumulation`."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums do not depend on the number of ranks."""
+        return self.lora if self.exact is None else self.exact
 
     def total(self, world: int) -> int:
         """M, micro-batches of an optimizer step."""
@@ -91,7 +96,7 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
         ranks=world,
         zero_level=training.zero_level,
         shard_weights=training.shard_weights or training.zero_level == 3,
-        exact=training.lora if training.exact is None else training.exact,
+        exact=training.is_exact,
         micro_batches=training.total(world),
     )
     return bench.assemble(
@@ -108,9 +113,7 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
 def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0) -> Engine:
     """The engine of a rank, with random weights that are the same on every rank."""
     source = RandomSource(seed=seed, std=0.02, device=assembly.settings.device)
-    # Engines that know no ranks take no mesh.
-    several = {"mesh": mesh} if mesh.world > 1 else {}
-    return Engine(assembly, source, progress=gpu_lora.forget_the_set_up, **several)
+    return Engine(assembly, source, mesh=mesh, progress=gpu_lora.forget_the_set_up)
 
 
 def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[MicroBatch | Counts]:
@@ -123,15 +126,10 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
         borders=training.rows + 1,
     )
     total = training.total(mesh.world)
-    own = share_of(total, rank=mesh.rank, world=mesh.world, interleaved=training.zero_level >= 2)
+    own = Sharing(mesh=mesh, level=training.zero_level, exact=training.is_exact).share(total).numbers
     # All have equal counts: every token is a label.
     counts = batch(seed=0).counts()
     return [batch(seed=step * total + j) if j in own else counts for j in range(total)]
-
-
-def own_batches(batches: Sequence[MicroBatch | Counts]) -> list[MicroBatch]:
-    """Those that this rank runs."""
-    return [batch for batch in batches if isinstance(batch, MicroBatch)]
 
 
 def cpu_times(function: Callable[[], object], count: int) -> list[float]:

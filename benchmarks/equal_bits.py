@@ -139,7 +139,7 @@ def _shown(figures: Sequence[str]) -> str:
 def one_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every training of a case, compared with the first."""
     training = CASES[name].tiny() if options.tiny else CASES[name]
-    exact = training.lora if training.exact is None else training.exact
+    exact = training.is_exact
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         wanted = runs(options.worlds, exact=exact)

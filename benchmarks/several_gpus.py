@@ -89,8 +89,6 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     predicted = plan_memory.in_torch(predict(assembly)) if cuda else None
     engine = bench_world.engine_of(assembly, mesh)
     batches = bench_world.step_batches(training, mesh)
-    if mesh.world == 1:
-        batches = list(bench_world.own_batches(batches))
     results: list[StepResult] = []
 
     def step() -> None:
