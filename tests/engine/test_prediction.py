@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tiny_qwen3 import make_engine
 
 from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
 
@@ -70,3 +73,41 @@ def test_bytes_are_those_of_the_engine(
 @pytest.mark.parametrize(("mib", "taken"), [(1, 1), (9, 9), (17, 18), (18, 18), (16.5, 16.5), (33, 34)])
 def test_what_the_allocator_does_not_split_off(mib: float, taken: float) -> None:
     assert in_allocator(int(mib * 2**20)) == int(taken * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "ranks", "keys"),
+    [
+        (True, 2, {"exact": True}),
+        (False, 3, {"zero_level": 0}),
+        (False, 2, {"zero_level": 1, "exact": True}),
+        (False, 4, {"zero_level": 1, "dtype": torch.bfloat16, "master_dtype": torch.bfloat16}),
+    ],
+)
+def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
+    micro_batches = 12 if ranks == 3 else 8
+
+    parts = {"optimizer": tiny.ADAMW, "build": tiny.SmallModel, "lora": tiny.lora() if adapters else None, **keys}
+    assembly = tiny.assembly(tiny.SMALL_CONFIG, ranks=ranks, micro_batches=micro_batches, **parts)
+
+    def work(fabric: VirtualFabric) -> dict[str, int]:
+        engine = Engine(assembly, tiny.random_source(), mesh=fabric.mesh())
+        mine = engine.sharing.share(micro_batches).numbers
+        batches = [b if n in mine else b.counts() for n, b in enumerate(tiny.batches(0, micro_batches))]
+        engine.train_step(batches, step=0, lr=1e-2)
+        sharded, parameters = engine.parameters.sharded, engine.parameters
+        copies = [copy for copy, _ in parameters.copies]
+        copies += [] if sharded is None else list(sharded._copies.values())
+        return {
+            "masters": sum(group.master.nbytes for group in parameters.groups),
+            "gradients": sum(sums.nbytes for sums in parameters.sums()),
+            "compute copies": sum(copy.nbytes for copy in copies),
+            "partial sums": sum(t.nbytes for sums in [*engine._lanes._levels, engine._lanes._total] for t in sums),
+            "received gradients": engine.traffic._staging.nbytes,
+        }
+
+    found = in_threads(ranks, work)[0]
+    prediction = predict(replace(assembly, kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK])))
+    assert {kind: sum(h.nbytes for h in prediction.held if h.kind == kind) for kind in found} == found
+    assert prediction.ranks == ranks
+    assert prediction.sent
