@@ -9,6 +9,7 @@ Shape suffixes: N tokens of a micro-batch, L layers, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ from surogate_core.engine.parameters import Parameters, Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import ShardedState, Sharing
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, SideSums, StoreSet
 from surogate_core.engine.traffic import Traffic
@@ -56,7 +58,12 @@ class Engine:
         self.assembly, self.settings, self.model = assembly, assembly.settings, assembly.model
         self.mesh = mesh or Mesh()
         assert self.mesh.world == self.settings.ranks, f"{self.mesh.world} ranks, planned for {self.settings.ranks}"
-        self.sharing = Sharing(mesh=self.mesh, level=self.settings.zero_level, exact=self.settings.exact)
+        self.sharing = Sharing(
+            mesh=self.mesh,
+            level=self.settings.zero_level,
+            exact=self.settings.exact,
+            base=self.settings.shard_weights,
+        )
         if self.settings.device.type == "cpu":
             keep_freed_pages()
         else:
@@ -77,7 +84,7 @@ class Engine:
     def _allocate(self, placement: Placement) -> None:
         """The stores, the inputs, the recipe's state and the parameters."""
         settings, weights = self.settings, self.plan.weights
-        self.stores = StoreSet.of(placement)
+        self.stores = StoreSet.of(placement, self.sharing)
         self.inputs = Inputs.allocate(settings, len(self.plan.layers))
         state = self.assembly.recipe.state(self.plan.slots, settings.device)
         self.rows = None if state is None else RecipeRows(state, self.plan.rows)
@@ -104,8 +111,7 @@ class Engine:
         quantising = " and quantising" if any(p.rounded for p in self.plan.weights.packed.values()) else ""
         task = f"loading{quantising} weights"
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
-        for piece in self.plan.pieces:
-            self.stores.gradients.put(piece.key, self.parameters.resting_gradients(piece))
+        self.parameters.rest_gradients(self.stores.gradients)
 
     def _prepare_steps(self, placement: Placement, progress: Progress) -> None:
         """The optimizer, and the micro-step and optimizer step that run without graphs."""
@@ -130,7 +136,7 @@ class Engine:
             sides=self.sides,
             rounding_seed=self._rounding_seed,
             traffic=self.traffic,
-            cleared=() if streams else self.parameters.sums(),
+            cleared=self.parameters.sums_to_clear(streams=streams),
         )
         self.programs = ProgramBuilder(
             plan=self.plan,
@@ -156,9 +162,28 @@ class Engine:
         """What rank 0 asks the others for when it writes a checkpoint or an export. The ranks are connected."""
         self.orders, self._sharded_state = Orders(self.mesh), None
         group = self.parameters.sharded
+        if self.sharing.shards_weights:
+            self.parameters.before_fetch = self._gather_order()
         if group is not None:
             self._sharded_state = ShardedState(group, self.optimizer.state(), self.mesh, self.orders)
             self.parameters.deferred = group.deferred(self.orders)
+
+    def _gather_order(self) -> Callable[[str], None]:
+        """Lets the other ranks gather a piece with rank 0, which fetches it for an export."""
+        weights = self.stores.weights
+
+        def gather(key: str) -> None:
+            begin_pass(weights)
+            weights.fetch(key)
+            weights.release(key)
+
+        numbers = {piece.key: self.orders.register(partial(gather, piece.key)) for piece in self.plan.pieces}
+
+        def ask(key: str) -> None:
+            self.orders.call(numbers[key])
+            begin_pass(weights)
+
+        return ask
 
     def _compile(self) -> None:
         """All programs of training; those of evaluation are compiled at the first evaluation."""

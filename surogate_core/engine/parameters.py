@@ -16,13 +16,14 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup, Store
+from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
 from surogate_core.dsl.sides import SideSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
-from surogate_core.engine.sharded_weights import begin_pass
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import ShardedGroup, Sharing
 from surogate_core.files.tensorfile import Deferred
 
@@ -294,7 +295,7 @@ class Parameters:
         for key in group.whole_pieces:
             self._compute |= group.copies_by_name(key)
         self._grad |= group.sums_by_name()
-        self._host_grad = dict(self._grad)
+        self._host_grad |= group.sums_by_name()
 
     def compute_dtype(self, spec: TensorSpec) -> torch.dtype:
         """Dtype in which a piece receives the tensor."""
@@ -364,6 +365,11 @@ class Parameters:
     def _hand_over(self, piece: Piece, last: Mapping[str, str]) -> None:
         """Put a piece's tensors into the weights store, which owns them from then on."""
         stored = [s.hf_name for s in piece.specs if s.hf_name not in self._compute]
+        group = self.sharded
+        if group is not None and isinstance(self.weights, ShardedWeights) and stored:
+            owned = group.owned(piece.key, group.own_copies(piece.key))
+            self.weights.put_trained(piece.key, owned, group.places(stored))
+            return
         self.weights.put(piece.key, [self._streamed[n] if n in self._streamed else self._frozen[n] for n in stored])
         for name in stored:
             if last[name] == piece.key:
@@ -508,9 +514,25 @@ class Parameters:
         """Bytes of the A's and B's that are stored outside of shared panels."""
         return sum(value.nbytes for edges in self._edges.values() for _, value in edges)
 
-    def resting_gradients(self, piece: Piece) -> list[Tensor]:
-        """Views of the gradient sums of a piece's trainable tensors, in order, in their own memory."""
-        return [self._host_grad[s.hf_name] for s in piece.specs if s.trainable]
+    def rest_gradients(self, store: GradientStore) -> None:
+        """Put the gradient sums of each piece's trainable tensors into their store."""
+        group = self.sharded
+        sharded = store if isinstance(store, ShardedGradients) else None
+        if sharded is not None and group is not None:
+            for key in group.parts:
+                sharded.put_owned(key, group.owned(key, group.own_sums(key)))
+        for piece in self.pieces:
+            names = [s.hf_name for s in piece.specs if s.trainable]
+            if sharded is None or group is None:
+                store.put(piece.key, [self._host_grad[name] for name in names])
+            else:
+                sharded.put(piece.key, [group.places([n])[0] if n in group.shapes else self._grad[n] for n in names])
+
+    def sums_to_clear(self, *, streams: bool) -> list[Tensor]:
+        """The flat gradient sums that no store clears. `streams`: whether the sums are in a store of their own."""
+        if not streams:
+            return self.sums()
+        return [] if self.sharded is None else self.sums()[1:]
 
     def sums(self) -> list[Tensor]:
         """The flat gradient sums of this rank."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
 from surogate_core.engine.lanes import Share
+from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.rounding import PERIOD
@@ -72,11 +73,23 @@ class Sharing:
     """`EngineSettings.zero_level`: 0 nothing, 1 masters and optimizer state, 2 also gradients, 3 also weights."""
     exact: bool = False
     """Whether sums are in an order that does not depend on the number of ranks."""
+    base: bool = False
+    """Whether frozen weights are shared out."""
 
     @property
     def shards(self) -> bool:
         """Whether masters are sharded."""
         return self.level >= 1 and self.mesh.world > 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether gradient sums are sharded."""
+        return self.level >= 2 and self.mesh.world > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are sharded between their uses, trained or frozen ones."""
+        return (self.level == 3 or self.base) and self.mesh.world > 1
 
     def share(self, micro_batches: int) -> Share:
         """This rank's micro-batches of a step."""
@@ -189,6 +202,21 @@ class ShardedGroup:
         return found
 
     # ------------------------------------------------------------------------ by piece
+
+    def owned(self, key: str, shard: Tensor) -> Owned:
+        """A piece's range as a store takes it. `shard`: this rank's part of it."""
+        part = self.parts[key]
+        start = part.owners[0][0]
+        return Owned(owners=[(a - start, b - start) for a, b in part.owners], shard=shard)
+
+    def places(self, names: Sequence[str]) -> list[Within]:
+        """The places of tensors in the ranges of their pieces."""
+        found = []
+        for name in names:
+            offset, shape = self.shapes[name]
+            part = next(p for p in self.parts.values() if p.owners[0][0] <= offset < p.owners[-1][1])
+            found.append(Within(part.key, offset - part.owners[0][0], shape))
+        return found
 
     def own_sums(self, key: str) -> Tensor:
         """The gradients of this rank's part of a piece."""

@@ -21,8 +21,11 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
-from surogate_core.engine.sharded_weights import begin_pass
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
+from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.traffic import Traffic
+from surogate_core.mesh.mesh import Later
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
@@ -41,13 +44,18 @@ class StoreSet:
     """Whether the gradient sums of a piece are on the device only while its backward runs."""
 
     @classmethod
-    def of(cls, placement: Placement) -> StoreSet:
-        """The stores of a placement."""
+    def of(cls, placement: Placement, sharing: Sharing) -> StoreSet:
+        """The stores of a placement; those of the kinds that ranks share out keep this rank's part."""
+        weights, device = placement.store("weights"), placement.device
+        if sharing.shards_weights:
+            inner = weights if placement.moves("weights") else None
+            weights = ShardedWeights(Later(sharing.mesh), device, inner=inner)
+        sums = ShardedGradients(Later(sharing.mesh), device) if sharing.shards_gradients else placement.gradients()
         return cls(
-            weights=placement.store("weights"),
+            weights=weights,
             residuals=placement.store("residuals"),
-            gradients=placement.gradients(),
-            streams_gradients=placement.moves("gradients"),
+            gradients=sums,
+            streams_gradients=sharing.shards_gradients or placement.moves("gradients"),
         )
 
     def of_kind(self, kind: TensorKind | None) -> Store:
@@ -212,6 +220,7 @@ class MicroStep:
         """[N, D]: the last layer's output for the micro-batch in `inputs`, without dropout."""
         begin_pass(self.stores.weights)
         flow = _Flow(tables=self._tables())
+        begin_pass(self.stores.weights)
         for piece in self.plan.pieces[:-1]:
             self._forward(piece.key, flow, training=False)
             self.stores.weights.release(piece.key)

@@ -14,6 +14,7 @@ from surogate_core.mesh.lifeline import Lifeline
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch import Tensor
 
     from surogate_core.bundles.fabrics import Fabric
 
@@ -23,6 +24,51 @@ _OVER = "the run is over"
 
 class CalledOff(Exception):  # noqa: N818
     """Rank 0 has ended the run before its first step."""
+
+
+class Later:
+    """The fabric of a mesh that will be connected before it is used."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    @property
+    def rank(self) -> int:
+        """As `Fabric.rank`."""
+        return self._mesh.rank
+
+    @property
+    def world(self) -> int:
+        """As `Fabric.world`."""
+        return self._mesh.world
+
+    def _now(self) -> Fabric:
+        assert self._mesh.fabric is not None, "the ranks are connected before the first collective"
+        return self._mesh.fabric
+
+    def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        """As `Fabric.exchange`."""
+        self._now().exchange(parts, received_NK)
+
+    def gather(self, parts: Sequence[Tensor]) -> None:
+        """As `Fabric.gather`."""
+        self._now().gather(parts)
+
+    def add(self, values: Tensor) -> None:
+        """As `Fabric.add`."""
+        self._now().add(values)
+
+    def maximum(self, values: Tensor) -> None:
+        """As `Fabric.maximum`."""
+        self._now().maximum(values)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """As `Fabric.largest`."""
+        return self._now().largest(values)
+
+    def close(self) -> None:
+        """As `Fabric.close`."""
+        self._now().close()
 
 
 @dataclass(slots=True, kw_only=True)

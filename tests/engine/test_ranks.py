@@ -16,6 +16,7 @@ from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
 EIGHT_BIT = OptimizerSpec(name="adamw-8bit", build=lambda groups, options: BlockwiseAdamW(groups))
+UNTIED = {**tiny.SMALL_CONFIG, "tie_word_embeddings": False}
 WIDE = {**tiny.SMALL_CONFIG, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
 """Matrices of 4096 elements and more, whose moments have 8 bits."""
 
@@ -64,12 +65,23 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"lora": tiny.lora(dropout=0.1)},
     "level 0": {"zero_level": 0},
     "level 1": {"zero_level": 1},
-    "level 1 tied": {"zero_level": 1, "config": {**tiny.SMALL_CONFIG, "tie_word_embeddings": True}},
+    "level 1, head not tied": {"zero_level": 1, "config": UNTIED},
+    "level 2": {"zero_level": 2},
+    "level 3": {"zero_level": 3},
+    "level 3, head not tied": {"zero_level": 3, "config": UNTIED},
+    "lora on a sharded base": {"lora": tiny.lora(dropout=0.1), "shard_weights": True},
     "level 1 in 8 bits, bf16 masters": {
         "zero_level": 1,
         "config": WIDE,
         "optimizer": EIGHT_BIT,
         "master_dtype": torch.bfloat16,
+    },
+    "level 3 in 8 bits, bf16 masters": {
+        "zero_level": 3,
+        "config": WIDE,
+        "optimizer": EIGHT_BIT,
+        "master_dtype": torch.bfloat16,
+        "dtype": torch.bfloat16,
     },
 }
 
@@ -83,7 +95,7 @@ def test_any_number_of_ranks_trains_the_same_bits(case: str) -> None:
         tiny.ensure_same_bits(other_state, state, f"{world} ranks")
 
 
-@pytest.mark.parametrize("case", ["lora", "level 1"])
+@pytest.mark.parametrize("case", ["lora", "level 1", "level 2", "level 3"])
 def test_more_micro_batches_than_lanes(case: str) -> None:
     figures, state = trained(1, exact=True, micro_batches=16, **CASES[case])
     other_figures, other_state = trained(4, exact=True, micro_batches=16, **CASES[case])
@@ -91,17 +103,17 @@ def test_more_micro_batches_than_lanes(case: str) -> None:
     tiny.ensure_same_bits(other_state, state, "4 ranks")
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int) -> None:
-    figures, _ = trained(1, micro_batches=12, zero_level=1)
-    first, state = trained(world, micro_batches=12, zero_level=1)
-    again, same = trained(world, micro_batches=12, zero_level=1)
+@pytest.mark.parametrize(("world", "level"), [(2, 1), (3, 1), (3, 2), (4, 3)])
+def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, level: int) -> None:
+    figures, _ = trained(1, micro_batches=12, zero_level=level)
+    first, state = trained(world, micro_batches=12, zero_level=level)
+    again, same = trained(world, micro_batches=12, zero_level=level)
     assert again == first
     tiny.ensure_same_bits(same, state, "a second run")
     torch.testing.assert_close(torch.tensor(first), torch.tensor(figures), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["lora", "level 1", "level 1 in 8 bits, bf16 masters"])
+@pytest.mark.parametrize("case", ["lora", "level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
 def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
     """4 → 2 → 1 → 4 is as four on four ranks."""
     _, expected = trained(1, exact=True, count=4, **CASES[case])
@@ -136,7 +148,7 @@ def test_a_rank_holds_its_part_of_masters_and_state() -> None:
     assert max(held for held, _ in found) < sum(held for held, _ in found) / 2
 
 
-@pytest.mark.parametrize("case", ["lora", "level 1"])
+@pytest.mark.parametrize("case", ["lora", "level 1", "level 2"])
 def test_not_a_number_on_one_rank_skips_the_step_on_all(case: str) -> None:
     def work(fabric: VirtualFabric) -> tuple[bool, list[tuple[float, float]]]:
         engine = engine_of(fabric, micro_batches=2, exact=True, **CASES[case])
