@@ -84,7 +84,7 @@ def test_bytes_on_the_wire(ranks: int) -> None:
     assert sent(0) == 2 * others(4 * (elements + UNIT))
     assert sent(1) == small + others(4 * elements) + others(2 * elements)
     assert sent(2) == small + steps * others(4 * elements) + others(2 * elements)
-    layers = steps * others(2 * (2 * 32 - 16) * UNIT)
+    layers = steps * others(2 * 32 * UNIT)  # two layers, which the backward finds in the buffers
     assert sent(3) == small + steps * others(4 * elements) + others(2 * 16 * UNIT) + layers
 
 
