@@ -149,10 +149,9 @@ def _with_number(config: RunConfig, device: torch.device) -> RunConfig:
     """The configuration with the number of GPUs that `gpus=0` means here."""
     if config.gpus:
         return config
-    number = _number_here(device)
+    number = 1 if device.type == "cpu" else _number_here(device)
     if number is None:
-        what = "the GPU that is planned for" if device.type == "cuda" else "a CPU"
-        message = f"is 0, all GPUs of this machine, and that says nothing of {what}."
+        message = "is 0, all GPUs of this machine, which does not have the GPU of --gpu."
         raise ConfigError([Problem(key="gpus", message=message, fix="a number, such as gpus=8")])
     return replace(config, gpus=number)
 

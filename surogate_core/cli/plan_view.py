@@ -24,6 +24,7 @@ from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml
 from surogate_core.run.build import MARGIN, Choice
+from surogate_core.run.ranks import reduction_notes
 
 PLACES = ("device", "host", "disk")
 CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")
@@ -222,6 +223,7 @@ def _notes(plan: Plan) -> list[str]:
     if plan.here is not None and plan.here < ranks:
         notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
     notes += sharing.notes(plan.config)
+    notes += reduction_notes(plan.settings, None, deterministic=plan.config.deterministic)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]
     if disk := plan.room.short_of(plan.prediction).get("disk"):
         notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")

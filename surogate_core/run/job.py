@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core import logs
+from surogate_core.config import sharing
 from surogate_core.config.resolve import config_from, policy_from, to_dict
 from surogate_core.errors import ConfigError, PluginError, Problem, UserError
 from surogate_core.launch.ranks import joined, rank_of
@@ -79,10 +80,12 @@ class Job:
         if world == 1 and config.gpus > 1:
             message = f"launcher={config.launcher.name} started one process for {config.gpus} GPUs."
             raise ConfigError([Problem(key="gpus", message=message, fix="launcher=local, or gpus=1")])
+        config = replace(config, gpus=world)
+        sharing.check(config, registry.get("optimizer", config.optimizer.name))
         met = mesh() if mesh is not None else _met(world)
         # Under torchrun, only rank 0 gives a run without `output_dir` its directory.
         place = met.gather(config.output_dir)[0]
-        config = replace(config, gpus=world, output_dir=config.output_dir or place)
+        config = replace(config, output_dir=config.output_dir or place)
         if fresh or rank:
             open_run_log(config, rank)
         from surogate_core.run.run import train

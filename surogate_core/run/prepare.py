@@ -13,6 +13,7 @@ import torch
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Evaluation, Steps, TaskSpec
+from surogate_core.config import sharing
 from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
@@ -109,6 +110,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     notes = [recipe.note] if recipe.note else []
     keys = weight_format_keys(config, registry, resolved.model)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
+    notes += sharing.notes(config)
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
     contents = None

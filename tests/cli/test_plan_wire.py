@@ -99,6 +99,7 @@ def test_for_people() -> None:
     assert "Memory of each GPU, predicted" in out
     assert "from each GPU over NVLink" in out
     assert "of the speed of 8 single GPUs" in out
+    assert "equal bits on 1, 2, 4 and 8 equal GPUs" in out
     out = text("lora=true", "gpus=2", "zero_level=2", "--gpu", "rtx4090")
     assert "over PCIe, because RTX 4090 has no NVLink" in out
     assert "zero_level=2: no effect with lora" in out
@@ -106,6 +107,8 @@ def test_for_people() -> None:
 
 def test_a_cpu_has_processes(capsys: Any) -> None:
     keys = [*SMALL, "lmhead_chunks=1", "lora=true", "device=cpu"]
+    assert main(["plan", *keys, "gpus=0"]) == 0
+    assert "Memory, predicted" in capsys.readouterr().out, "all GPUs of a CPU are one process"
     assert main(["plan", *keys, "gpus=2"]) == 0
     out = capsys.readouterr().out
     assert "on the CPU of this machine, 2 processes" in out

@@ -93,6 +93,15 @@ def test_one_process_for_several_gpus_is_refused(tmp_path: Path, base: list[str]
     assert not (tmp_path / "out").exists()
 
 
+def test_keys_are_held_against_the_number_of_ranks_that_another_launcher_chose(
+    tmp_path: Path, base: list[str], installed: Registry
+) -> None:
+    job = job_of(installed, *base, f"output_dir={tmp_path / 'run'}", "lora=false", "optimizer=normuon")
+    with pytest.raises(ConfigError, match=r"zero_level: is 1, .* normuon needs whole matrices"):
+        job.run(rank=1, world=2, registry=installed)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_job_with_callbacks_stays_in_its_process(installed: Registry) -> None:
     config = load_run_config(["model=qwen3"], registry=installed)
     with pytest.raises(ConfigError, match=r"callbacks: they run in the process that trains.*Fix: gpus=1"):
