@@ -16,6 +16,7 @@ from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.reduce import reduce_parts, staging_elements
 from surogate_core.engine.sharding import Sharing, owners
+from surogate_core.engine.side_streams import FIRST, SideStream
 from surogate_core.mesh.sums import lanes_of
 
 
@@ -25,7 +26,7 @@ class Traffic:
     def __init__(self, sharing: Sharing, parameters: Parameters, *, micro_batches: int, device: torch.device):
         """`micro_batches`: M, of a step of all ranks."""
         ranks = sharing.mesh.world
-        self._sharing, self._device, self._group = sharing, device, parameters.sharded
+        self._sharing, self._group = sharing, parameters.sharded
         sharded = set() if self._group is None else {id(g) for g in self._group.groups}
         self._replicated = [_cut(g.grad, ranks) for g in parameters.groups if id(g) not in sharded]
         """For each replicated group, its gradients cut into a part for each rank."""
@@ -39,10 +40,10 @@ class Traffic:
         """Whether copies that the last update changed are to be gathered."""
         self.reducing = False
         """Whether this micro-step reduces gradients."""
-        self._forked = False
-        """Whether work of this micro-step runs on the side stream."""
         self._coming: dict[str, torch.cuda.Event | None] = {}
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" and not self._alone else None
+        self._side = SideStream(device, priority=FIRST)
+        self._last: torch.cuda.Event | None = None
+        """After the last work of this micro-step on the side stream."""
         self._staging = torch.empty(0 if self._alone else self._staging_size(), device=device)
 
     def _staging_size(self) -> int:
@@ -67,24 +68,20 @@ class Traffic:
 
     def wait_for(self, key: str) -> None:
         """The copies of a piece are needed now."""
-        event = self._coming.pop(key, None)
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        self._side.join(self._coming.pop(key, None))
 
     def reduce(self, key: str) -> None:
         """The gradients of a piece are complete on this rank for this micro-step."""
         if self.reducing and self._group is not None and key in self._group.parts:
-            self._forked = True
-            with _Beside(self._side):
+            with self._side.after_compute():
                 reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
+            self._last = self._side.done()
 
     def finish(self) -> None:
         """The micro-step ends: all that was sent beside it is complete."""
         self._coming.clear()
-        if self._side is not None and self._forked:
-            # A stream that did not fork in it must not join a capture.
-            torch.cuda.current_stream(self._device).wait_stream(self._side)
-        self._forked = False
+        self._side.join(self._last)
+        self._last = None
         if not self._alone and self._sums_of_micro_steps:
             self._reduce_replicated()
 
@@ -95,11 +92,10 @@ class Traffic:
 
     def _gather_copies(self) -> None:
         assert self._group is not None
-        self._forked = True
         for key in self._group.whole_pieces:
-            with _Beside(self._side) as stream:
+            with self._side.after_compute():
                 self._fabric.gather(self._group.copies_by_rank(key))
-                self._coming[key] = None if stream is None else stream.record_event()
+            self._coming[key] = self._last = self._side.done()
 
     def freshen(self) -> None:
         """Gather the copies that the last update changed, for a forward that is not the first micro-step's."""
@@ -111,7 +107,7 @@ class Traffic:
         """All copies are here."""
         for key in list(self._coming):
             self.wait_for(key)
-        self.stale = False
+        self._last, self.stale = None, False
 
     # ------------------------------------------------------------------- optimizer step
 
@@ -148,25 +144,6 @@ class Traffic:
         rows[self._fabric.rank].copy_(values)
         self._fabric.gather(list(rows.unbind()))
         return rows.sum(0)
-
-
-class _Beside:
-    """Inside, work runs on a side stream, after everything that the current stream has been given."""
-
-    def __init__(self, stream: torch.cuda.Stream | None):
-        self._stream = stream
-        self._context: torch.cuda.StreamContext | None = None
-
-    def __enter__(self) -> torch.cuda.Stream | None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()
-        return self._stream
-
-    def __exit__(self, *error: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*error)
 
 
 def _cut(flat: Tensor, ranks: int) -> Sequence[Tensor]:
