@@ -130,7 +130,11 @@ def test_every_fix_composes(load: Any, settings: Mapping[str, Any]) -> None:
         ("seed: 3", "seed", "train_seed: 3"),
         ("optim: paged_adamw_8bit", "optim", "optimizer: adamw_8bit"),
         ("lora_r:", "lora_r", "lora_rank"),
-        ("deepspeed: z3.json", "deepspeed", "remove it: a run uses one GPU; offload: auto moves what does not fit"),
+        ("deepspeed: examples/deepspeed/ds_z3_config.json", "deepspeed", "zero_level: 3"),
+        ("fsdp: full_shard auto_wrap", "fsdp", "zero_level: 3"),
+        ("fsdp: [shard_grad_op, auto_wrap]", "fsdp", "zero_level: 2"),
+        ("nproc_per_node: 8", "nproc_per_node", "gpus: 8"),
+        ("fsdp: hybrid", "fsdp", "remove it: zero_level: 3 is full_shard, zero_level: 2 is shard_grad_op"),
         ("pretraining_dataset: a.jsonl", "pretraining_dataset", "task: pt and lora: false and datasets: a.jsonl"),
         # their values of keys that exist
         ("optimizer: paged_adamw_8bit", "optimizer=paged_adamw_8bit", "optimizer: adamw_8bit"),
