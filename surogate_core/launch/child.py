@@ -23,6 +23,7 @@ STOPPED = 3.0
 LEAVE = 10.0
 """Seconds that a process has to end after its work, and the other ranks after rank 0."""
 LAST_LINES = 20
+RESUME = "Fix: run the same command again, which resumes the last checkpoint, or set max_restarts=1."
 _LAST_BYTES = 16_384
 
 
@@ -113,7 +114,7 @@ class Child:
     def failed(self, text: str, *, code: int, at: float) -> Failure:
         """A failure that the rank could not report itself."""
         who = f"rank {self.rank} (process {self.process.pid})"
-        return Failure(rank=self.rank, message=f"{who} {text}.{self._last_lines()}", code=code, at=at)
+        return Failure(rank=self.rank, message=f"{who} {text}. {RESUME}{self._last_lines()}", code=code, at=at)
 
     def tell(self, message: str) -> None:
         """Tell the rank which failure ends the run."""

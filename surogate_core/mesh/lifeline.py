@@ -18,7 +18,9 @@ from surogate_core.errors import SurogateError
 _PULSE = struct.Struct("<qqqq")
 OUTSIDE, STEPPING = 0, 1
 SECOND_THOUGHT = 2.0
-"""Seconds that a rank with an error waits for the news that another one failed before it, which may be the cause."""
+"""Seconds that rank 0 with an error waits for the news that another rank failed before it, which may be the cause."""
+STUCK = 1.0
+"""Seconds after which the main thread of rank 0 counts as stuck if a failure of another rank does not interrupt it."""
 
 
 class RankError(SurogateError):
@@ -142,7 +144,7 @@ class Tied(Lifeline):
         if not self._leads:
             return
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        if self._ending or self._over.wait(SECOND_THOUGHT) or self._ending:
+        if self._ending or self._over.wait(STUCK) or self._ending:
             return
         # The main thread waits for the other ranks inside a library, and never comes back.
         self._ending = True

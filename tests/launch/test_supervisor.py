@@ -70,7 +70,7 @@ def test_a_killed_rank_is_named_with_its_last_lines(start: Start, tmp_path: Path
     log = tmp_path / "run/logs/rank-1.log"
     assert str(raised.value) == (
         f"rank 1 (process {pid}) was killed by SIGKILL, which the kernel also sends when the machine's memory is full. "
-        f"The last lines of {log}:\n  the last words of rank 1"
+        f"{child.RESUME} The last lines of {log}:\n  the last words of rank 1"
     )
     assert raised.value.exit_code == 137
     # Rank 0 could end its record with the cause.
