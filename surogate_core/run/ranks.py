@@ -44,12 +44,13 @@ def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfi
     if kept is None or now not in (asked, kept // gpus) or kept == micro_batches_of(config):
         return config, []
     if kept % config.gpus:
-        divisors = ", ".join(str(n) for n in range(1, kept + 1) if kept % n == 0)
+        *few, most = (str(n) for n in range(1, kept + 1) if kept % n == 0)
         message = (
             f"is {config.gpus}, and a step of {checkpoint.path} has {kept} micro-batches, which {config.gpus} GPUs "
             f"cannot share equally."
         )
-        fix = f"gpus as one of {divisors}, or another gradient_accumulation_steps to train on with other steps"
+        divisors = f"{', '.join(few)} or {most}" if few else most
+        fix = f"gpus={divisors}, or another gradient_accumulation_steps, which trains on with other steps"
         raise ConfigError([Problem(key="gpus", message=message, fix=fix)])
     own = kept // config.gpus
     note = (

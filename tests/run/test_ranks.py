@@ -1,70 +1,116 @@
-"""Runs on several ranks: the same rows and bits as on one, resumed on any number of them."""
+"""What ranks must have in common, the steps that a resumed run keeps, and the promises about bits."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rank_world import World
 
-from surogate_core.plugins.registry import Registry
-
-History = Callable[[Path], list[tuple[Any, ...]]]
-Digests = Callable[[Path], dict[str, str]]
-Records = Callable[..., list[dict[str, Any]]]
-
-LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]")
-KEYS = ("max_steps=4", "save_steps=2", "eval_steps=2", "save_total_limit=9", "lr_scheduler_type=cosine")
+from surogate_core.config.schema import RunConfig
+from surogate_core.errors import ConfigError, UserError
+from surogate_core.run.ranks import check_equal, reduction_notes, reduction_of, unequal_devices, with_kept_steps
+from surogate_core.train.checkpoint import Checkpoint
 
 
-@pytest.fixture(scope="module")
-def ranks(installed: Registry) -> Iterator[World]:
-    """Processes that the runs of this module share."""
-    with World(installed) as world:
-        yield world
+def saved(**state: Any) -> Checkpoint:
+    return Checkpoint(path=Path("run/checkpoint-2"), step=2, state=json.loads(json.dumps(state)), groups=())
 
 
-def of_step(run: Path, step: int, to: Path) -> Path:
-    """A copy of a run that ended after a step."""
-    copy = Path(shutil.copytree(run, to))
-    for path in copy.glob("checkpoint-*"):
-        if int(path.name.removeprefix("checkpoint-")) > step:
-            shutil.rmtree(path)
-    return copy
-
-
-def notes(records: Records, run: Path) -> str:
-    return "\n".join(records(run, "run_start")[-1]["notes"])
-
-
-def test_a_run_on_two_ranks_is_the_run_on_one(
-    tmp_path: Path, base: list[str], ranks: World, history: History, digests: Digests, records: Records
+@pytest.mark.parametrize(
+    ("asked", "gpus", "micro_batches", "now", "now_gpus", "own"),
+    [
+        (2, 4, 8, 2, 1, 8),
+        (2, 4, 8, 2, 2, 4),
+        (2, 4, 8, 2, 4, 2),
+        (2, 1, 8, 2, 4, 2),  # resumed before: the key of the user is still 2
+        (2, 1, 8, 8, 2, 4),  # from config.yaml of the run on one GPU
+        (2, 4, 8, 3, 2, 3),  # the user asks for other steps
+        (4, 1, 4, 8, 1, 8),
+    ],
+)
+def test_a_resumed_run_keeps_its_steps_on_another_number_of_gpus(
+    asked: int, gpus: int, micro_batches: int, now: int, now_gpus: int, own: int
 ) -> None:
-    one, two, beside = (tmp_path / name for name in ("one", "two", "beside"))
-    keys = [*base, *LORA, *KEYS]
-    ranks.run(1, one, *keys, "gradient_accumulation_steps=4")
-    ended = ranks.run(2, two, *keys, "gradient_accumulation_steps=2", of_rank=lambda r: [f"output_dir={beside}"] * r)
-    assert ended == (0, [0])
-    assert not beside.exists(), "a rank other than 0 has written something"
-    assert history(two) == history(one)
-    for step in (2, 4):
-        assert digests(two / f"checkpoint-{step}") == digests(one / f"checkpoint-{step}")
-    assert digests(two / "adapter") == digests(one / "adapter")
+    checkpoint = saved(config={"gradient_accumulation_steps": asked}, gpus=gpus, micro_batches=micro_batches)
+    config, notes = with_kept_steps(RunConfig(gradient_accumulation_steps=now, gpus=now_gpus), checkpoint)
+    assert config.gradient_accumulation_steps == own
+    assert bool(notes) == (own != now)
+    if notes:
+        assert notes == [
+            f"gradient_accumulation_steps is {own} instead of {now}: with gpus={now_gpus}, a step keeps the 8 "
+            f"micro-batches that it has in run/checkpoint-2."
+        ]
 
-    facts = json.loads((two / "run.json").read_text())
-    assert (facts["gpus"], facts["micro_batches"]) == (2, 4)
-    assert facts["reduction"] == json.loads((one / "run.json").read_text())["reduction"]
-    (start,) = records(two, "run_start")
-    assert (start["gpus"], start["tokens_per_step"]) == (2, records(one, "run_start")[0]["tokens_per_step"])
-    assert "equal bits on 1, 2 and 4 equal GPUs" in notes(records, two)
 
-    # The same command on one rank: a step keeps its four micro-batches.
-    resumed = of_step(two, 2, tmp_path / "resumed")
-    ranks.run(1, resumed, *keys, "gradient_accumulation_steps=2")
-    assert "gradient_accumulation_steps is 4 instead of 2: with gpus=1, a step keeps the 4" in notes(records, resumed)
-    assert history(resumed) == history(one)
-    assert digests(resumed / "checkpoint-4") == digests(one / "checkpoint-4")
+def test_a_checkpoint_of_a_version_for_one_gpu_keeps_its_steps() -> None:
+    old = saved(config={"gradient_accumulation_steps": 4})
+    config, notes = with_kept_steps(RunConfig(gradient_accumulation_steps=4, gpus=2), old)
+    assert (config.gradient_accumulation_steps, len(notes)) == (2, 1)
+    assert with_kept_steps(RunConfig(gradient_accumulation_steps=4, gpus=2), saved())[1] == []
+
+
+def test_gpus_that_cannot_share_a_step_are_refused() -> None:
+    checkpoint = saved(config={"gradient_accumulation_steps": 6}, gpus=1, micro_batches=6)
+    with pytest.raises(ConfigError) as caught:
+        with_kept_steps(RunConfig(gradient_accumulation_steps=6, gpus=4), checkpoint)
+    assert "gpus: is 4, and a step of run/checkpoint-2 has 6 micro-batches" in str(caught.value)
+    assert "Fix: gpus=1, 2, 3 or 6, or another gradient_accumulation_steps" in str(caught.value)
+
+
+def test_what_differs_is_named_with_its_ranks() -> None:
+    same = {"torch": "2.11", "key lora": True}
+    check_equal([same, same])
+    with pytest.raises(UserError) as caught:
+        check_equal([same, same | {"plugin x": "1"}, {**same, "torch": "2.12", "key lora": False}])
+    text = str(caught.value)
+    assert "torch: 2.11 on ranks 0, 1; 2.12 on rank 2" in text
+    assert "key lora: True on ranks 0, 1; False on rank 2" in text
+    assert "plugin x: None on ranks 0, 2; 1 on rank 1" in text
+    with pytest.raises(UserError, match="and 12 more"):
+        check_equal([{f"key {i}": 0 for i in range(20)}, {}])
+
+
+def test_unequal_devices_get_a_note() -> None:
+    assert unequal_devices(["H200", "H200"]) == []
+    assert unequal_devices(["H200", "H100"])[0].startswith("The GPUs are not equal: H200 on rank 0; H100 on rank 1.")
+
+
+def settings(**values: Any) -> Any:
+    return SimpleNamespace(**{"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        ({}, "gives equal bits on 1, 2, 4 and 8 equal GPUs."),
+        ({"micro_batches": 6}, "gives equal bits on 1 and 2 equal GPUs."),
+        ({"exact": False}, "Two equal runs on 2 GPUs give equal bits; .* \\(exact_reduction=true gives equal bits\\)."),
+        ({"exact": False, "ranks": 3, "micro_batches": 3}, "another number of GPUs rounds sums differently.$"),
+        ({"ranks": 4, "micro_batches": 12}, "gives equal bits on 1, 2 and 4 equal GPUs."),
+    ],
+)
+def test_the_run_says_which_bits_are_equal(values: dict[str, Any], note: str) -> None:
+    (found,) = reduction_notes(settings(**values), None, deterministic=True)
+    assert re.search(note, found)
+    assert reduction_notes(settings(**values), None, deterministic=False) == [
+        "Two equal runs may differ in their last bits: deterministic=false."
+    ]
+
+
+def test_one_gpu_promises_nothing_new() -> None:
+    assert reduction_notes(settings(ranks=1), None, deterministic=True) == []
+
+
+def test_another_order_of_sums_gets_a_note() -> None:
+    exact = reduction_of(settings())
+    assert reduction_of(settings(ranks=4)) == reduction_of(settings(ranks=1)) == exact
+    assert reduction_of(settings(zero_level=2)) != exact
+    assert reduction_of(settings(zero_level=1, exact=False, ranks=1)) == reduction_of(settings(exact=False, ranks=1))
+    other = saved(reduction=reduction_of(settings(exact=False)))
+    assert reduction_notes(settings(ranks=1), saved(reduction=exact), deterministic=True) == []
+    assert reduction_notes(settings(ranks=1), saved(), deterministic=True) == []
+    assert "another order than before" in reduction_notes(settings(ranks=1), other, deterministic=True)[0]

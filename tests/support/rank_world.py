@@ -21,8 +21,6 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry, load_plugins
 
-LATEST_KEYS = ("output_dir", "gpus")
-
 
 def mesh_of(file: Path, rank: int, world: int) -> Mesh:
     """The mesh of a rank whose store is in a file."""
@@ -49,6 +47,7 @@ class World:
     def __init__(self, registry: Registry):
         self._registry = registry
         self._others: list[subprocess.Popen[str]] = []
+        self.ends: list[Any] = []
 
     def __enter__(self) -> World:
         return self
@@ -71,10 +70,12 @@ class World:
         output: Path,
         *overrides: str,
         of_rank: Callable[[int], list[str]] = lambda rank: [],
+        of_others: str = "",
     ) -> tuple[int, list[Any]]:
-        """(exit code of rank 0, what came of the others: an exit code or an error); `of_rank` gives more overrides.
+        """(exit code of rank 0, what came of the others: an exit code or an error); `of_rank` gives more overrides,
+        and the other processes execute the source `of_others` first.
 
-        An error of rank 0 is raised, and ends the other processes.
+        An error of rank 0 is raised; `ends` then has what came of the others.
         """
         while len(self._others) < world - 1:
             command = [sys.executable, __file__]
@@ -86,7 +87,7 @@ class World:
             for rank, process in enumerate(self._others[: world - 1], start=1):
                 keys = [*overrides, f"output_dir={output}", *of_rank(rank)]
                 assert process.stdin is not None
-                process.stdin.write(json.dumps([str(store), rank, world, keys]) + "\n")
+                process.stdin.write(json.dumps([str(store), rank, world, keys, of_others]) + "\n")
                 process.stdin.flush()
             try:
                 code = run_rank(
@@ -115,7 +116,8 @@ def _serve() -> None:
     registry = load_plugins()
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        store, rank, world, overrides = json.loads(line)
+        store, rank, world, overrides, source = json.loads(line)
+        exec(source, {})
         try:
             result: Any = run_rank(registry, overrides, mesh_of(Path(store), rank, world))
         except BaseException as error:

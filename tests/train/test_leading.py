@@ -1,0 +1,179 @@
+"""Rank 0's orders, and the ranks that follow them, as threads."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from surogate_core.batch import MicroBatch
+from surogate_core.config.schema import RunConfig
+from surogate_core.errors import MachineError
+from surogate_core.mesh.mesh import Mesh
+from surogate_core.mesh.virtual import in_threads
+from surogate_core.testing import tiny
+from surogate_core.train.flops import Work
+from surogate_core.train.follow import Follower
+from surogate_core.train.leading import Interrupted, Leader, Order, Ranks
+from surogate_core.train.signals import StopSignals
+
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """Records what it does."""
+
+    model = None
+
+    def __init__(self, mesh: Mesh):
+        self.settings = SimpleNamespace(device=CPU, ranks=mesh.world, micro_batches=mesh.world)
+        self.sharing = SimpleNamespace(share=lambda count: SimpleNamespace(numbers=range(mesh.rank, mesh.rank + 1)))
+        self.mesh, self.done = mesh, list[Any]()
+
+    def train_step(self, batches: Any, *, step: int, lr: float) -> Any:
+        self.done.append((step, lr, [isinstance(batch, MicroBatch) for batch in batches]))
+        return SimpleNamespace(read=lambda: None)
+
+    def evaluate(self, batches: Any) -> None:
+        self.done.append("evaluation begins")
+        self.done.append(len(list(batches)))
+
+    def serve(self) -> None:
+        self.done.append(self.mesh.largest([0.0]))
+
+    def dismiss(self) -> None:
+        self.mesh.largest([1.0])
+
+
+class Steps:
+    """A stream of equal steps."""
+
+    epoch = steps_per_epoch = 0.0
+
+    def next_step(self) -> list[MicroBatch]:
+        return [tiny.batch([[1, 2, 3]])] * 2
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no model to count."""
+    monkeypatch.setattr(Work, "of", lambda model, frozen: Work(products_per_token=1.0, attention_per_pair=0.0))
+
+
+def led(lead: Callable[[Leader, Engine, StopSignals], Any], tmp_path: Path, received: int = 0) -> tuple[Any, list[Any]]:
+    """(what rank 0 returns, what the engine of rank 1 did); rank 1 received a signal."""
+
+    def rank(fabric: Any) -> Any:
+        mesh, signals = fabric.mesh(), StopSignals()
+        engine: Any = Engine(mesh)
+        if mesh.leads:
+            leader = Leader(mesh, signals)
+            try:
+                return lead(leader, engine, signals)
+            finally:
+                leader.end()
+        if received:
+            signals.received = signal.Signals(received)
+        held: Any = [tiny.batch([[1, 2]])] * 5
+        Follower(RunConfig(), engine, Steps(), held, tmp_path, mesh=mesh, signals=signals).run()  # type: ignore[arg-type]
+        return engine.done
+
+    first, second = in_threads(2, rank)
+    return first, second
+
+
+def test_a_follower_does_what_rank_0_orders(tmp_path: Path) -> None:
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> None:
+        for step, lr in enumerate((0.1, 0.3)):
+            with leader.ordering(Order.STEP, lr):
+                engine.train_step([], step=step, lr=lr)
+        with leader.ordering(Order.EVALUATE):
+            assert len(list(leader.interruptible([tiny.batch([[1]])] * 5))) == 5
+        with leader.served(engine):
+            pass
+
+    _, done = led(lead, tmp_path)
+    shared = [False, True]
+    assert done == [(0, 0.1, shared), (1, 0.3, shared), "evaluation begins", 5, [1.0]]
+
+
+def test_a_signal_to_any_rank_reaches_rank_0_with_the_next_step(tmp_path: Path) -> None:
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> Any:
+        assert signals.received is None
+        with leader.ordering(Order.STEP, 0.5):
+            pass
+        return signals.received
+
+    received, done = led(lead, tmp_path, received=signal.SIGTERM)
+    assert received == signal.SIGTERM
+    assert done == [(0, 0.5, [False, True])], "the step is taken all the same"
+
+
+def test_a_signal_interrupts_the_evaluation_of_all_ranks_together(tmp_path: Path) -> None:
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> int:
+        seen = 0
+
+        def held() -> Iterator[MicroBatch]:
+            nonlocal seen
+            for number in range(5):
+                seen += 1
+                if number == 2:
+                    signals.received = signal.SIGINT
+                yield tiny.batch([[1, 2]])
+
+        with pytest.raises(Interrupted), leader.ordering(Order.EVALUATE):
+            list(leader.interruptible(held()))
+        return seen
+
+    seen, done = led(lead, tmp_path)
+    assert seen == 3, "the ranks agree before every round of one micro-batch each"
+    assert done == ["evaluation begins"]
+
+
+def test_a_full_disk_lets_the_others_go(tmp_path: Path) -> None:
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> None:
+        with pytest.raises(MachineError, match="full"), leader.served(engine):
+            raise MachineError("the disk is full")
+        with leader.ordering(Order.STEP, 0.25):
+            pass
+
+    assert led(lead, tmp_path)[1] == [[1.0], (0, 0.25, [False, True])]
+
+
+def test_nobody_is_waited_for_after_an_error_in_common_work() -> None:
+    """The other ranks may be anywhere, and rank 0 must end with its error."""
+
+    class Fabric:
+        calls = 0
+
+        def largest(self, values: Any) -> list[float]:
+            self.calls += 1
+            return list(values)
+
+    fabric: Any = Fabric()
+    leader = Leader(Mesh(world=2, fabric=fabric), StopSignals())
+    with pytest.raises(RuntimeError), leader.ordering(Order.STEP, 0.1):
+        raise RuntimeError
+    leader.end()
+    assert fabric.calls == 1
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    leader = Leader(Mesh(), StopSignals())
+    with leader.ordering(Order.STEP, 0.1), leader.served(None):  # type: ignore[arg-type]
+        pass
+    leader.end()
+    signals = StopSignals()
+    batches = Ranks(Mesh(), signals).interruptible([tiny.batch([[1]])] * 2)
+    next(batches)
+    signals.received = signal.SIGINT
+    with pytest.raises(Interrupted):
+        next(batches)
