@@ -59,10 +59,13 @@ class Group:
                 process.stdin.write(b"go\n")
                 process.stdin.close()
 
-    def wait(self, limit: float) -> dict[str, Any]:
-        """``{"ranks": […]}`` with what each rank returned, or ``{"error": …, "log": …}``; no process is left."""
+    def wait(self, limit: float, *, progress: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+        """``{"ranks": […]}`` with what each rank returned, or ``{"error": …, "log": …}``; no process is left.
+
+        `limit`: seconds for all, or until `progress` changes again.
+        """
         try:
-            failed = self._first_failure(time.monotonic() + limit)
+            failed = self._first_failure(limit, progress)
             if failed is not None:
                 time.sleep(GRACE)
         finally:
@@ -80,9 +83,9 @@ class Group:
         """Number of ranks."""
         return len(self.processes)
 
-    def _first_failure(self, until: float) -> tuple[int, str] | None:
+    def _first_failure(self, limit: float, progress: Callable[[], Any]) -> tuple[int, str] | None:
         """(rank, reason if known) of the first failure, with rank -1 if time is up; None if all ranks are done."""
-        left = dict(enumerate(self.processes))
+        left, until, before = dict(enumerate(self.processes)), time.monotonic() + limit, progress()
         while left:
             for rank, process in list(left.items()):
                 code = process.poll()
@@ -90,6 +93,8 @@ class Group:
                     return rank, f"killed by {signal.Signals(-code).name}" if code < 0 else ""
                 if code is not None:
                     del left[rank]
+            if (now := progress()) != before:
+                until, before = time.monotonic() + limit, now
             if time.monotonic() > until:
                 return -1, "took longer than its limit"
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Whether training has the same bits on 1, 2 and 4 GPUs, in two equal runs, and after a resume on fewer GPUs.
+"""Whether training has the same bits on 1, 2 and 4 GPUs, in two equal runs, and after a resume on another number.
 
     python benchmarks/equal_bits.py [--worlds 1 2] [--only NAME …] [--steps 6] [--out DIR]
     python benchmarks/equal_bits.py --device cpu --tiny      # without a GPU
@@ -6,8 +6,8 @@
 Qwen3-0.6B's shape with four layers, or 8B's with two (its LM head is not tied), random weights and random tokens; every
 world runs the same micro-batches. Compared are the loss and the gradient norm of every step, and the digests of all
 tensors that a checkpoint has: masters, the optimizer's and the recipe's state. A case that is not exact promises only
-that two equal runs are equal. Each case trains in every world, once more in the largest, and from the largest world's
-tensors after half of the steps in every smaller one.
+that two equal runs are equal. An exact case trains in every world, twice in the largest, and in every world from the
+tensors that the largest had after half of the steps. A world is one group of processes that trains case after case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import bench_world
 import torch
 from bench_world import Training
 
+from surogate_core.engine.device_memory import give_back
+from surogate_core.engine.engine import Engine
 from surogate_core.files.tensorfile import TensorFile, write_tensors
 from surogate_core.mesh.mesh import Mesh
 
@@ -55,9 +57,10 @@ CASES: dict[str, Training] = {
 class Run:
     """One training of a case."""
 
+    case: str
     world: int
     saves: bool = False
-    """Whether it writes its tensors after half of the steps."""
+    """Whether it writes its tensors after half of the steps. The others are compared with this one."""
     resumes: bool = False
     """Whether it starts from them."""
 
@@ -65,47 +68,70 @@ class Run:
         return f"{self.world} GPU{'s' if self.world > 1 else ''}" + (" from half" if self.resumes else "")
 
 
-def runs(worlds: Sequence[int], *, exact: bool) -> list[Run]:
-    """The trainings of a case: the largest world twice, then the others, then the resumed ones."""
-    largest, *others = sorted(worlds, reverse=True)
-    found = [Run(world=largest, saves=True), Run(world=largest)]
-    if not exact:
-        return found
-    found += [Run(world=world) for world in others]
-    return found + [Run(world=world, resumes=True) for world in (largest, *others)]
+def runs(case: str, world: int, *, exact: bool, largest: bool) -> list[Run]:
+    """The trainings of a case in one world."""
+    found = [Run(case=case, world=world, saves=True)] if largest else []
+    if largest or exact:
+        found.append(Run(case=case, world=world))
+    if exact:
+        found.append(Run(case=case, world=world, resumes=True))
+    return found
 
 
 # ------------------------------------------------------------------------------------- a rank
 
 
-def train(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """The figures of each step, and digests of the tensors at the end."""
-    training, run = Training(**{**work["training"], "offload": ()}), Run(**work["run"])
-    cuda = work["device"] == "cuda"
+def train_all(work: dict[str, Any], mesh: Mesh) -> None:
+    """Take every training of this world in turn. Rank 0 writes a line after each."""
     torch.set_num_threads(1)
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    engine = bench_world.engine_of(bench_world.assembly_of(training, mesh.world, device), mesh)
-    half, place = work["steps"] // 2, Path(work["place"])
+    lines = Path(work["place"], f"world-{mesh.world}")
+    mesh.connect(_device(work))
+    for number, (training, run) in enumerate(work["jobs"]):
+        found = train(Training(**{**training, "offload": ()}), Run(**run), work, _mesh_of_job(mesh, number))
+        give_back()
+        if mesh.leads:
+            with lines.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+def _mesh_of_job(mesh: Mesh, number: int) -> Mesh:
+    """The same ranks and collectives, and a store in which nothing has happened yet."""
+    if mesh.store is None:
+        return Mesh()
+    store = torch.distributed.PrefixStore(f"job {number}", mesh.store)
+    return Mesh(rank=mesh.rank, world=mesh.world, store=store, fabric=mesh.fabric, local_world=mesh.world)
+
+
+def _device(work: Mapping[str, Any]) -> torch.device:
+    return torch.device("cuda", 0) if work["device"] == "cuda" else torch.device("cpu")
+
+
+def train(training: Training, run: Run, work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The figures of each step, and digests of the tensors at the end."""
+    engine = bench_world.engine_of(bench_world.assembly_of(training, mesh.world, _device(work)), mesh)
+    half, saved = work["steps"] // 2, Path(work["place"], run.case)
     if run.resumes:
-        engine.load_state({file.stem: TensorFile(file) for file in sorted(place.glob("*.safetensors"))})
+        engine.load_state({file.stem: TensorFile(file) for file in sorted(saved.glob("*.safetensors"))})
     figures = {}
     for step in range(half if run.resumes else 0, work["steps"]):
         if step == half and run.saves:
-            write_state(engine, mesh, place)
+            write_state(engine, mesh, saved)
         batches = bench_world.step_batches(training, mesh, step=step)
         result = engine.train_step(batches, step=step, lr=1e-3)
-        figures[step] = [value.hex() for value in result.read()]
+        figures[str(step)] = [value.hex() for value in result.read()]
     with tempfile.TemporaryDirectory() as end:
         digests = write_state(engine, mesh, Path(end))
+    engine.close()
     return {"figures": figures, "digests": digests}
 
 
-def write_state(engine: Any, mesh: Mesh, place: Path) -> dict[str, str]:
+def write_state(engine: Engine, mesh: Mesh, place: Path) -> dict[str, str]:
     """File → digest of the tensors of a checkpoint, which rank 0 writes; empty on the others, which send theirs."""
     if not mesh.leads:
         engine.serve()
         return {}
     digests = {}
+    place.mkdir(exist_ok=True)
     for file, tensors in engine.state().items():
         _, digests[file] = write_tensors(place / f"{file}.safetensors", tensors)
     if mesh.world > 1:
@@ -116,19 +142,16 @@ def write_state(engine: Any, mesh: Mesh, place: Path) -> dict[str, str]:
 # -------------------------------------------------------------------------------- comparisons
 
 
-def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def differences(first: Mapping[str, Any] | None, other: Mapping[str, Any]) -> str:
     """In words, where two runs differ first; empty if their bits are equal."""
-    for result in (first, other):
-        if "error" in result:
-            return f"failed: {result['error']}"
-    a, b = first["ranks"][0], other["ranks"][0]
-    for step, figures in b["figures"].items():
-        if a["figures"][step] != figures:
-            shown = [
-                " ".join(f"{float.fromhex(value):.9g}" for value in each) for each in (a["figures"][step], figures)
-            ]
-            return f"step {step}: {shown[0]} against {shown[1]}"
-    files = [file for file, digest in b["digests"].items() if a["digests"].get(file) != digest]
+    if "error" in other:
+        return f"failed: {other['error']}"
+    if first is None or "error" in first:
+        return "nothing to compare with"
+    for step, figures in other["figures"].items():
+        if first["figures"][step] != figures:
+            return f"step {step}: {_shown(first['figures'][step])} against {_shown(figures)}"
+    files = [file for file, digest in other["digests"].items() if first["digests"].get(file) != digest]
     return f"tensors of {', '.join(files)}" if files else ""
 
 
@@ -136,39 +159,58 @@ def _shown(figures: Sequence[str]) -> str:
     return " ".join(f"{float.fromhex(value):.9g}" for value in figures)
 
 
-def one_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every training of a case, compared with the first."""
-    training = CASES[name].tiny() if options.tiny else CASES[name]
-    exact = training.is_exact
+def in_world(world: int, left: list[Run], place: str, options: argparse.Namespace) -> Iterator[tuple[Run, Any]]:
+    """Each training of a world with its result. One that fails ends its group; a new group takes the next cases."""
+    lines = Path(place, f"world-{world}")
+    while left:
+        lines.write_text("")
+        jobs = [(asdict(training_of(run.case, options)), asdict(run)) for run in left]
+        work = {"jobs": jobs, "steps": options.steps, "device": options.device, "place": place}
+        group = bench_ranks.begin(work, world, script=__file__, cache=options.cache)
+        group.go()
+        result = group.wait(options.limit, progress=lambda: lines.stat().st_size)
+        done = [json.loads(line) for line in lines.read_text().splitlines()]
+        if "error" in result and len(done) < len(left):
+            done.append({"error": result["error"], "log": result["log"]})
+        yield from zip(left, done, strict=False)
+        failed = {run.case for run, found in zip(left, done, strict=False) if run.saves and "error" in found}
+        left = [run for run in left[len(done) :] if run.case not in failed]
+
+
+def training_of(case: str, options: argparse.Namespace) -> Training:
+    """What a case trains."""
+    return CASES[case].tiny() if options.tiny else CASES[case]
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every training, compared with the first one of its case."""
     rows: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
-        wanted = runs(options.worlds, exact=exact)
-        work = {"training": asdict(training), "steps": options.steps, "device": options.device, "place": place}
-
-        def begin(run: Run) -> bench_ranks.Group:
-            given = {**work, "run": asdict(run)}
-            return bench_ranks.begin(given, run.world, script=__file__, cache=options.cache)
-
-        following: bench_ranks.Group | None = begin(wanted[0])
-        first: dict[str, Any] = {}
-        for run, after in zip(wanted, [*wanted[1:], None], strict=True):
-            group, following = following, begin(after) if after else None
-            assert group is not None
-            group.go()
-            result = group.wait(options.limit)
-            first = first or result
-            why = differences(first, result)
-            rows.append({"case": name, "exact": exact, "run": str(run), "equal": not why, "why": why, **result})
-            print(f"{name}: {run}: {why or 'equal'}", file=sys.stderr)
+        for world in sorted(options.worlds, reverse=True):
+            largest = world == max(options.worlds)
+            wanted = [
+                run
+                for case in options.only
+                if largest or "error" not in first[case]
+                for run in runs(case, world, exact=training_of(case, options).is_exact, largest=largest)
+            ]
+            for run, result in in_world(world, wanted, place, options):
+                first.setdefault(run.case, result)
+                why = differences(first[run.case], result)
+                exact = training_of(run.case, options).is_exact
+                rows.append({"case": run.case, "exact": exact, "run": str(run), "why": why, **result})
+                print(f"{run.case}: {run}: {why or 'equal'}", file=sys.stderr, flush=True)
+                (options.out / "equal_bits.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row a case, a cell a training."""
+    """A row a case, with each of its trainings."""
     text = ["| case | exact | compared with the first training on the most GPUs |", "| --- | --- | --- |"]
     for name in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == name]
-        cells = "; ".join(f"{row['run']}: {'equal' if row['equal'] else row['why']}" for row in mine)
+        cells = "; ".join(f"{row['run']}: {row['why'] or 'equal'}" for row in mine)
         text.append(f"| {name} | {'yes' if mine[0]['exact'] else 'no'} | {cells} |")
     return "\n".join(text) + "\n"
 
@@ -179,7 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--limit", type=float, default=120, help="seconds that a training may take")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one training may take")
     parser.add_argument("--cache", type=Path, help="directory of compiled programs; each library's own without it")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -190,15 +232,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the table; the exit status says whether all were equal. Or be one rank of a group."""
     if bench_ranks.is_rank():
-        bench_ranks.run_rank(train)
+        bench_ranks.run_rank(train_all)
     options = make_parser().parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    for name in options.only:
-        rows += one_case(name, options)
-        (options.out / "equal_bits.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    rows = compare(options)
     print(markdown(rows))
-    sys.exit(not all(row["equal"] for row in rows))
+    sys.exit(any(row["why"] for row in rows))
 
 
 if __name__ == "__main__":

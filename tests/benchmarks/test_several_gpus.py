@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -94,24 +95,36 @@ def test_a_case_is_measured() -> None:
 
 def test_where_two_runs_differ_first() -> None:
     def run(loss: float, **digests: str) -> dict[str, Any]:
-        return {"ranks": [{"figures": {"3": [loss.hex(), (1.0).hex()]}, "digests": digests}]}
+        return {"figures": {"3": [loss.hex(), (1.0).hex()]}, "digests": digests}
 
     same = run(2.0, trainable="a", optimizer="b")
     assert equal_bits.differences(same, same) == ""
     assert equal_bits.differences(same, run(2.5, trainable="a", optimizer="b")) == "step 3: 2 1 against 2.5 1"
     assert equal_bits.differences(same, run(2.0, trainable="a", optimizer="c")) == "tensors of optimizer"
     assert equal_bits.differences(same, {"error": "no"}) == "failed: no"
+    assert equal_bits.differences({"error": "no"}, same) == "nothing to compare with"
 
 
 def test_every_world_trains_and_resumes_if_a_case_is_exact() -> None:
-    assert list(map(str, equal_bits.runs([1, 2], exact=True))) == [
-        "2 GPUs",
-        "2 GPUs",
-        "1 GPU",
-        "2 GPUs from half",
-        "1 GPU from half",
-    ]
-    assert list(map(str, equal_bits.runs([1, 2], exact=False))) == ["2 GPUs", "2 GPUs"]
+    def runs(world: int, *, exact: bool) -> list[str]:
+        return [str(run) for run in equal_bits.runs("a", world, exact=exact, largest=world == 2)]
+
+    assert runs(2, exact=True) == ["2 GPUs", "2 GPUs", "2 GPUs from half"]
+    assert runs(1, exact=True) == ["1 GPU", "1 GPU from half"]
+    assert runs(2, exact=False) == ["2 GPUs", "2 GPUs"]
+    assert runs(1, exact=False) == []
+
+
+@pytest.mark.slow
+def test_bits_on_two_ranks_and_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(equal_bits.CASES, "fails", dataclasses.replace(equal_bits.LORA, recipe="no such recipe"))
+    arguments = ["--only", "LoRA", "fails", "full exact, level 1", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(equal_bits.bench_ranks, "GRACE", 0.0)
+    rows = equal_bits.compare(equal_bits.make_parser().parse_args(arguments))
+    equal = [row["case"] for row in rows if not row["why"]]
+    assert equal == [*["LoRA"] * 3, *["full exact, level 1"] * 3, *["LoRA"] * 2, *["full exact, level 1"] * 2]
+    assert ["no such recipe" in row["why"] for row in rows if row["why"]] == [True]
+    assert json.loads((tmp_path / "equal_bits.json").read_text()) == rows
 
 
 @pytest.fixture
