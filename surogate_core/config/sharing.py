@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from surogate_core.bundles import OptimizerSpec
+from surogate_core.bundles import OptimizerSpec, TensorKind
 from surogate_core.config.checks import EXACT_RANKS, SEVERAL
 from surogate_core.config.schema import KEYS, RunConfig
 from surogate_core.errors import ConfigError, Problem
@@ -59,6 +59,20 @@ def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Probl
         return None
     message = f"is {level}, which shares out the masters, and optimizer {optimizer.name} needs whole matrices."
     return Problem(key="zero_level", message=message, fix="zero_level: 0")
+
+
+def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | None:
+    """The mistake of moving tensors that every GPU needs whole on the device. `moves`: what the offloader moves."""
+    shared = level(config)
+    if config.gpus == 1 or not shared:
+        return None
+    for kind, least, what in (("weights", 3, "trained weights"), ("gradients", 2, "gradients")):
+        if kind in moves and shared < least:
+            name = config.offload.name
+            message = f"is {shared}, with which every GPU keeps whole {what}, and offload={name} moves them."
+            fix = f"zero_level: {least}, with which each GPU moves its part, or offload_* keys that leave them alone"
+            return Problem(key="zero_level", message=message, fix=fix)
+    return None
 
 
 def check(config: RunConfig, optimizer: OptimizerSpec) -> None:

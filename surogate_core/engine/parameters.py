@@ -235,8 +235,10 @@ class Parameters:
         if name == "decayed" and self._sharing is not None and self._sharing.shards:
             self._add_sharded(name, members, shapes, size, weight_decay)
             return
-        master, host_master = self.placement.zeros("master", size, self.master_dtype)
-        grad, host_grad = self.placement.zeros("gradients", size, torch.float32)
+        # Beside a group that ranks share out the others are small, and stay on the device.
+        placement = self.placement if self.sharded is None else Placement.on(self.device)
+        master, host_master = placement.zeros("master", size, self.master_dtype)
+        grad, host_grad = placement.zeros("gradients", size, torch.float32)
         group = ParamGroup(
             name=name,
             master=master,
@@ -249,13 +251,16 @@ class Parameters:
         )
         self.groups.append(group)
         self.host_groups.append(replace(group, master=host_master, grad=host_grad))
+        # A store of shares has no live whole tensors: what blocks compute with is on the device.
+        apart = self._sharing is not None and self._sharing.shards_weights
+        copied = Placement.on(self.device) if apart else placement
         for dtype, (start, stop) in ranges.items():
             compute, resting = master, host_master
-            if dtype != self.master_dtype:
-                compute, resting = self.placement.trained_weights(stop - start, dtype)
+            if dtype != self.master_dtype or (apart and placement.moves("master")):
+                compute, resting = copied.trained_weights(stop - start, dtype)
                 self.copies.append((compute, master[start:stop]))
                 self.host_copies.append((resting, host_master[start:stop]))
-            streamed = self.placement.streams_trained(masters=compute is master)
+            streamed = copied.streams_trained(masters=compute is master)
             for spec in members:
                 if self.compute_dtype(spec) == dtype:
                     offset, shape = shapes[spec.hf_name]
@@ -367,8 +372,7 @@ class Parameters:
         stored = [s.hf_name for s in piece.specs if s.hf_name not in self._compute]
         group = self.sharded
         if group is not None and isinstance(self.weights, ShardedWeights) and stored:
-            owned = group.owned(piece.key, group.own_copies(piece.key))
-            self.weights.put_trained(piece.key, owned, group.places(stored))
+            self.weights.put_trained(piece.key, group.owned_copies(piece.key), group.places(stored))
             return
         self.weights.put(piece.key, [self._streamed[n] if n in self._streamed else self._frozen[n] for n in stored])
         for name in stored:
@@ -520,7 +524,7 @@ class Parameters:
         sharded = store if isinstance(store, ShardedGradients) else None
         if sharded is not None and group is not None:
             for key in group.parts:
-                sharded.put_owned(key, group.owned(key, group.own_sums(key)))
+                sharded.put_owned(key, group.owned_sums(key))
         for piece in self.pieces:
             names = [s.hf_name for s in piece.specs if s.trainable]
             if sharded is None or group is None:

@@ -67,7 +67,7 @@ class Placement:
         """[elements] zeros in the kind's place, as the device's tensor and as the CPU's; on the device both are the
         same.
         """
-        if self.moves(kind) and self.device.type != "meta":
+        if self.moves(kind) and elements and self.device.type != "meta":
             assert self.stores is not None
             return self.stores.allocate(kind, elements, dtype)
         plain = torch.zeros(elements, dtype=dtype, device=self.device)

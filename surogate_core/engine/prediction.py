@@ -205,7 +205,8 @@ class Counts:
         state = int(shares.masters * optimizer.state_bytes_per_parameter)
         stepped = "host" if assembly.settings.update_on_cpu and offloader.addressable else place("optimizer")
         in_layers = f", {self.kept_in} in the layers" if self.kept_in else ""
-        copies = place("weights") if on.streams_trained(masters=False) else "device"
+        streams = on.streams_trained(masters=False) and not shares.shards_base
+        copies = place("weights") if streams else "device"
         per = f"{optimizer.state_bytes_per_parameter:g} bytes a parameter"
 
         def of(shared: bool) -> str:
@@ -216,10 +217,15 @@ class Counts:
         layers = f", 1/{shares.ranks} of each layer's" if shares.shards_base else ""
         of_layers = f", 1/{shares.ranks} of each layer's" if shares.level == 3 else ""
         masters = shares.masters * settings.master_dtype.itemsize
+        apart = shares.whole_copies if copies != "device" else 0
+        # Beside a shared base, blocks do not compute with masters that are off the device.
+        more = sum(m for _, _, m in self.pieces) if shares.shards_base and on.moves("master") else 0
+        moved = shares.copies(self.copies) - apart + more
         return [
             Held("weights", place("weights"), base, f"frozen, {width}{in_layers}{layers}"),
             Held("unpacked weights", "device", self.unpacked, f"one layer's at a time, {width}"),
-            Held("compute copies", copies, shares.copies(self.copies), f"of trained weights, {width}{of_layers}"),
+            Held("compute copies", copies, moved, f"of trained weights, {width}{of_layers}"),
+            Held("whole copies", "device", apart, f"of trained weights outside of layers, {width}"),
             Held("panels", "device", self.panel_copies, "adapters beside the weights that they adapt"),
             Held("masters", place("master"), masters, f"trained, {master}{of(shared)}"),
             Held(
@@ -235,10 +241,11 @@ class Counts:
         on, head_chunks = _placement(assembly), assembly.settings.head_chunks
         moves = on.moves("residuals")
         gathered = range(1, len(self.pieces) - 1) if shares.shards_base else ()
+        whole = not shares.level and not shares.shards_base
         streamed = [
             (frozen if on.moves("weights") and number not in gathered else 0)
-            + (copies if on.streams_trained(masters=False) else 0)
-            + (masters if on.streams_trained(masters=True) else 0)
+            + (copies if on.streams_trained(masters=False) and whole else 0)
+            + (masters if on.streams_trained(masters=True) and whole else 0)
             for number, (frozen, copies, masters) in enumerate(self.pieces)
         ]
         coming = self.sums if on.moves("gradients") and shares.level < 2 else (0,) * len(self.sums)

@@ -164,10 +164,21 @@ class ShardedGroup:
         self.whole_pieces = tuple(key for key in self.parts if sharing.level < 3 or key in (EMBED, HEAD))
         """Keys of the pieces whose copies are whole on every rank."""
         self._copies: dict[str, Tensor] = {}
-        for key, part in self.parts.items():
-            count = part.owners[-1][1] - part.owners[0][0] if key in self.whole_pieces else part.count
-            self._copies[key] = torch.zeros(count, dtype=dtype, device=placement.device)
+        self._resting: dict[str, Tensor] = {}
+        """The copies of this rank's parts as their store keeps them; in host memory they are the CPU's tensors."""
+        self._allocate_copies(placement, dtype)
         self.groups = [group for part in parts for group in self._groups(part, whole)]
+
+    def _allocate_copies(self, placement: Placement, dtype: torch.dtype) -> None:
+        """Whole pieces stay on the device, parts are in the offloader's place."""
+        for key in self.whole_pieces:
+            owners = self.parts[key].owners
+            self._copies[key] = torch.zeros(owners[-1][1] - owners[0][0], dtype=dtype, device=placement.device)
+        cut = {key: part.count for key, part in self.parts.items() if key not in self.whole_pieces}
+        if cut:
+            copies, resting = placement.trained_weights(sum(cut.values()), dtype)
+            self._copies |= zip(cut, copies.split([*cut.values()]), strict=True)
+            self._resting |= zip(cut, resting.split([*cut.values()]), strict=True)
 
     def _groups(self, part: Part, whole: ParamGroup) -> list[ParamGroup]:
         """A part as groups of the optimizer, cut where rounding begins to draw other numbers."""
@@ -203,8 +214,15 @@ class ShardedGroup:
 
     # ------------------------------------------------------------------------ by piece
 
-    def owned(self, key: str, shard: Tensor) -> Owned:
-        """A piece's range as a store takes it. `shard`: this rank's part of it."""
+    def owned_sums(self, key: str) -> Owned:
+        """A piece's range of sums as a store takes it."""
+        return self._owned(key, self.own_sums(key))
+
+    def owned_copies(self, key: str) -> Owned:
+        """A piece's range of compute copies as a store takes it."""
+        return self._owned(key, self._resting[key])
+
+    def _owned(self, key: str, shard: Tensor) -> Owned:
         part = self.parts[key]
         start = part.owners[0][0]
         return Owned(owners=[(a - start, b - start) for a, b in part.owners], shard=shard)

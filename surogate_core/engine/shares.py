@@ -99,12 +99,22 @@ class Shares:
         """Bytes of the compute copies of a rank; `alone`: those of one rank alone."""
         if self.level == 0:
             return alone
-        width = self.settings.dtype.itemsize
+        return self.whole_copies + self.copies_of_parts
+
+    @property
+    def whole_copies(self) -> int:
+        """Bytes of the compute copies that a rank has whole beside the parts that it owns. They stay on the device."""
+        if self.level == 0:
+            return 0
         whole = sum(self.decayed) if self.level < 3 else self.decayed[0] + self.decayed[-1]
-        parts = 0 if self.level < 3 else sum(map(self._own, self.decayed[1:-1]))
         # Shared masters are separate from the copies even in the model's dtype; whole ones are not.
         replicated = self.undecayed if self.settings.dtype != self.settings.master_dtype else 0
-        return (whole + parts + replicated) * width
+        return (whole + replicated) * self.settings.dtype.itemsize
+
+    @property
+    def copies_of_parts(self) -> int:
+        """Bytes of the compute copies of a rank's parts of layers."""
+        return sum(map(self._own, self.decayed[1:-1])) * self.settings.dtype.itemsize if self.level == 3 else 0
 
     def base(self, alone: int) -> int:
         """Bytes of the frozen weights of a rank, with embedding and head whole; `alone`: those of one rank alone."""
@@ -124,9 +134,12 @@ class Shares:
         from host memory.
         """
         if self.shards_base:
-            largest = max(self.frozen[1:-1])
-            return 2 * largest + (2 * self._part(largest) if from_host else 0)
-        return 2 * max(self.decayed[1:-1], default=0) * self.settings.dtype.itemsize if self.level == 3 else 0
+            part = self._part(max(self.frozen[1:-1]))
+        else:
+            largest = max(self.decayed[1:-1], default=0) if self.level == 3 else 0
+            part = self._own(largest) * self.settings.dtype.itemsize
+        # All parts are as long as the longest one. One is on its way from the host.
+        return (2 * self.ranks + from_host) * part
 
     @property
     def whole_sums(self) -> int:

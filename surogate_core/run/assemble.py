@@ -312,7 +312,8 @@ def engine_settings(
 def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
     """The offloader, restricted to the kinds that the keys move; without such keys it moves all its kinds.
 
-    Raises `ConfigError` if a GPU would have to run the optimizer step in memory that it cannot address.
+    Raises `ConfigError` if a GPU would have to run the optimizer step in memory that it cannot address, or if several
+    GPUs need whole tensors on the device that it moves.
     """
     offloader: OffloaderSpec = registry.get("offload", config.offload.name)
     kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
@@ -321,6 +322,8 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
         message = f"{offloader.name} keeps {', '.join(sorted(stepped))} in memory that no GPU can address."
         problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offloader_of_keys()}")
         raise ConfigError([problem])
+    if offloader.place != "device" and (wrong := sharing.misplaced(config, kinds)):
+        raise ConfigError([wrong])
     return replace(offloader, kinds=kinds)
 
 

@@ -16,7 +16,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.engine.prediction import Counts, Prediction, predict
-from surogate_core.errors import MachineError, SurogateError
+from surogate_core.errors import ConfigError, MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.run.assemble import (
     ResolvedModel,
@@ -124,7 +124,10 @@ class _Search:
             changed = replace(self.config, **changes)
             if any(rule.wrong({f: getattr(changed, f) for f in changed.__slots__}) for rule in RULES):
                 return None
-            prediction = self.predicted(changed) if step else prediction
+            try:
+                prediction = self.predicted(changed) if step else prediction
+            except ConfigError:  # the offloader moves what this level keeps whole
+                continue
             if self.fits(prediction):
                 return changes
             smaller = self._smaller(changed, prediction)

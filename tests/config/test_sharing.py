@@ -60,6 +60,21 @@ def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems) -> No
     assert load(*keys, "gpus=2", "zero_level=0").zero_level == 0
 
 
+def test_what_every_gpu_has_whole_is_not_moved(load: Load) -> None:
+    def wrong(*keys: str, moves: str) -> Problem | None:
+        return sharing.misplaced(load("model=qwen3-0.6b", *keys), moves.split())  # type: ignore[arg-type]
+
+    everything = "weights residuals gradients master optimizer"
+    for level, moves, fix in ((1, "gradients", 2), (1, everything, 3), (2, "weights master", 3)):
+        problem = wrong("lora=false", "gpus=2", f"zero_level={level}", moves=moves)
+        assert problem is not None
+        assert (problem.key, problem.fix.split(",")[0]) == ("zero_level", f"zero_level: {fix}")
+    for keys in (["gpus=1"], ["gpus=2", "zero_level=0"], ["gpus=2", "zero_level=3"]):
+        assert wrong("lora=false", *keys, moves=everything) is None
+    assert wrong("lora=false", "gpus=2", moves="residuals master optimizer") is None
+    assert wrong("lora=true", "gpus=2", moves=everything) is None
+
+
 def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, registry: Registry) -> None:
     def check(*keys: str) -> None:
         config = load("model=qwen3-0.6b", "lora=false", *keys)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from tiny_qwen3 import StrictStore
 from torch import Tensor
 
-from surogate_core.bundles import OptimizerSpec
+from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Stores, TensorKind
 from surogate_core.engine.engine import Engine
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
@@ -91,6 +92,50 @@ def test_any_number_of_ranks_trains_the_same_bits(case: str) -> None:
     figures, state = trained(1, exact=True, **CASES[case])
     for world in (2, 4, 8):
         other_figures, other_state = trained(world, exact=True, **CASES[case])
+        assert other_figures == figures, f"{world} ranks"
+        tiny.ensure_same_bits(other_state, state, f"{world} ranks")
+
+
+class _LiveStore(StrictStore):
+    """A store that keeps the CPU's tensors of `allocate` as they are, and copies of all others."""
+
+    stores: _HostStores
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        live = self.stores.live
+        self.held[key] = tuple(t if t.untyped_storage()._cdata in live else t.clone() for t in tensors)
+
+
+class _HostStores(Stores):
+    """Host memory under two addresses, as for a GPU."""
+
+    def __init__(self) -> None:
+        self.live: set[int] = set()
+
+    def store(self, kind: TensorKind) -> _LiveStore:
+        made = _LiveStore(kind)
+        made.stores = self
+        return made
+
+    def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        here = torch.zeros(elements * dtype.itemsize, dtype=torch.uint8)
+        on_host = torch.from_numpy(here.numpy())
+        self.live.add(on_host.untyped_storage()._cdata)
+        return here.view(dtype), on_host.view(dtype)
+
+
+@pytest.mark.parametrize("case", ["lora on a sharded base", "level 2", "level 3", "level 3 in 8 bits, bf16 masters"])
+def test_what_is_shared_out_may_be_in_host_memory(case: str) -> None:
+    """Each rank moves its part. Weights are whole on the device up to level 2."""
+    kinds: set[TensorKind] = {"master", "optimizer", "residuals"}
+    kinds |= {"weights"} if case != "level 2" else set()
+    kinds |= {"gradients"} if "level" in case else set()
+    host = OffloaderSpec(
+        name="host", kinds=frozenset(kinds), place="host", build=lambda *a: _HostStores(), allocates=True
+    )
+    figures, state = trained(1, exact=True, **CASES[case])
+    for world in (2, 4):
+        other_figures, other_state = trained(world, exact=True, offloader=host, **CASES[case])
         assert other_figures == figures, f"{world} ranks"
         tiny.ensure_same_bits(other_state, state, f"{world} ranks")
 

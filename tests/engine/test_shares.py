@@ -65,8 +65,8 @@ def test_a_frozen_base_is_shared_out_by_layer() -> None:
     lone, two = shares(0, 1, frozen=10_000, shard_weights=True), shares(0, 2, frozen=10_000, shard_weights=True)
     assert lone.base(20_200) == 20_200
     assert two.base(20_200) == 200 + 2 * 5120, "parts are multiples of 256 bytes"
-    assert two.gathered(from_host=False) == 20_000
-    assert two.gathered(from_host=True) == 20_000 + 2 * 5120
+    assert two.gathered(from_host=False) == 4 * 5120
+    assert two.gathered(from_host=True) == 5 * 5120
     (sent,) = [s for s in two.sent if s.how == "gather" and s.beside == "both"]
     assert sent.nbytes == 4 * 2 * 10_000 // 2
     assert sent.calls == 4 * 2, "the last two layers of the forward are the first two of the backward"
