@@ -83,7 +83,7 @@ class Engine:
 
     def _allocate(self, placement: Placement) -> None:
         """The stores, the inputs, the recipe's state and the parameters."""
-        settings, weights = self.settings, self.plan.weights
+        settings = self.settings
         self.stores = StoreSet.of(placement, self.sharing)
         self.inputs = Inputs.allocate(settings, len(self.plan.layers))
         state = self.assembly.recipe.state(self.plan.slots, settings.device)
@@ -92,9 +92,7 @@ class Engine:
         self._rounding_seed = torch.zeros((), dtype=torch.int32, device=updating)
         self.parameters = Parameters(
             self.plan.pieces,
-            panels=weights.panels,
-            joins=weights.joins,
-            packed=weights.packed,
+            plan=self.plan.weights,
             weights=self.stores.weights,
             device=settings.device,
             dtype=settings.dtype,

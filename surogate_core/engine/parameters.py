@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import ShardedGroup, Sharing
 from surogate_core.files.tensorfile import Deferred
+
+if TYPE_CHECKING:
+    from surogate_core.engine.weight_plan import WeightPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +161,7 @@ class Parameters:
         weight_decay: float,
         master_dtype: torch.dtype = torch.float32,
         seed: Tensor | None = None,
-        panels: Mapping[str, Sequence[Panel]] | None = None,
-        joins: Mapping[str, Sequence[Join]] | None = None,
-        packed: Mapping[str, Packed] | None = None,
+        plan: WeightPlan | None = None,
         placement: Placement | None = None,
         sharing: Sharing | None = None,
     ):
@@ -171,11 +173,11 @@ class Parameters:
         """HF name → whole master, of the tensors of that group."""
         self.before_fetch: Callable[[str], None] = _nothing
         """Called with the key of a piece before an export fetches it, for stores that all ranks serve."""
-        self.panels: Mapping[str, Sequence[Panel]] = panels or {}
+        self.panels: Mapping[str, Sequence[Panel]] = plan.panels if plan else {}
         """Key of a piece → the panels that its programs multiply with."""
-        self.joins: Mapping[str, Sequence[Join]] = joins or {}
+        self.joins: Mapping[str, Sequence[Join]] = plan.joins if plan else {}
         """Key of a piece → the slots whose weights its programs read as one matrix."""
-        self.packed: Mapping[str, Packed] = packed or {}
+        self.packed: Mapping[str, Packed] = plan.packed if plan else {}
         """HF name of a frozen weight → how the recipe or the weight format keeps it."""
         self._source: Source | None = None
         self.weights = weights
@@ -185,7 +187,21 @@ class Parameters:
         self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
         self.placement = placement or Placement.on(device)
         self.specs = {spec.hf_name: spec for spec in distinct(found)}
-        trainable = [s for s in self.specs.values() if s.trainable]
+        self._allocate_groups([s for s in self.specs.values() if s.trainable], weight_decay)
+        self._frozen: dict[str, Tensor] = {}
+        self.shared: list[Tensor] = []
+        """The workspaces, panels or matrices, into which weights in a weight format are unpacked, one layer at a
+        time.
+        """
+        self._edges: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Key of a piece → for each of its panels (edge of a shared panel, the piece's A's and B's that are copied
+        there).
+        """
+        self._panels, self._loads = self._allocate_panels()
+        self._rooms = self._allocate_rooms()
+
+    def _allocate_groups(self, trainable: Sequence[TensorSpec], weight_decay: float) -> None:
+        """The flat groups of trained parameters."""
         self.groups: list[ParamGroup] = []
         self.host_groups: list[ParamGroup] = []
         """The same groups for the CPU, if masters and gradients are in its memory."""
@@ -204,17 +220,6 @@ class Parameters:
         """The same for the CPU, if both are in its memory."""
         self._add_group("decayed", [s for s in trainable if s.decayed], weight_decay)
         self._add_group("undecayed", [s for s in trainable if not s.decayed], 0.0)
-        self._frozen: dict[str, Tensor] = {}
-        self.shared: list[Tensor] = []
-        """The workspaces, panels or matrices, into which weights in a weight format are unpacked, one layer at a
-        time.
-        """
-        self._edges: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        """Key of a piece → for each of its panels (edge of a shared panel, the piece's A's and B's that are copied
-        there).
-        """
-        self._panels, self._loads = self._allocate_panels()
-        self._rooms = self._allocate_rooms()
 
     def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
         if not members:

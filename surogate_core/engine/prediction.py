@@ -423,12 +423,10 @@ class _LayerBytes:
 
 def _parameters_on_meta(plan: EnginePlan) -> Parameters:
     """The run's parameters without memory."""
-    settings, weights = plan.assembly.settings, plan.weights
+    settings = plan.assembly.settings
     return Parameters(
         plan.pieces,
-        panels=weights.panels,
-        joins=weights.joins,
-        packed=weights.packed,
+        plan=plan.weights,
         weights=DeviceStore("weights"),
         device=torch.device("meta"),
         dtype=settings.dtype,
