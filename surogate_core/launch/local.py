@@ -91,6 +91,9 @@ def _environment(before: Mapping[str, str], rank: int, world: int, gpus: list[st
         found[VISIBLE] = rotated(gpus, rank)
     if world > 1:
         found.setdefault(THREADS, str(threads(world)))
+        if Path("/sys/class/net/lo").exists():
+            # gloo would look for the network of this machine's name, which may not be there.
+            found.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return found
 
 

@@ -25,6 +25,7 @@ from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
+from surogate_core.run.links import slow_links
 from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
@@ -197,6 +198,7 @@ class _Run:
             return
         check_equal(self.mesh.gather(facts_of(base, material, self.registry, checkpoint)))
         self.notes += unequal_devices(self.mesh.gather(_in_words(base.device)))
+        self.notes += slow_links(self.mesh, base.device)
 
     def _follow(self, engine: Engine, material: Material, root: Path, checkpoint: Checkpoint | None) -> int:
         """Train as rank 0 orders, until it has written everything."""

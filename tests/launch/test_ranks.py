@@ -205,6 +205,7 @@ def test_more_processes_than_gpus(joining: Joining, installed: Any, monkeypatch:
 def test_threads_are_shared_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: set(range(13)), raising=False)
     found = local._environment({"HOME": "/h"}, 3, 4, ["0", "1", "2", "3"])
+    found.pop("GLOO_SOCKET_IFNAME", None)
     assert found == {
         "HOME": "/h",
         "RANK": "3",

@@ -1,0 +1,59 @@
+"""How the GPUs of a run reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from surogate_core.errors import MachineError
+from surogate_core.run.assemble import resolve_device
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.mesh.mesh import Mesh
+
+
+def check_collectives(config: RunConfig) -> None:
+    """Raise `MachineError` if this torch cannot connect several processes on the run's device."""
+    gpu = resolve_device(config).type == "cuda"
+    name, there = ("NCCL", dist.is_nccl_available) if gpu else ("gloo", dist.is_gloo_available)
+    if not dist.is_available() or not there():
+        raise MachineError(
+            f"gpus={config.gpus}: torch {torch.__version__} has no {name}, which connects the processes of a run. "
+            f"Fix: gpus=1, or a torch for Linux from PyTorch's own index."
+        )
+
+
+def slow_links(mesh: Mesh, device: torch.device) -> list[str]:
+    """A note if GPUs of one machine cannot read each other's memory. All ranks call it."""
+    return no_peer_access(mesh.gather(_unreachable(mesh, device)))
+
+
+def no_peer_access(unreachable: Sequence[Sequence[int]]) -> list[str]:
+    """The note, from the ranks that each rank cannot reach."""
+    pairs = sorted({(min(a, b), max(a, b)) for a, others in enumerate(unreachable) for b in others})
+    if not pairs:
+        return []
+    shown = ", ".join(f"{a} and {b}" for a, b in pairs[:3])
+    more = f" and {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""
+    return [
+        f"The GPUs of ranks {shown}{more} have no peer access to each other: what they exchange goes through host "
+        f"memory, which is slower. `nvidia-smi topo -m` shows how they are connected."
+    ]
+
+
+def _unreachable(mesh: Mesh, device: torch.device) -> list[int]:
+    """Ranks of this machine whose GPU this rank's GPU cannot reach. Its own GPU is the first that it sees."""
+    seen = torch.cuda.device_count() if device.type == "cuda" else 0
+    if mesh.local_world < 2 or seen < mesh.local_world:
+        return []
+    first, own = mesh.rank - mesh.rank % mesh.local_world, mesh.rank % mesh.local_world
+    others = [(own + number) % seen for number in range(seen)]
+    return [
+        first + place
+        for number, place in enumerate(others)
+        if number and place < mesh.local_world and not torch.cuda.can_device_access_peer(device, number)
+    ]
