@@ -114,7 +114,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
 - `task`: equal data give equal micro-batches; a stream that loads a state goes on with the same micro-batches, after
   any step; it refuses the state of other data; every micro-batch has the shapes of the sample; every pass over the
   held-out rows is the same.
-- `launcher`: every rank of the job runs once, its exit code comes back, and an error in it is never exit code 0.
+- `launcher`: every rank of the job runs once, two for a job of two GPUs, its exit code comes back, and an error in it
+  is never exit code 0.
 
 The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does
 not apply on this machine is reported as skipped, with the reason; for example, a kernel pack for NVIDIA GPUs needs an

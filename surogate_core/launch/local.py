@@ -48,13 +48,13 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
     world = processes(job.config["gpus"], job.config["device"], len(gpus))
     if world == 1 and not options.max_restarts:
         return job.run(registry=registry)
-    began = time.time()
+    began, sent = time.time(), _sent(job, world)
     directory = Path(job.config["output_dir"])
     logs = directory / "logs"
     if world > 1:
         atomic.ensure_writable(logs, key="output_dir")
     plan = Plan(
-        job=_sent(job, world),
+        job=sent,
         environments=[_environment(os.environ, rank, world, gpus) for rank in range(world)],
         logs=logs,
         silence=options.silence,

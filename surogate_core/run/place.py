@@ -33,9 +33,15 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 WATCHING = frozenset(
-    "output_dir resume_from_checkpoint monitor report_to log_gpu_util log_file plugins dataloader_num_workers".split()  # noqa: SIM905
+    """
+    output_dir resume_from_checkpoint monitor report_to log_gpu_util log_file plugins dataloader_num_workers
+    gpus launcher max_restarts
+    """.split()  # noqa: SIM905
 )
-"""Keys that may differ between a run and its resumption: they change neither the training nor the name of the run."""
+"""Keys that may differ between a run and its resumption: they change neither the training nor the name of the run.
+
+A resumed run keeps the micro-batches of a step on any number of `gpus`.
+"""
 
 CONTENT_BYTES = 64 * 2**20
 """Bytes of a data set that are recognised by their contents; files beyond them by their sizes and times."""

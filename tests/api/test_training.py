@@ -129,6 +129,25 @@ def test_the_same_call_resumes_and_a_control_stops(trained: SimpleNamespace) -> 
     assert len(run.losses) == 4
 
 
+def test_callbacks_cannot_leave_the_process(trained: SimpleNamespace) -> None:
+    keys = {**trained.keys, "output_dir": trained.place / "refused", "gpus": 2}
+    with pytest.raises(surogate.ConfigError, match=r"callbacks: they run in the process that trains.* Fix: gpus=1, or"):
+        surogate.sft(datasets=ROWS, callbacks=print, **keys)
+    assert not (trained.place / "refused" / "logs").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_are_one_run(trained: SimpleNamespace, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = {key: value for key, value in trained.keys.items() if key != "output_dir"}
+    before = process()
+    run = surogate.sft(datasets=ROWS, quiet=True, gpus=2, **keys)
+    assert process() == before
+    assert (run.outcome, len(run.losses)) == ("finished", 3)
+    assert run.paths.directory.parent == Path("runs")
+    assert (run.paths.directory / "logs" / "rank-1.log").is_file()
+
+
 def test_a_file_and_keywords_together(trained: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("max_steps: 99\nlearning_rate: 1e-3\nlora_rank: wrong\n")

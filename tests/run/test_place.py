@@ -71,6 +71,7 @@ def test_the_same_request_resumes_until_it_is_done(load: Load) -> None:
     first, _ = begin(load())
     again, note = begin(load(report_to=["web"], log_gpu_util=0))
     assert again == first, "monitors do not make it another run"
+    assert begin(load(gpus=2))[0] == first, "a run resumes on another number of GPUs"
     assert note.startswith(f"Resuming {first}")
     assert begin(load(), done=True)[0] == first
     new, note = begin(load())
