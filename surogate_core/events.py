@@ -186,6 +186,27 @@ class GpuStats(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankStats(Event):
+    """Figures of each rank of a run on several GPUs, every `log_gpu_util` steps and at the end."""
+
+    step: int
+    """Optimizer steps done."""
+    peak_memory_bytes: tuple[int, ...]
+    """By rank: peak of the device allocator on CUDA, peak resident set on a CPU."""
+    work_seconds: tuple[float, ...] = ()
+    """By rank: mean time of a micro-step that needs no other rank; empty if each needs the others."""
+
+    @property
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank whose micro-steps take longest, and by which share they take longer than the mean of all ranks."""
+        if not self.work_seconds:
+            return None
+        longest = max(self.work_seconds)
+        mean = sum(self.work_seconds) / len(self.work_seconds)
+        return self.work_seconds.index(longest), longest / max(mean, 1e-12) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalEnd(Event):
     """An evaluation over the held-out rows."""
 

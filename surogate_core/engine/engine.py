@@ -31,6 +31,7 @@ from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import ShardedState, Sharing
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, SideSums, StoreSet
+from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.files.tensorfile import Deferred, TensorFile
@@ -123,6 +124,8 @@ class Engine:
         by_number = self.mesh.world > 1 or settings.exact
         self.losses = LossSum(settings.device, numbers=settings.micro_batches if by_number else 0)
         self._lanes = Lanes(self.parameters.sums())
+        self.own_work = Stopwatch(settings.device)
+        """Of several ranks: times the micro-steps that need no other rank."""
         self.sides = SideSums(self.plan.layers, settings.device)
         self.update = Update(
             self.assembly,
@@ -284,10 +287,13 @@ class Engine:
             self._sums_hold = not self._lanes.after(share, micro_step)
 
     def _run_micro_step(self, first: bool, last: bool, fresh: bool) -> None:
+        run: Callable[[], None] = partial(self.step.train, first, last, fresh)
         if self._micro_steps:
-            self._micro_steps[self._kind(first, last, fresh)]()
+            run = self._micro_steps[self._kind(first, last, fresh)]
+        if self.mesh.world > 1 and not self.traffic.within(first=first, last=last) and not self.settings.shard_weights:
+            self.own_work.time(run)
         else:
-            self.step.train(first, last, fresh)
+            run()
 
     @torch.no_grad()
     def train_step(self, batches: Sequence[MicroBatch | Counts], *, step: int, lr: float) -> StepResult:

@@ -60,6 +60,10 @@ class Traffic:
 
     # ----------------------------------------------------------------------- micro-step
 
+    def within(self, *, first: bool, last: bool) -> bool:
+        """Whether a micro-step of training needs other ranks."""
+        return (first and self.gathers) or (last and self.overlaps) or self._sharing.reduces_each_micro_step
+
     def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step of training begins."""
         if first and self.gathers:

@@ -159,10 +159,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def _gibibytes(size: float) -> str:
-    return f"{size / 2**30:.{2 if size < 10 * 2**30 else 1}f} GiB"
-
-
 def _shown(value: float) -> str:
     return figure(value) if np.isfinite(value) else "not finite"
 
@@ -238,7 +234,8 @@ def _amount_tiles(run: RunRecord, *, peak: float | None) -> list[tuple[str, str,
     if len(seconds) and seconds[-1]:
         found.append(("training time", duration(float(seconds[-1])), ""))
     if peak is not None and np.isfinite(peak):
-        found.append(("peak memory", _gibibytes(peak), ""))
+        remark = f"rank 0 of {len(others)}" if (others := contents.ranks(run)) else ""
+        found.append(("peak memory", contents.gibibytes(peak), remark))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from surogate_core.files.metrics import as_number
 from surogate_core.report.curves import Band, Mark, figure, kept_places, smoothed
 from surogate_core.report.records import RunRecord
 
@@ -126,6 +127,7 @@ def sections(run: RunRecord, *, with_plugins: bool = True) -> list[Section]:
         Section(title="Advice", header=("step", "seen", "key", "change", "evidence"), rows=advice(run)),
         Section(title="Notes", items=notices(run)),
         Section(title="Run", rows=facts(run)),
+        Section(title="Ranks", header=("rank", "peak memory", "micro-step"), rows=ranks(run)),
         Section(title="Data", rows=[row for row in counted if row not in zero]),
         Section(title="Data: counts that are 0", rows=zero, folded=True),
         Section(title="Phases", header=("step", "phase", "before", "improvement"), rows=phases(run), folded=True),
@@ -159,6 +161,21 @@ def milestones(run: RunRecord, count: int = 12) -> Rows:
     places = sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
     names = ("loss", "lr", "grad_norm", "tokens_per_second")
     return [(f"{run.steps[i]:,}", *(_shown(run.series[name][i]) for name in names)) for i in places]
+
+
+def ranks(run: RunRecord) -> Rows:
+    """(rank, its peak memory, mean time of a micro-step that needs no other rank), as far as they were measured."""
+    lists = (run.ranks.get(name) for name in ("peak_memory_bytes", "work_seconds"))
+    memory, seconds = ([as_number(v) for v in found] if isinstance(found, list) else [] for found in lists)
+    return [
+        (str(rank), gibibytes(peak), f"{1e3 * seconds[rank]:.4g} ms" if rank < len(seconds) else "")
+        for rank, peak in enumerate(memory)
+    ]
+
+
+def gibibytes(size: float) -> str:
+    """``1.23 GiB``."""
+    return f"{size / 2**30:.{2 if size < 10 * 2**30 else 1}f} GiB"
 
 
 def phases(run: RunRecord) -> Rows:

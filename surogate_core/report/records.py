@@ -83,6 +83,8 @@ class RunRecord:
     """Texts that the model generated at evaluations, where a monitor or the run recorded them."""
     notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
+    ranks: Mapping[str, Any] = field(default_factory=dict)
+    """The last ``rank_stats``; empty for a run on one GPU."""
     live: bool = False
     """Whether this process is the run, so that one without an end is surely going on."""
     progress: Mapping[str, Any] | None = None
@@ -178,7 +180,10 @@ class RunRecord:
                 self._evaluations.add(int(record["step"]), record)
             case "gpu_stats":
                 self._gpu.add(int(record["step"]), record)
+            case "rank_stats":
+                self.ranks = record
             case "run_start":
+                self.ranks = {}
                 self.start, self.end, self.progress = record, None, None
             case "run_end":
                 self.end, self.progress = record, None

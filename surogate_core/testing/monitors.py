@@ -25,6 +25,7 @@ from surogate_core.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    RankStats,
     ReportWritten,
     RoutingStats,
     RunEnd,
@@ -61,6 +62,7 @@ def events() -> list[Event]:
             step=2, utilization=0.9, memory_used_bytes=1 << 30, memory_total_bytes=1 << 36, power_watts=400.0,
             temperature_celsius=50.0, sm_clock_mhz=1800.0,
         ),
+        RankStats(step=2, peak_memory_bytes=(1 << 30, 1 << 31), work_seconds=(0.01, 0.02)),
         BlockFigures(step=2, figures={"router.entropy": 1.2}),
         RoutingStats(step=2, imbalance=1.5, utilization=0.9, aux_loss=1.0),
         PrecisionStats(

@@ -12,7 +12,7 @@ from surogate_core.mesh.mesh import Mesh
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Led, Order
-from surogate_core.train.loop import settled_objects
+from surogate_core.train.loop import peak_memory, settled_objects
 from surogate_core.train.prefetch import Prefetcher
 from surogate_core.train.restore import load_tensors
 from surogate_core.train.signals import StopSignals
@@ -58,12 +58,15 @@ class Follower:
             if order == Order.END:
                 return
             if order == Order.STEP:
+                self._ranks.steps_on()
                 made = batches.take()
                 previous, launched = launched, self._engine.train_step(made.batches, step=self._step, lr=value)
                 self._step += 1
                 if previous is not None:
                     previous.read()  # stay at most one step ahead of the device, as rank 0 does
                 self._ranks.stepped(self._step)
+            elif order == Order.FIGURES:
+                self._ranks.figures(peak_memory(self._engine.settings.device), self._engine.own_work.mean())
             else:
                 self._ranks.rests()
                 self._do(order, value)

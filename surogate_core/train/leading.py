@@ -34,6 +34,8 @@ class Order(IntEnum):
     """Take part in what rank 0 reads from the engine while it writes files."""
     LOAD = 4
     """Load the tensors of the checkpoint of this step."""
+    FIGURES = 5
+    """Exchange the figures of the ranks."""
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -46,6 +48,7 @@ class Ranks:
     def __init__(self, mesh: Mesh, signals: StopSignals):
         self._mesh, self._signals = mesh, signals
         self.world = mesh.world
+        self._steps, self._rests = 0, True
 
     def interruptible(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches of an evaluation, all of which every rank goes through.
@@ -60,13 +63,33 @@ class Ranks:
                     raise Interrupted
             yield batch
 
+    def figures(self, peak_memory: int, work: float | None) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """This rank's peak memory in bytes and the mean seconds of its work, exchanged for those of all ranks.
+
+        The second is empty unless all ranks have measured it.
+        """
+        mine = [_NOTHING] * (2 * self.world)
+        mine[self._mesh.rank] = float(peak_memory)
+        mine[self.world + self._mesh.rank] = _NOTHING if work is None else work
+        found = self._agree(*mine)
+        seconds = tuple(found[self.world :])
+        return tuple(int(n) for n in found[: self.world]), seconds if _NOTHING not in seconds else ()
+
     def stepped(self, step: int) -> None:
         """Report to the supervisor that so many steps are done."""
         self._mesh.lifeline.beat(step)
+        self._steps = step
+
+    def steps_on(self) -> None:
+        """Report to the supervisor that a step begins, if this rank did other work before."""
+        if self._rests:
+            self._mesh.lifeline.beat(self._steps)
+            self._rests = False
 
     def rests(self) -> None:
         """Report to the supervisor that the work until the next step may take any time."""
         self._mesh.lifeline.rest()
+        self._rests = True
 
     def _agree(self, *values: float) -> list[float]:
         """The largest of the ranks' values; all ranks learn of a signal that reached any of them."""
@@ -90,7 +113,9 @@ class Leader(Ranks):
     @contextmanager
     def ordering(self, order: Order, value: float = 0.0) -> Iterator[None]:
         """Order the work that is done inside."""
-        if order != Order.STEP:
+        if order == Order.STEP:
+            self.steps_on()
+        elif order != Order.FIGURES:
             self.rests()
         if self.world == 1:
             yield

@@ -19,7 +19,7 @@ from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import SurogateError, UserError
-from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, StepEnd
+from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, RankStats, StepEnd
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
@@ -358,6 +358,7 @@ class Loop:
         for event in side_events(step, launched.result.sides(), launched.result.micro_steps):
             self.emit(event)
         self._watch_gpu(step)
+        self._watch_ranks(step)
         self._watch_precision(launched, step)
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
             what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
@@ -375,6 +376,15 @@ class Loop:
             self.emit(stats)
         if step % self.config.log_gpu_util == 0:
             self._telemetry.ask(step)
+
+    def _watch_ranks(self, step: int) -> None:
+        """Exchange the ranks' figures when they are due."""
+        every = self.config.log_gpu_util
+        if self.leader.world == 1 or not every or (step % every and step != self.total_steps):
+            return
+        with self.leader.ordering(Order.FIGURES):
+            memory, seconds = self.leader.figures(peak_memory(self.engine.settings.device), self.engine.own_work.mean())
+        self.emit(RankStats(step=step, peak_memory_bytes=memory, work_seconds=seconds))
 
     def _watch_precision(self, launched: _Launched, step: int) -> None:
         """Count saturated tensors from the step's figures, and emit the statistics every `WINDOW` steps."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from surogate_core.events import BlockFigures, EvalEnd, Event, GpuStats, PrecisionStats, RoutingStats, StepEnd
+from surogate_core.events import (
+    BlockFigures,
+    EvalEnd,
+    Event,
+    GpuStats,
+    PrecisionStats,
+    RankStats,
+    RoutingStats,
+    StepEnd,
+)
 
 STEP_SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes", "speed_of_light")
 """Fields of a step, named ``train/FIELD``."""
@@ -26,6 +35,9 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
             return event.step, _named("eval", event, EVAL_SCALARS)
         case GpuStats():
             return event.step, _named("gpu", event, GPU_SCALARS)
+        case RankStats():
+            memory = {"ranks/peak_memory_bytes_max": float(max(event.peak_memory_bytes))}
+            return event.step, memory | ({"ranks/slowest_excess": event.slowest[1]} if event.slowest else {})
         case BlockFigures():
             return event.step, {f"block/{name}": value for name, value in event.figures.items()}
         case RoutingStats():

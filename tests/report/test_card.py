@@ -49,6 +49,8 @@ def test_tiles_have_what_was_measured_and_no_more() -> None:
         "GPU": "99% (655 W)",
     }  # fmt: skip
     assert tiles(run_of(START)) == {}
+    ranks = {"event": "rank_stats", "step": 7, "peak_memory_bytes": [2**29, 2**30]}
+    assert tiles(run_of(START, STEP, ranks))["peak memory"] == "0.50 GiB (rank 0 of 2)"
 
 
 def test_a_latest_value_that_is_not_finite_is_named() -> None:

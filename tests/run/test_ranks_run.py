@@ -62,6 +62,9 @@ def test_a_run_on_two_ranks_is_the_run_on_one(
     (start,) = records(two, "run_start")
     assert (start["gpus"], start["tokens_per_step"]) == (2, records(one, "run_start")[0]["tokens_per_step"])
     assert "equal bits on 1, 2 and 4 equal GPUs" in notes(records, two)
+    (figures,) = records(two, "rank_stats")
+    assert (figures["step"], len(figures["peak_memory_bytes"]), len(figures["work_seconds"])) == (4, 2, 2)
+    assert records(one, "rank_stats") == []
 
     # The same command on one rank: a step keeps its four micro-batches.
     resumed = of_step(two, 2, tmp_path / "resumed")

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch
 from surogate_core.batch import MicroBatch
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import MachineError
+from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.mesh.virtual import in_threads
 from surogate_core.testing import tiny
@@ -103,6 +104,38 @@ def test_a_follower_does_what_rank_0_orders(tmp_path: Path) -> None:
     _, done = led(lead, tmp_path)
     shared = [False, True]
     assert done == [(0, 0.1, shared), (1, 0.3, shared), "evaluation begins", 5, [1.0]]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_every_rank_learns_the_figures_of_all(measured: bool) -> None:
+    def rank(fabric: Any) -> Any:
+        ranks = Ranks(fabric.mesh(), StopSignals())
+        return ranks.figures(100 + fabric.rank, 0.5 + fabric.rank if measured or fabric.rank else None)
+
+    expected = ((100, 101, 102), (0.5, 1.5, 2.5) if measured else ())
+    assert in_threads(3, rank) == [expected] * 3
+
+
+def test_the_supervisor_hears_when_a_step_may_take_any_time() -> None:
+    class Line(Lifeline):
+        said: ClassVar[list[Any]] = []
+
+        def beat(self, step: int) -> None:
+            self.said.append(step)
+
+        def rest(self) -> None:
+            self.said.append("rest")
+
+    leader = Leader(Mesh(lifeline=Line()), StopSignals())
+    for step in (1, 2):
+        with leader.ordering(Order.STEP, 0.1):
+            pass
+        leader.stepped(step)
+    with leader.ordering(Order.EVALUATE), leader.served(None):  # type: ignore[arg-type]
+        pass
+    with leader.ordering(Order.STEP, 0.1):
+        pass
+    assert Line.said == [0, 1, 2, "rest", "rest", 2], "after other work the step begins with a report"
 
 
 def test_a_signal_to_any_rank_reaches_rank_0_with_the_next_step(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from surogate_core.events import EvalEnd, GpuStats, PrecisionStats, RoutingStats, StepEnd
+import pytest
+
+from surogate_core.events import EvalEnd, GpuStats, PrecisionStats, RankStats, RoutingStats, StepEnd
 from surogate_core.testing.monitors import events
 from surogate_core.train.scalars import scalars_of
 
@@ -24,6 +26,9 @@ def test_every_event_of_a_run() -> None:
     assert evaluations == [{"eval/loss": 4.0}, {"eval/loss": 2.0, "eval/gap": 0.5}]
     (gpu,) = [named for kind, _, named in found if kind is GpuStats]
     assert gpu["gpu/power_watts"] == 400.0
+    (ranks,) = [named for kind, _, named in found if kind is RankStats]
+    assert ranks == {"ranks/peak_memory_bytes_max": 2.0**31, "ranks/slowest_excess": pytest.approx(1 / 3)}
+    assert scalars_of(RankStats(step=1, peak_memory_bytes=(1, 2))) == (1, {"ranks/peak_memory_bytes_max": 2.0})
     (precision,) = [named for kind, _, named in found if kind is PrecisionStats]
     assert precision == {
         "precision/saturated_activation": 0.1,

@@ -26,6 +26,7 @@ from surogate_core.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    RankStats,
     ReportWritten,
     RunEnd,
     RunInfo,
@@ -153,6 +154,14 @@ GPU = GpuStats(
 GPU_TEXT = "GPU 97% busy · 71.00 GiB of 80.00 GiB · 655 W · 58 °C · 1755 MHz"
 
 
+RANKS = RankStats(step=2, peak_memory_bytes=(70 * 2**30, 71 * 2**30), work_seconds=(0.1, 0.12))
+RANKS_TEXT = "2 ranks · peak memory 70.00 GiB to 71.00 GiB · slowest rank 1, micro-steps 9.1% longer than the mean"
+
+
+def test_ranks_without_a_micro_step_of_their_own_have_no_slowest() -> None:
+    assert text.ranks_line(RankStats(step=2, peak_memory_bytes=(2**30,) * 4)) == "4 ranks · peak memory 1.00 GiB"
+
+
 def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> None:
     view, stream, _ = plain()
     view.on_event(START)
@@ -160,12 +169,14 @@ def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> Non
     view.on_event(PhaseChange(step=1, phase="converging", previous="warmup", improvement=0.1))
     view.on_event(step(2, speed_of_light=0.415))
     view.on_event(GPU)
+    view.on_event(RANKS)
     view.on_event(END)
     view.on_event(ReportWritten(path="output/report.html"))
     lines = stream.getvalue().splitlines()
     assert "tok/s  MFU  7.1 %  mem  1.50 GiB  eta    1:01" in lines[4]
     assert lines[6].endswith("tok/s  MFU 41.5 %  mem  1.50 GiB  eta    1:01  converging")
     assert lines[7] == f"step 2: {GPU_TEXT}"
+    assert lines[8] == f"step 2: {RANKS_TEXT}"
     assert "Report: output/report.html" in lines
 
 
@@ -316,6 +327,8 @@ def test_speed_of_light_and_telemetry_in_the_live_view() -> None:
     view.on_event(GPU)
     assert drawn(view)[2] == "lr 2.00e-04  grad norm 1.23  80k tok/s  MFU 41.5 %  memory 1.50 GiB"
     assert drawn(view)[3] == GPU_TEXT
+    view.on_event(RANKS)
+    assert drawn(view)[4] == RANKS_TEXT
     view.close()
 
 

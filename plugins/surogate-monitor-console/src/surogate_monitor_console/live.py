@@ -26,6 +26,7 @@ from surogate_core.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    RankStats,
     ReportWritten,
     RunEnd,
     RunInfo,
@@ -63,6 +64,7 @@ class LiveView:
         self._phase = ""
         self._pace = text.Pace()
         self._gpu: GpuStats | None = None
+        self._ranks: RankStats | None = None
         self._tasks: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
@@ -95,6 +97,8 @@ class LiveView:
                 self._phase = event.phase
             case GpuStats():
                 self._gpu = event
+            case RankStats():
+                self._ranks = event
             case Advice():
                 self._say(text.advice_line(event), style="yellow")
             case PrecisionStats():
@@ -196,6 +200,8 @@ class LiveView:
         rows: list[RenderableType] = [grid, second]
         if self._gpu is not None:
             rows.append(Text(text.gpu_line(self._gpu), style="dim"))
+        if self._ranks is not None:
+            rows.append(Text(text.ranks_line(self._ranks), style="dim"))
         return Group(*rows)
 
     def _task_bars(self) -> RenderableType | None:

@@ -18,6 +18,7 @@ from surogate_core.events import (
     PhaseChange,
     PrecisionStats,
     Progress,
+    RankStats,
     ReportWritten,
     RunEnd,
     RunInfo,
@@ -70,6 +71,8 @@ class PlainView:
                 self._print(text.advice_line(event))
             case GpuStats():
                 self._print(f"step {event.step}: {text.gpu_line(event)}")
+            case RankStats():
+                self._print(f"step {event.step}: {text.ranks_line(event)}")
             case PrecisionStats():
                 self._print(*filter(None, [text.precision_line(event)]))
             case Notice():

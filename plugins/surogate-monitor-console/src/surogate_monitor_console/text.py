@@ -14,6 +14,7 @@ from surogate_core.events import (
     GpuStats,
     PhaseChange,
     PrecisionStats,
+    RankStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -159,6 +160,17 @@ def gpu_line(event: GpuStats) -> str:
         f"GPU {event.utilization:.0%} busy · {size(event.memory_used_bytes)} of {size(event.memory_total_bytes)} · "
         f"{event.power_watts:.0f} W · {event.temperature_celsius:.0f} °C · {event.sm_clock_mhz:.0f} MHz"
     )
+
+
+def ranks_line(event: RankStats) -> str:
+    """Peak memory of all ranks, and the slowest of them, in one line."""
+    least, most = min(event.peak_memory_bytes), max(event.peak_memory_bytes)
+    memory = size(most) if size(least) == size(most) else f"{size(least)} to {size(most)}"
+    told = f"{len(event.peak_memory_bytes)} ranks · peak memory {memory}"
+    if event.slowest is None:
+        return told
+    rank, excess = event.slowest
+    return f"{told} · slowest rank {rank}, micro-steps {excess:.1%} longer than the mean"
 
 
 def precision_line(event: PrecisionStats) -> str:
