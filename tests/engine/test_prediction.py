@@ -13,6 +13,8 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_weights import ShardedWeights
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
@@ -75,15 +77,19 @@ def test_what_the_allocator_does_not_split_off(mib: float, taken: float) -> None
     assert in_allocator(int(mib * 2**20)) == int(taken * 2**20)
 
 
-@pytest.mark.parametrize(
-    ("adapters", "ranks", "keys"),
-    [
-        (True, 2, {"exact": True}),
-        (False, 3, {"zero_level": 0}),
-        (False, 2, {"zero_level": 1, "exact": True}),
-        (False, 4, {"zero_level": 1, "dtype": torch.bfloat16, "master_dtype": torch.bfloat16}),
-    ],
-)
+RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
+    "lora": (True, 2, {"exact": True}),
+    "level 0": (False, 3, {"zero_level": 0}),
+    "level 1": (False, 2, {"zero_level": 1, "exact": True}),
+    "level 1 in bf16": (False, 4, {"zero_level": 1, "dtype": torch.bfloat16, "master_dtype": torch.bfloat16}),
+    "level 2": (False, 2, {"zero_level": 2, "exact": True}),
+    "level 3": (False, 3, {"zero_level": 3, "shard_weights": True}),
+    "shared base": (True, 2, {"shard_weights": True}),
+}
+
+
+@pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2")
+@pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
     micro_batches = 12 if ranks == 3 else 8
 
@@ -98,12 +104,19 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
         sharded, parameters = engine.parameters.sharded, engine.parameters
         copies = [copy for copy, _ in parameters.copies]
         copies += [] if sharded is None else list(sharded._copies.values())
+        weights, gradients = engine.stores.weights, engine.stores.gradients
+        rooms = gradients._rooms.values() if isinstance(gradients, ShardedGradients) else ()
+        slots = weights._slots if isinstance(weights, ShardedWeights) else ()
+        received = gradients._staging if isinstance(gradients, ShardedGradients) else None
         return {
+            "weights": 0 if not adapters else weights.nbytes()["device"] - sum(slot.buffer.nbytes for slot in slots),
             "masters": sum(group.master.nbytes for group in parameters.groups),
             "gradients": sum(sums.nbytes for sums in parameters.sums()),
             "compute copies": sum(copy.nbytes for copy in copies),
             "partial sums": sum(t.nbytes for sums in [*engine._lanes._levels, engine._lanes._total] for t in sums),
-            "received gradients": engine.traffic._staging.nbytes,
+            "received gradients": engine.traffic._staging.nbytes + (0 if received is None else received.nbytes),
+            "whole gradients": sum(room.buffer.nbytes for several in rooms for room in several),
+            "gathered weights": sum(slot.buffer.nbytes for slot in slots),
         }
 
     found = in_threads(ranks, work)[0]
