@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ usage: surogate numerics [FILE.yaml] [KEY=VALUE …] [--recipes A,B,…] [--run 
 
 Trains the same model from the same start on the same data under each recipe and writes numerics.md, numerics.json
 and numerics.svg: losses, gaps to the first recipe, and by layer how operands are rounded, become zero or saturate.
-Takes what `surogate sft` takes; without a FILE it trains the embedded example, small enough for a CPU.
+Takes what `surogate sft` takes, and trains on one GPU; without a FILE it trains the embedded example, small enough
+for a CPU.
 
   --recipes A,B,…      the recipes, the one to compare with first; without it bf16 and the others that are installed
   --run 'RECIPE K=V …' one more run, under RECIPE with keys of its own, such as 'nvfp4 skip_quant_last_layers=1'
@@ -125,13 +126,11 @@ def _configs(
         raise UserError("surogate numerics: one run has nothing to be compared with. Fix: --recipes bf16,fp8-hybrid")
     given = {_key(word) for word in overrides}
     small = [] if file is not None else [f"{key}={value}" for key, value in SMALL.items() if key not in given]
-    return [
-        (
-            name,
-            load_run_config([*small, *overrides, f"recipe={recipe}", *own], config_file=file, registry=registry),
-        )
-        for name, (recipe, *own) in zip(names, chosen, strict=True)
-    ]
+    found = []
+    for name, (recipe, *own) in zip(names, chosen, strict=True):
+        config = load_run_config([*small, *overrides, f"recipe={recipe}", *own], config_file=file, registry=registry)
+        found.append((name, replace(config, gpus=1)))
+    return found
 
 
 def _key(word: str) -> str:

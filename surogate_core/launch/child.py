@@ -33,6 +33,7 @@ class Failure:
 
     rank: int
     message: str
+    """The rank and what happened to it, as a sentence."""
     code: int
     """The exit code that the run ends with."""
     at: float
@@ -41,10 +42,17 @@ class Failure:
     """The class of the error to raise for it."""
     may_pass: bool = True
     """Whether the run may get further when it starts again."""
+    advice: str = ""
+    """How to go on, and the last lines of the rank's log."""
+
+    @property
+    def text(self) -> str:
+        """The whole message."""
+        return f"{self.message} {self.advice}".rstrip()
 
     def error(self) -> SurogateError:
         """The error to raise."""
-        return RankError(self.message, exit_code=self.code) if self.kind is RankError else self.kind(self.message)
+        return RankError(self.text, exit_code=self.code) if self.kind is RankError else self.kind(self.text)
 
 
 class Child:
@@ -114,7 +122,8 @@ class Child:
     def failed(self, text: str, *, code: int, at: float) -> Failure:
         """A failure that the rank could not report itself."""
         who = f"rank {self.rank} (process {self.process.pid})"
-        return Failure(rank=self.rank, message=f"{who} {text}. {RESUME}{self._last_lines()}", code=code, at=at)
+        advice = f"{RESUME}{self._last_lines()}"
+        return Failure(rank=self.rank, message=f"{who} {text}.", code=code, at=at, advice=advice)
 
     def tell(self, message: str) -> None:
         """Tell the rank which failure ends the run."""

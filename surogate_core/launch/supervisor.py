@@ -181,7 +181,7 @@ class _Attempt:
             child.kill()
         leader = self._children[0]
         if leader.ended is None:
-            leader.tell(first.message)
+            leader.tell(first.text)
             with suppress(subprocess.TimeoutExpired):
                 leader.process.wait(GRACE)
         return first

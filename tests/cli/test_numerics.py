@@ -62,7 +62,7 @@ def test_the_directory_is_that_of_output(
 
 
 def test_files_of_a_comparison(numerics: Numerics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert numerics("--recipes", "bf16,fp8-hybrid", "--run", "bf16 learning_rate=1e-4") == 0
+    assert numerics("gpus=4", "--recipes", "bf16,fp8-hybrid", "--run", "bf16 learning_rate=1e-4") == 0
     out = tmp_path / "out"
     assert sorted(path.name for path in out.iterdir()) == ["numerics.json", "numerics.md", "numerics.svg"]
     found: dict[str, Any] = json.loads((out / "numerics.json").read_text())
