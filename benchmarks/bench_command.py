@@ -101,11 +101,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """Every command in every world. The first run of a command compiles for the others."""
     rows: list[dict[str, Any]] = []
-    for name in CASES:
+    for name in options.commands or CASES:
         for world in options.worlds:
             row = measure(name, world, options)
             rows.append(row)
             save(options.out, rows, row)
             said = row.get("error") or f"{row['tokens_per_second']:,.0f} tok/s, {row['seconds']:.0f} s in all"
-            print(f"{name}, {world} GPUs: {said}", file=sys.stderr)
+            print(f"{name}, gpus={world}: {said}", file=sys.stderr)
     return rows

@@ -23,6 +23,8 @@ from typing import Any
 
 import bench_command
 
+SLACK = 16
+"""MiB by which two readings of an idle GPU may differ."""
 STEPS_BEFORE = 5
 """Steps that are recorded before the signal."""
 
@@ -105,7 +107,18 @@ def one(number: signal.Signals, options: argparse.Namespace) -> dict[str, Any]:
         left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
         logs = sorted(str(p.relative_to(directory)) for p in directory.rglob("*.log"))
     facts = {"processes_left": left, "logs": logs, "gpu_processes": gpu_processes()}
-    return {"signal": number.name, **result, **facts, "mib_before": used_before, "mib_after": memory_used()}
+    return {"signal": number.name, **result, **facts, **_memory_freed(used_before)}
+
+
+def _memory_freed(before: list[int] | None) -> dict[str, Any]:
+    """MiB used now or, if that is more than `before`, as soon as it is no more; and the seconds until then."""
+    began, now = time.monotonic(), memory_used()
+    while before is not None and now is not None and max(a - b for a, b in zip(now, before, strict=True)) > SLACK:
+        if time.monotonic() - began > 30:
+            break
+        time.sleep(0.2)
+        now = memory_used()
+    return {"mib_before": before, "mib_after": now, "seconds_until_free": time.monotonic() - began}
 
 
 def _wait_for_steps(process: subprocess.Popen[bytes], directory: Path, limit: float) -> bool:
@@ -147,7 +160,8 @@ def main() -> None:
         took = result.get("error") or f"{result['seconds']:.1f} s, exit status {result['exit_status']}"
         print(f"SIG{result['signal'].removeprefix('SIG')} to rank {options.rank}: {took}")
         print(f"  processes left: {result['processes_left'] or 'none'}; on the GPUs: {result['gpu_processes']}")
-        print(f"  MiB used before {result['mib_before']}, after {result['mib_after']}; logs: {result['logs']}")
+        after = f"after {result['mib_after']}, {result['seconds_until_free']:.1f} s after the end"
+        print(f"  MiB used before {result['mib_before']}, {after}; logs: {result['logs']}")
         print("  " + result["message"].replace("\n", "\n  "))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -225,7 +225,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             save(options.out, rows, row)
             said = row.get("error") or f"{row['tokens_per_second']:,.0f} tok/s"
             took = time.monotonic() - before
-            print(f"[{number + 1}/{len(wanted)}] {name}, {world} GPUs: {said} ({took:.0f} s)", file=sys.stderr)
+            print(f"[{number + 1}/{len(wanted)}] {name}, gpus={world}: {said} ({took:.0f} s)", file=sys.stderr)
     finally:
         if following is not None:
             following.kill()
@@ -251,7 +251,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=560, help="seconds that the run may take")
     parser.add_argument("--cache", type=Path, help="directory of compiled programs; each library's own without it")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--commands", action="store_true", help="whole commands, gpus=N, instead of the cases")
+    parser.add_argument(
+        "--commands",
+        nargs="*",
+        choices=list(bench_command.CASES),
+        metavar="NAME",
+        help="these whole commands, or all of them, with gpus=N instead of the cases",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script itself")
     parser.add_argument("--list", action="store_true", help="print the cases' names")
@@ -264,9 +270,9 @@ def main() -> None:
         bench_ranks.run_rank(measure)
     options = make_parser().parse_args()
     if options.list:
-        print("\n".join(CASES))
+        print("\n".join([*CASES, *bench_command.CASES]))
         return
-    print(markdown(bench_command.run(options, save) if options.commands else run(options)))
+    print(markdown(run(options) if options.commands is None else bench_command.run(options, save)))
 
 
 if __name__ == "__main__":
