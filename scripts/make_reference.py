@@ -40,6 +40,7 @@ both; the override wins. [config.md](config.md) lists the keys, and the forms of
 | 3 | this machine cannot do it: no such GPU, out of memory, disk full |
 | 1 | a bug; the traceback is in the run's `surogate.log` |
 | 129, 130, 143 | SIGHUP, SIGINT, SIGTERM: a run saves a checkpoint first |
+| 128 + n | with several GPUs: signal n ended the process of a rank, for example 137 for SIGKILL |
 """
 
 METRICS = """\

@@ -165,8 +165,15 @@ class Child:
             code, refused = int(outcome["code"]), outcome["kind"] == worker.REFUSED
             kind = {2: UserError, 3: MachineError}.get(code, RankError) if refused else RankError
             at, may_pass = float(outcome["at"]), code == 1
-            message = str(outcome["message"])
-            return Failure(rank=self.rank, message=message, code=code, at=at, kind=kind, may_pass=may_pass)
+            return Failure(
+                rank=self.rank,
+                message=str(outcome["message"]),
+                code=code,
+                at=at,
+                kind=kind,
+                may_pass=may_pass,
+                advice="" if refused else self._last_lines().lstrip(),
+            )
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
             full = ", which the kernel also sends when the machine's memory is full" if name == "SIGKILL" else ""

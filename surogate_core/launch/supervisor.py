@@ -87,26 +87,26 @@ class _Attempt:
     def run(self) -> int | Failure:
         """Start and watch the ranks: the exit code or the first failure. All processes are gone by then."""
         with ExitStack() as stack:
-            kept = tempfile.TemporaryDirectory(prefix="surogate-run-", ignore_cleanup_errors=True)
-            self._shared = Path(stack.enter_context(kept))
-            stack.callback(self._end_all)
-            self._start()
+            try:
+                kept = tempfile.TemporaryDirectory(prefix="surogate-run-", ignore_cleanup_errors=True)
+                self._shared = Path(stack.enter_context(kept))
+                stack.callback(self._end_all)
+                self._start()
+            except OSError as error:
+                raise MachineError(
+                    f"the {self._plan.world} processes of the run cannot be started: {error}. Fix: check the free "
+                    f"space of {tempfile.gettempdir()} and the limit of processes (ulimit -u)."
+                ) from error
             stack.enter_context(self._signals.to([child.process.pid for child in self._children]))
             return self._watch()
 
     def _start(self) -> None:
         plan, shared = self._plan, self._shared
-        try:
-            atomic.write_file(shared / worker.JOB, json.dumps(plan.job).encode(), opener=private)
-            make_pulses(shared / worker.PULSES, plan.world)
-            for rank, environment in enumerate(plan.environments):
-                file = plan.logs / f"rank-{rank}.log" if plan.logs is not None else None
-                self._children.append(Child(rank, plan.command, environment, shared=shared, log=file))
-        except OSError as error:
-            raise MachineError(
-                f"the {plan.world} processes of the run cannot be started: {error}. Fix: check the free space of "
-                f"{shared.parent} and the limit of processes (ulimit -u)."
-            ) from error
+        atomic.write_file(shared / worker.JOB, json.dumps(plan.job).encode(), opener=private)
+        make_pulses(shared / worker.PULSES, plan.world)
+        for rank, environment in enumerate(plan.environments):
+            file = plan.logs / f"rank-{rank}.log" if plan.logs is not None else None
+            self._children.append(Child(rank, plan.command, environment, shared=shared, log=file))
 
     # --------------------------------------------------------------------------- watch
 

@@ -6,9 +6,11 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -150,6 +152,9 @@ class Tied(Lifeline):
         self._ending = True
         for end in self._ends:
             end(self._news)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
         os._exit(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles import Launcher
-from surogate_core.errors import ConfigError, MachineError, Problem, UserError
+from surogate_core.errors import ConfigError, MachineError, Problem, SurogateError, UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.testing.check import NotApplicable, ensure
 
@@ -93,4 +93,18 @@ def lets_errors_through(launcher: Launcher) -> None:
         ensure(found != 0, "the job raised, and launch returned 0")
 
 
-CHECKS = (returns_the_exit_code, starts_every_rank, lets_errors_through)
+def ends_with_a_failed_rank(launcher: Launcher) -> None:
+    """If rank 1 of two raises, the launch ends with an error or an exit code that is not 0; one process may refuse."""
+    plugins = load_plugins(import_policy())
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            found = launcher.launch(Probe(directory=directory, gpus=2, fails=1), launcher.options(), plugins)
+        except (MachineError, UserError) as error:
+            raise NotApplicable(str(error)) from None
+        except (SurogateError, RuntimeError) as error:
+            ensure("conformance kit" in str(error), f"another error came out: {error}")
+            return
+        ensure(found != 0, "rank 1 raised, and launch returned 0")
+
+
+CHECKS = (returns_the_exit_code, starts_every_rank, lets_errors_through, ends_with_a_failed_rank)

@@ -79,7 +79,11 @@ def test_a_killed_rank_is_named_with_its_last_lines(start: Start, tmp_path: Path
 
 
 def test_errors_of_a_rank_keep_their_kind(start: Start) -> None:
-    with pytest.raises(RankError, match=r"^rank 1: a bug: RuntimeError: no such luck\. The traceback is in ") as raised:
+    message = (
+        r"(?s)^rank 1: a bug: RuntimeError: no such luck\. The traceback is in \S+surogate\.log "
+        r"The last lines of \S+rank-1\.log:\n  NCCL WARN about something$"
+    )
+    with pytest.raises(RankError, match=message) as raised:
         start("raises")
     assert raised.value.exit_code == 1
 
@@ -204,6 +208,15 @@ def test_ranks_sleep_and_die_with_their_supervisor(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- the machine
+
+
+def test_a_missing_temporary_directory_is_the_machines_fault(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as gone:
+        gone.setattr(tempfile, "tempdir", "/nowhere")
+        with pytest.raises(
+            MachineError, match=r"cannot be started: .*/nowhere.* Fix: check the free space of /nowhere"
+        ):
+            start("runs")
 
 
 def test_processes_that_cannot_start_are_the_machines_fault(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

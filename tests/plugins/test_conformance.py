@@ -388,6 +388,16 @@ def test_launchers_that_break_a_rule_are_caught(launch: Any, message: str) -> No
         launchers.returns_the_exit_code(bundles.Launcher(name="x", launch=launch))
 
 
+def test_a_launcher_that_forgets_a_rank_is_caught() -> None:
+    def launch(job: Any, options: Any, registry: Any) -> int:
+        return int(job.run(rank=0, world=2))
+
+    with pytest.raises(AssertionError, match=re.escape("not every rank ran once: ['0 of 2']")):
+        launchers.starts_every_rank(bundles.Launcher(name="x", launch=launch))
+    with pytest.raises(AssertionError, match="rank 1 raised, and launch returned 0"):
+        launchers.ends_with_a_failed_rank(bundles.Launcher(name="x", launch=launch))
+
+
 def test_a_launcher_that_swallows_errors_is_caught() -> None:
     def launch(job: Any, options: Any, registry: Any) -> int:
         try:
