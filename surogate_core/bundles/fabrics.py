@@ -25,7 +25,10 @@ class Fabric(Protocol):
         """Number of ranks, N."""
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
-        """Send `parts[r]`, [K] each, to every rank r; `received_NK[r]` becomes what rank r sent here."""
+        """Send `parts[r]`, [K] each, to every rank r; `received_NK[r]` becomes what rank r sent here.
+
+        What is in this rank's own row is undefined.
+        """
 
     def gather(self, parts: Sequence[Tensor]) -> None:
         """Fill `parts[r]` with the values that rank r has there, for all r. Lengths may differ, and may be 0."""

@@ -5,8 +5,9 @@ Shape suffixes: N ranks, K elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT
@@ -15,6 +16,15 @@ from surogate_core.mesh.sums import tree_sum
 
 CHUNK = 2**26
 """Most elements that a rank receives before it adds them."""
+
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+"""(elements, dtype, device) → zeros."""
+
+
+def plain_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in torch's own memory."""
+    return torch.zeros(elements, dtype=dtype, device=device)
 
 
 def staging_elements(longest: int, world: int) -> int:
@@ -40,7 +50,9 @@ def reduce_parts(fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, ou
         received_NK = staging[: fabric.world * (stop - start)].view(fabric.world, stop - start)
         fabric.exchange(sent, received_NK)
         if parts[fabric.rank].numel() >= stop:
-            tree_sum(received_NK.unbind(), out[start:stop])
+            values = list(received_NK.unbind())
+            values[fabric.rank] = parts[fabric.rank][start:stop]
+            tree_sum(values, out[start:stop])
 
 
 def _chunks(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.owned import Owned, Within
-from surogate_core.engine.reduce import reduce_parts, staging_elements
+from surogate_core.engine.reduce import Allocate, plain_zeros, reduce_parts, staging_elements
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.side_streams import FIRST, SideStream
 
@@ -39,8 +39,9 @@ class ShardedGradients:
     reduced with it.
     """
 
-    def __init__(self, fabric: Fabric, device: torch.device):
-        self._fabric, self._device = fabric, device
+    def __init__(self, fabric: Fabric, device: torch.device, *, allocate: Allocate = plain_zeros):
+        """`allocate`: memory that the fabric writes to."""
+        self._fabric, self._device, self._allocate = fabric, device, allocate
         self._owned: dict[str, Owned] = {}
         self._members: dict[str, tuple[Tensor | Within, ...]] = {}
         self._side = SideStream(device, priority=FIRST)
@@ -92,7 +93,7 @@ class ShardedGradients:
                 buffers = [torch.empty(max(sizes, default=0), device=self._device) for _ in range(count)]
                 self._rooms[layers] = [_Room(buffer) for buffer in buffers]
             longest = max(owned.longest for owned in self._owned.values())
-            self._staging = torch.empty(staging_elements(longest, self._fabric.world), device=self._device)
+            self._staging = self._allocate(staging_elements(longest, self._fabric.world), torch.float32, self._device)
         return self._rooms[piece not in (EMBED, HEAD)]
 
     def _enter(self, piece: str) -> tuple[_Room, int]:

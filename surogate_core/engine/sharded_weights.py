@@ -18,6 +18,7 @@ from torch import Tensor
 from surogate_core.bundles import Store
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.owned import Owned, Within
+from surogate_core.engine.reduce import Allocate, plain_zeros
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.side_streams import FIRST, SideStream, flat_bytes, is_dense
 from surogate_core.engine.stores import DeviceStore
@@ -89,7 +90,10 @@ class ShardedWeights:
         *,
         inner: Store | None = None,
         whole: Collection[str] = (EMBED, HEAD),
+        allocate: Allocate = plain_zeros,
     ):
+        """`allocate`: memory that the fabric writes to."""
+        self._allocate = allocate
         self._fabric, self._device, self._inner = fabric, device, inner
         self._whole: Store = inner or DeviceStore("weights")
         self._whole_keys = frozenset(whole)
@@ -177,7 +181,7 @@ class ShardedWeights:
         """The slot, out of use, that was released first."""
         if not self._slots:
             size = max(kept.share for kept in self._kept.values()) * self._fabric.world
-            self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(2)]
+            self._slots = [_Slot(self._allocate(size, torch.uint8, self._device)) for _ in range(2)]
         free = [slot for slot in self._slots if not slot.held]
         assert free, "weights of two pieces are in use; release one before the next is fetched"
         return min(free, key=lambda slot: slot.released)

@@ -173,7 +173,7 @@ class ShardedGroup:
         """Whole pieces stay on the device, parts are in the offloader's place."""
         for key in self.whole_pieces:
             owners = self.parts[key].owners
-            self._copies[key] = torch.zeros(owners[-1][1] - owners[0][0], dtype=dtype, device=placement.device)
+            self._copies[key] = self._mesh.zeros(owners[-1][1] - owners[0][0], dtype, placement.device)
         cut = {key: part.count for key, part in self.parts.items() if key not in self.whole_pieces}
         if cut:
             copies, resting = placement.trained_weights(sum(cut.values()), dtype)

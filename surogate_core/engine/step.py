@@ -49,8 +49,13 @@ class StoreSet:
         weights, device = placement.store("weights"), placement.device
         if sharing.shards_weights:
             inner = weights if placement.moves("weights") else None
-            weights = ShardedWeights(Later(sharing.mesh), device, inner=inner)
-        sums = ShardedGradients(Later(sharing.mesh), device) if sharing.shards_gradients else placement.gradients()
+            weights = ShardedWeights(Later(sharing.mesh), device, inner=inner, allocate=sharing.mesh.zeros)
+        mesh = sharing.mesh
+        sums = (
+            ShardedGradients(Later(mesh), device, allocate=mesh.zeros)
+            if sharing.shards_gradients
+            else placement.gradients()
+        )
         return cls(
             weights=weights,
             residuals=placement.store("residuals"),

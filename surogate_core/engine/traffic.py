@@ -44,7 +44,7 @@ class Traffic:
         self._side = SideStream(device, priority=FIRST)
         self._last: torch.cuda.Event | None = None
         """After the last work of this micro-step on the side stream."""
-        self._staging = torch.empty(0 if self._alone else self._staging_size(), device=device)
+        self._staging = sharing.mesh.zeros(0 if self._alone else self._staging_size(), torch.float32, device)
 
     def _staging_size(self) -> int:
         longest = max((part.numel() for parts in self._replicated for part in parts), default=0)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.errors import MachineError
 from surogate_core.mesh.lifeline import Lifeline
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from surogate_core.bundles.fabrics import Fabric
+    from surogate_core.mesh.peers import PeerMemory
 
 
 _OVER = "the run is over"
@@ -93,7 +95,10 @@ class Mesh:
     """A lock of such ranks: tracing is not safe in two threads."""
     lifeline: Lifeline = field(default_factory=Lifeline)
     """Where this rank reports progress, and hears that another one has failed."""
+    note: str = ""
+    """What the user should know of the connection; empty if nothing."""
     _gathered: int = field(default=0, repr=False)
+    _peer_memory: PeerMemory | None = field(default=None, repr=False)
 
     @property
     def leads(self) -> bool:
@@ -151,6 +156,32 @@ class Mesh:
         from surogate_core.mesh.groups import GroupFabric
 
         self.fabric = GroupFabric.connect(self.store, rank=self.rank, world=self.world, device=device)
+        if self._peer_memory is None:
+            return
+        from surogate_core.mesh.peers import PeerFabric
+
+        try:
+            self._peer_memory.share()
+            self.fabric = PeerFabric(device, self._peer_memory)
+        except MachineError as error:
+            self.note = f"The GPUs cannot write into each other's memory, so NCCL moves all data, slower: {error}"
+
+    def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[elements] zeros that the fabric moves as fast as it can. All ranks allocate alike, in the same order."""
+        import torch
+
+        if device.type != "cuda" or self.store is None or self.world != self.local_world or not elements:
+            return torch.zeros(elements, dtype=dtype, device=device)
+        if self._peer_memory is None:
+            from surogate_core.mesh.peers import PeerMemory
+
+            self._peer_memory = PeerMemory(device, rank=self.rank, gather=self.gather)
+        return self._peer_memory.zeros(elements, dtype)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of GPU memory that `zeros` allocated beside torch's allocator."""
+        return 0 if self._peer_memory is None else self._peer_memory.nbytes
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over the ranks, on the host; needs `connect`."""
@@ -158,6 +189,8 @@ class Mesh:
 
     def close(self) -> None:
         """End the collectives."""
+        if self._peer_memory is not None:
+            self._peer_memory.close()
         if self.fabric is not None:
             self.fabric.close()
             self.fabric = None
