@@ -27,6 +27,7 @@ from surogate_core.events import Progress
 from surogate_core.kernels import ops
 from surogate_core.run.assemble import resolve_device, resolve_model, resolve_recipe
 from surogate_core.run.build import Choice, build_engine
+from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.drive import drive
 from surogate_core.train.precision import PrecisionWatch
@@ -101,10 +102,11 @@ class Numerics:
 def measure(
     runs: Sequence[tuple[str, RunConfig]], registry: Registry, *, progress: Callable[[Progress], None]
 ) -> Numerics:
-    """Train each (name, config), the first as the reference. They may differ in everything except the data.
+    """Train each (name, config) on one GPU, the first as the reference. They may differ in everything except the data.
 
     Raises `UserError` if the first run would quantise its weights, or if a run diverges.
     """
+    runs = [(name, on_one_gpu(config)) for name, config in runs]
     first = runs[0][1]
     if first.lora and registry.get("recipe", first.recipe.name).packs:
         raise UserError(

@@ -37,7 +37,7 @@ from surogate_core.run.assemble import (
     weight_format_notes,
 )
 from surogate_core.run.changes import changes_note
-from surogate_core.run.ranks import micro_batches_of
+from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.token_budget import adjusted_epochs, token_budget
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
@@ -175,7 +175,7 @@ def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | No
     longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
     check_covers(model.config, longest)
     # A step has the same rows however many ranks share it.
-    task = spec.build(dataclasses.replace(config, gradient_accumulation_steps=micro_batches_of(config)), data)
+    task = spec.build(on_one_gpu(config), data)
     if config.load_best and task.evaluation() is None:
         message = "there is no held-out data to tell which step is best."
         raise ConfigError([Problem(key="load_best", message=message, fix="validation_split_ratio=0.1")])

@@ -28,7 +28,12 @@ SHOWN = 8
 
 def micro_batches_of(config: RunConfig) -> int:
     """M, micro-batches of an optimizer step of all ranks together."""
-    return config.gradient_accumulation_steps * config.gpus
+    return config.gradient_accumulation_steps * max(config.gpus, 1)
+
+
+def on_one_gpu(config: RunConfig) -> RunConfig:
+    """The configuration with which one GPU takes the same optimizer steps."""
+    return replace(config, gpus=1, gradient_accumulation_steps=micro_batches_of(config))
 
 
 def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfig, list[str]]:

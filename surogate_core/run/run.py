@@ -171,6 +171,7 @@ class _Run:
         reason = loop.run()
         self._finish(reason, base, material, loop)
         loop.leader.end()
+        engine.close()
         return self.signals.exit_code
 
     # --------------------------------------------------------------------------- phases
@@ -214,6 +215,7 @@ class _Run:
         )
         self.setting_up = False
         follower.run()
+        engine.close()
         return 0
 
     def _build(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> Engine:

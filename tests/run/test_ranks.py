@@ -12,7 +12,14 @@ import pytest
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError, UserError
-from surogate_core.run.ranks import check_equal, reduction_notes, reduction_of, unequal_devices, with_kept_steps
+from surogate_core.run.ranks import (
+    check_equal,
+    on_one_gpu,
+    reduction_notes,
+    reduction_of,
+    unequal_devices,
+    with_kept_steps,
+)
 from surogate_core.train.checkpoint import Checkpoint
 
 
@@ -44,6 +51,12 @@ def test_a_resumed_run_keeps_its_steps_on_another_number_of_gpus(
             f"gradient_accumulation_steps is {own} instead of {now}: with gpus={now_gpus}, a step keeps the 8 "
             f"micro-batches that it has in run/checkpoint-2."
         ]
+
+
+@pytest.mark.parametrize(("gpus", "micro_batches"), [(0, 3), (1, 3), (4, 12)])
+def test_one_gpu_takes_the_steps_of_several(gpus: int, micro_batches: int) -> None:
+    config = on_one_gpu(RunConfig(gradient_accumulation_steps=3, gpus=gpus))
+    assert (config.gpus, config.gradient_accumulation_steps) == (1, micro_batches)
 
 
 def test_a_checkpoint_of_a_version_for_one_gpu_keeps_its_steps() -> None:

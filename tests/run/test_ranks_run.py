@@ -82,6 +82,9 @@ def test_a_run_on_two_ranks_is_the_run_on_one(
         pytest.param(("exact_reduction=true", "optimizer=adamw", "zero_level=0"), id="level-0"),
         pytest.param(("exact_reduction=true", "optimizer=adamw"), id="level-1"),
         pytest.param(("exact_reduction=true", "optimizer=adamw_8bit", "master_dtype=bf16"), id="level-1-8bit-bf16"),
+        pytest.param(("exact_reduction=true", "optimizer=adamw", "zero_level=2"), id="level-2"),
+        pytest.param(("exact_reduction=true", "optimizer=adamw", "zero_level=3"), id="level-3"),
+        pytest.param((*LORA, "shard_weights=true", "recipe=fp8-hybrid"), id="sharded-base-fp8"),
     ],
 )
 def test_every_checkpoint_continues_on_any_number_of_ranks(
