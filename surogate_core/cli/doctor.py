@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def examine(registry: Registry) -> dict[str, Any]:
     return {
         "versions": _versions(),
         "devices": [{k: v for k, v in d.items() if k != "device"} for d in devices],
+        "several GPUs": _together([d for d in devices if d["device"].type == "cuda"]),
         "host": _host(),
         "places": _places(),
         "recipes": _runnable(registry, "recipe", devices),
@@ -102,6 +104,24 @@ def _devices() -> list[dict[str, Any]]:
             }
         )
     return devices
+
+
+def _together(gpus: list[dict[str, Any]]) -> dict[str, str]:
+    """How the GPUs train together; empty for fewer than two."""
+    if len(gpus) < 2:
+        return {}
+    import torch
+    from torch.distributed import is_nccl_available
+
+    pairs = list(combinations(range(len(gpus)), 2))
+    apart = [f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    reach = "all" if not apart else "none" if len(apart) == len(pairs) else f"all but {', '.join(apart)}"
+    models = sorted({gpu["model"] for gpu in gpus})
+    return {
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if is_nccl_available() else "none: only gpus=1 can run",
+        "peer access": reach if not apart else f"{reach}; without it data goes through host memory, which is slower",
+        "models": models[0] if len(models) == 1 else f"{', '.join(models)}: equal bits are not promised",
+    }
 
 
 def _cpu_model() -> str:
