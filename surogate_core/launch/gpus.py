@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+"""The files of which a machine with a driver has one."""
 
 
 def visible(environment: Mapping[str, str]) -> list[str]:
@@ -48,7 +50,7 @@ def count() -> int:
                     return number.value
             finally:
                 nvml.nvmlShutdown()
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+    if not any(Path(device).exists() for device in DEVICES):
         return 0
     # A driver without NVML. torch counts in a process of its own, which starts CUDA perhaps.
     done = subprocess.run(

@@ -123,6 +123,35 @@ def test_visible_gpus(named: str | None, expected: list[str], monkeypatch: pytes
     assert visible({} if named is None else {"CUDA_VISIBLE_DEVICES": named}) == expected
 
 
+class Nvml:
+    """As much of the library as counting needs."""
+
+    def __init__(self, gpus: int | None):
+        self.gpus, self.open = gpus, 0
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        self.open += 1
+        return 0 if self.gpus is not None else 9
+
+    def nvmlDeviceGetCount_v2(self, found: Any) -> int:  # noqa: N802
+        found._obj.value = self.gpus
+        return 0
+
+    def nvmlShutdown(self) -> int:  # noqa: N802
+        self.open -= 1
+        return 0
+
+
+def test_gpus_are_counted_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(4)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
+    assert (gpus.count(), nvml.open) == (4, 0)
+    # A library whose driver is not loaded, on a machine without its devices.
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml(None))
+    monkeypatch.setattr(gpus, "DEVICES", ("/nowhere/nvidiactl",))
+    assert gpus.count() == 0
+
+
 def test_each_rank_sees_its_own_gpu_first_and_all_others() -> None:
     assert [rotated(["4", "5", "6"], rank) for rank in range(3)] == ["4,5,6", "5,6,4", "6,4,5"]
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from surogate_core.mesh.lifeline import RankError
+from surogate_core.plugins.registry import load_plugins
+
 pytestmark = pytest.mark.slow
 
 Records = Callable[..., list[dict[str, Any]]]
@@ -148,6 +151,38 @@ def test_processes_of_torchrun_join_in_one_directory(command: Callable[..., Comm
     assert json.loads((run.output / "run.json").read_text())["gpus"] == 2
     assert output.count("Finished after") == 1
     assert (run.output / "surogate.rank-1.log").is_file()
+
+
+PICKY = """
+import os
+from surogate_core import bundles, hookimpl
+
+def loss(logits, labels, columns):
+    if os.environ.get("RANK") == "1":
+        raise RuntimeError("cannot be compiled here")
+    from surogate_core.kernels.ops import cross_entropy
+
+    return cross_entropy(logits, labels)
+
+@hookimpl
+def surogate_objective():
+    return bundles.Objective(name="picky", token_loss=loss)
+"""
+
+
+def test_an_error_while_one_rank_compiles(
+    install_plugin: Callable[..., Path], base: list[str], run_here: Callable[..., int], tmp_path: Path, records: Records
+) -> None:
+    install_plugin("picky", PICKY)
+    message = (
+        r"^rank 1: a bug in plugin picky .*RuntimeError: cannot be compiled here\. The traceback is in .*rank-1\.log"
+    )
+    with pytest.raises(RankError, match=message) as raised:
+        run_here(tmp_path / "run", *base, "gpus=2", "objective=picky", "max_steps=2", registry=load_plugins())
+    assert raised.value.exit_code == 1
+    assert "Traceback" in (tmp_path / "run/surogate.rank-1.log").read_text()
+    # Rank 0 may have been anywhere. Its record is ended all the same.
+    assert records(tmp_path / "run", "run_end")[-1]["message"] == str(raised.value)
 
 
 def test_wrong_input_is_reported_once(command: Callable[..., Command]) -> None:
