@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,7 +129,7 @@ def _configs(
     found = []
     for name, (recipe, *own) in zip(names, chosen, strict=True):
         config = load_run_config([*small, *overrides, f"recipe={recipe}", *own], config_file=file, registry=registry)
-        found.append((name, replace(config, gpus=1)))
+        found.append((name, config))
     return found
 
 

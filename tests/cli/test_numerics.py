@@ -62,13 +62,13 @@ def test_the_directory_is_that_of_output(
 
 
 def test_files_of_a_comparison(numerics: Numerics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert numerics("gpus=4", "--recipes", "bf16,fp8-hybrid", "--run", "bf16 learning_rate=1e-4") == 0
+    assert numerics("gpus=2", "--recipes", "bf16,fp8-hybrid", "--run", "bf16 learning_rate=1e-4") == 0
     out = tmp_path / "out"
     assert sorted(path.name for path in out.iterdir()) == ["numerics.json", "numerics.md", "numerics.svg"]
     found: dict[str, Any] = json.loads((out / "numerics.json").read_text())
     wide, eight, slow = found["trainings"]
     assert [t["name"] for t in found["trainings"]] == ["bf16", "fp8-hybrid", "bf16 learning_rate=1e-4"]
-    assert (found["steps"], found["tokens_per_step"], found["device"]) == (4, 128, "cpu")
+    assert (found["steps"], found["tokens_per_step"], found["device"]) == (4, 2 * 128, "cpu")
     for training in found["trainings"]:
         assert [step for step, _ in training["held"]] == [0, 2, 4]
         assert len(training["losses"]) == 4
