@@ -36,7 +36,8 @@ def reduce_parts(fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, ou
     """Set `out` to the sum of this rank's part over the ranks, in tree order; `out` is that part unless given.
 
     `parts[r]`, 1-D and contiguous, are this rank's values of what rank r owns; their lengths may differ, and may be 0.
-    `staging`, 1-D, holds what is received. Its length does not change the bits.
+    The own part is overwritten even if `out` is another tensor. `staging`, 1-D, holds what is received. Its length does
+    not change the bits.
     """
     out = parts[fabric.rank] if out is None else out
     if fabric.world == 1:

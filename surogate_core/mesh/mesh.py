@@ -170,7 +170,8 @@ class Mesh:
         """[elements] zeros that the fabric moves as fast as it can. All ranks allocate alike, in the same order."""
         import torch
 
-        if device.type != "cuda" or self.store is None or self.world != self.local_world or not elements:
+        shared = self.store is not None and self.world == self.local_world and not self.note
+        if device.type != "cuda" or not shared or not elements:
             return torch.zeros(elements, dtype=dtype, device=device)
         if self._peer_memory is None:
             from surogate_core.mesh.peers import PeerMemory

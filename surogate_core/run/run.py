@@ -232,6 +232,7 @@ class _Run:
             mesh=self.mesh,
         )
         self.notes += reduction_notes(engine.settings, checkpoint, deterministic=self.config.deterministic)
+        self.notes += [self.mesh.note] if self.mesh.note else []
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()

@@ -25,8 +25,8 @@ def _reduced(world: int, lengths: list[int], staging: int, *, apart: bool = Fals
         parts = flat.split(lengths)
         out = torch.full_like(parts[fabric.rank], float("nan")) if apart else None
         reduce_parts(fabric, parts, torch.empty(staging), out=out)
-        if apart:
-            assert torch.equal(flat, before)
+        sent = [(part, whole) for part, whole in zip(parts, before.split(lengths), strict=True)]
+        assert all(torch.equal(part, whole) for r, (part, whole) in enumerate(sent) if r != fabric.rank)
         return (parts[fabric.rank] if out is None else out).clone()
 
     return in_threads(world, work)

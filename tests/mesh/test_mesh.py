@@ -1,0 +1,68 @@
+"""Memory and connections of a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from surogate_core.errors import MachineError
+from surogate_core.mesh import groups, peers
+from surogate_core.mesh.mesh import Mesh
+
+
+class _NoPeers:
+    """Memory that no other process can map."""
+
+    nbytes = 0
+
+    def __init__(self, *a: Any, **b: Any):
+        self.asked = 0
+
+    def zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        self.asked += 1
+        return torch.zeros(elements, dtype=dtype)
+
+    def share(self) -> None:
+        raise MachineError("mapping another GPU's memory failed: CUDA error 217")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU, whose tensors are the CPU's."""
+    plain = torch.zeros
+    monkeypatch.setattr(peers, "PeerMemory", _NoPeers)
+    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **b: plain(*a, **b))
+    return torch.device("cuda")
+
+
+def test_without_access_to_each_other_the_run_goes_on_and_says_so(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Group:
+        def close(self) -> None:
+            pass
+
+    found = Group()
+    monkeypatch.setattr(groups.GroupFabric, "connect", lambda *a, **b: found)
+    mesh = Mesh(rank=0, world=2, local_world=2, store=dist.HashStore())
+    mesh.zeros(4, torch.float32, cuda)
+    memory: Any = mesh._peer_memory
+    assert memory.asked == 1
+    mesh.connect(cuda)
+    assert mesh.fabric is found
+    assert "NCCL moves all data, slower: mapping another GPU's memory failed" in mesh.note
+    mesh.zeros(4, torch.float32, cuda)  # what is allocated after that, such as a store's buffers
+    assert memory.asked == 1
+    mesh.close()
+
+
+def test_ranks_of_several_machines_share_no_memory(cuda: torch.device) -> None:
+    mesh = Mesh(rank=0, world=4, local_world=2, store=dist.HashStore())
+    assert mesh.zeros(3, torch.float32, cuda).tolist() == [0, 0, 0]
+    assert mesh._peer_memory is None
