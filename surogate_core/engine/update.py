@@ -179,9 +179,10 @@ class Update:
 
     def _loss(self) -> Tensor:
         """0-d float64: the sum of the step's losses over all ranks."""
-        by_number = self._losses.by_number
+        by_number, rest = self._losses.by_number, self._losses.take()
         if by_number is None:
-            return self._losses.take()
+            return rest
+        # The rest is no micro-batch's of the step, but of a warm-up before it.
         self._traffic.add(by_number)
         total = by_number.sum()
         by_number.zero_()

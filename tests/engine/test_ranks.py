@@ -12,8 +12,9 @@ from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Stores, TensorKind
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.graphs import warm_up
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_core.mesh.virtual import VirtualFabric, VirtualRanks, in_threads
 from surogate_core.testing import tiny
 
 EIGHT_BIT = OptimizerSpec(name="adamw-8bit", build=lambda groups, options: BlockwiseAdamW(groups))
@@ -229,3 +230,15 @@ def test_evaluation_is_shared_and_its_sum_is_that_of_one_rank() -> None:
     for world in (2, 4, 8):
         for found in in_threads(world, work):
             assert found == alone
+
+
+def test_a_warm_up_leaves_nothing_in_the_first_loss() -> None:
+    """On a GPU a micro-step runs before the first step, and is spoilt, so that it changes nothing."""
+
+    def first_loss(*, warm: bool) -> tuple[float, float]:
+        engine = engine_of(VirtualFabric(VirtualRanks(1), 0), micro_batches=8, exact=True)
+        if warm:
+            warm_up(engine.step.train, engine.update.run, engine.update.spoil)
+        return steps(engine, 1, micro_batches=8)[0]
+
+    assert first_loss(warm=True) == first_loss(warm=False)
