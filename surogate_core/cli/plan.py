@@ -116,8 +116,8 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     def place(config: RunConfig, counts: Counts) -> Prediction:
         return placed(config, registry, counts)
 
-    counts = count(config)
-    prediction = place(config, counts)
+    predicted = plan_fit.Predictor(count, place)
+    prediction = predicted(config)
     rates = plan_fit.Rates.of(gpu)
     estimate = None
     if gpu is not None:
@@ -126,7 +126,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     plan = plan_view.Plan(
         config=config,
         title=resolved.title,
-        settings=counts.settings,
+        settings=predicted.counts(config).settings,
         prediction=prediction,
         gpu=gpu,
         again_rate=rates.flops,
@@ -137,9 +137,11 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
     )
-    fitting = None
-    if budget is not None:
-        fitting = plan_fit.proposals(config, registry, count, place, counts=counts, rates=rates)
+    if plan.fits is False and device.type == "cuda" and room.device is not None:
+        optimizer = registry.get("optimizer", config.optimizer.name)
+        several = plan_fit.more_gpus(config, predicted, optimizer, room.device / plan_view.MARGIN)
+        plan = replace(plan, more_gpus=several)
+    fitting = None if budget is None else plan_fit.proposals(config, registry, predicted, rates=rates)
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0

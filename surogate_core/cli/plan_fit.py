@@ -16,7 +16,7 @@ from surogate_core.cli.plan_speed import again_rate
 from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.cli.plan_wire import WireRates
 from surogate_core.config import offload, sharing
-from surogate_core.config.checks import RULES
+from surogate_core.config.checks import EXACT_RANKS, RULES
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.schema import RunConfig, Selection
 from surogate_core.dsl.budget import ARITHMETIC
@@ -67,31 +67,52 @@ class Proposal:
     """Estimated time that they add to an optimizer step, nothing overlapped."""
 
 
-def proposals(
-    config: RunConfig,
-    registry: Registry,
-    count: Callable[[RunConfig], Counts],
-    place: Callable[[RunConfig, Counts], Prediction],
-    *,
-    counts: Counts,
-    rates: Rates,
-) -> list[Proposal]:
-    """All sound combinations of changes, the cheapest first, then the one with fewer changes.
+class Predictor:
+    """Predicts changes of one configuration, and traces those whose layers differ once."""
 
-    `count` traces a configuration, `place` predicts it from such counts; `counts` are those of `config`. Nothing
-    that the configuration asks for is taken back.
+    def __init__(self, count: Callable[[RunConfig], Counts], place: Callable[[RunConfig, Counts], Prediction]):
+        """`count` traces a configuration, `place` predicts it from such counts."""
+        self._count, self._place = count, place
+        self._traced: dict[tuple[object, ...], Counts] = {}
+
+    def counts(self, config: RunConfig) -> Counts:
+        """The counts of a configuration, or of an earlier one with the same layers."""
+        gathered = config.gpus > 1 and config.lora and sharing.shards_weights(config)
+        streams = config.cpu_training or config.offload_quants or gathered
+        key = config.recompute, config.recompute_budget, streams
+        if key not in self._traced:
+            self._traced[key] = self._count(config)
+        return self._traced[key]
+
+    def __call__(self, config: RunConfig) -> Prediction:
+        """The prediction of a configuration."""
+        return self._place(config, self.counts(config))
+
+
+def more_gpus(
+    config: RunConfig, predicted: Predictor, optimizer: OptimizerSpec, memory: float
+) -> tuple[tuple[str, ...], int] | None:
+    """The least number of GPUs, and what they share out, with which the run needs at most `memory` bytes of each: as
+    overrides, and the bytes; None if 8 are too few.
     """
+    for gpus in (n for n in EXACT_RANKS if n > config.gpus):
+        on_them = replace(config, gpus=gpus)
+        for changes in [{}, *sharing.shares_more(on_them, optimizer)]:
+            changed = replace(on_them, **changes)
+            try:
+                sharing.check(changed, optimizer)
+                needed = predicted(changed).total("device")
+            except ConfigError:
+                continue
+            if needed <= memory:
+                return _overrides(config, changed), needed
+    return None
 
-    def key(changed: RunConfig) -> tuple[bool | str, float, bool]:
-        streams = changed.cpu_training or changed.offload_quants or (changed.lora and sharing.shards_weights(changed))
-        return changed.recompute, changed.recompute_budget, streams
 
-    traced = {key(config): counts}
-
-    def predicted(changed: RunConfig) -> Prediction:
-        if key(changed) not in traced:
-            traced[key(changed)] = count(changed)
-        return place(changed, traced[key(changed)])
+def proposals(config: RunConfig, registry: Registry, predicted: Predictor, *, rates: Rates) -> list[Proposal]:
+    """All sound combinations of changes, the cheapest first, then the one with fewer changes. Nothing that the
+    configuration asks for is taken back.
+    """
 
     def seconds_more(changed: RunConfig, prediction: Prediction) -> float:
         return seconds_of(changed, registry, prediction, rates) + sum(map(rates.wire.seconds, prediction.sent))

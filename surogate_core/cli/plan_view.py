@@ -70,6 +70,8 @@ class Plan:
     here: int | None
     """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
     chosen: str
+    more_gpus: tuple[tuple[str, ...], int] | None = None
+    """On how many GPUs it fits if it does not fit on these: overrides, and what it needs of each."""
 
     @property
     def needed(self) -> int:
@@ -98,6 +100,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "gpu": None if plan.gpu is None else plan.gpu.title,
         "gpus": prediction.ranks,
         "fits": plan.fits,
+        "fits_with": [] if plan.more_gpus is None else list(plan.more_gpus[0]),
         "memory_bytes": plan.room.device,
         "tokens_per_second": None if speed is None else speed.tokens_per_second,
         "seconds_per_step": None if speed is None else speed.seconds,
@@ -168,7 +171,11 @@ def _fit(plan: Plan) -> str:
     sizes = f"{needed} of {human_bytes(plan.room.device)}"
     if plan.fits:
         return f"yes: {sizes}"
-    return f"no: {sizes}; --fit {plan.room.device / 2**30 * 0.99:.3g}GiB proposes what to change"
+    changes = f"--fit {plan.room.device / 2**30 * 0.99:.3g}GiB proposes what to change"
+    if plan.more_gpus is None:
+        return f"no: {sizes}; {changes}"
+    overrides, each = plan.more_gpus
+    return f"no: {sizes}; {changes}; {' '.join(overrides)} needs {human_bytes(each)} of each GPU"
 
 
 def _speed(plan: Plan) -> str:
