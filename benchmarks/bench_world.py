@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import bench
 import gpu_lora
@@ -31,6 +32,8 @@ class Training:
     preset: str = "0.6b"
     layers: int = 0
     """Fewer than the published shape's; 0: all."""
+    tied: bool | None = None
+    """Whether the LM head is the embedding; None: as in the published shape."""
     lora: bool = True
     rank: int = 16
     dropout: float = 0.0
@@ -66,6 +69,11 @@ class Training:
         """Tokens of an optimizer step."""
         return self.total(world) * self.rows * self.length
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Training:
+        """From its fields as JSON gives them."""
+        return cls(**{**values, "offload": tuple(values["offload"])})
+
     def tiny(self) -> Training:
         """The same for a CPU, in a second."""
         total = min(self.micro_batches, 8)
@@ -74,8 +82,10 @@ class Training:
 
 def model_of(training: Training) -> Model:
     """The model, of published shape."""
-    config = dict(PRESETS[training.preset])
-    return build(config | ({"num_hidden_layers": training.layers} if training.layers else {}))
+    changes: dict[str, Any] = {"num_hidden_layers": training.layers} if training.layers else {}
+    if training.tied is not None:
+        changes["tie_word_embeddings"] = training.tied
+    return build({**PRESETS[training.preset], **changes})
 
 
 def assembly_of(training: Training, world: int, device: torch.device, *, seed: int = 0) -> Assembly:

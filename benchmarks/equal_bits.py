@@ -3,11 +3,11 @@
     python benchmarks/equal_bits.py [--worlds 1 2] [--only NAME …] [--steps 6] [--out DIR]
     python benchmarks/equal_bits.py --device cpu --tiny      # without a GPU
 
-Qwen3-0.6B's shape with four layers, or 8B's with two (its LM head is not tied), random weights and random tokens; every
-world runs the same micro-batches. Compared are the loss and the gradient norm of every step, and the digests of all
-tensors that a checkpoint has: masters, the optimizer's and the recipe's state. A case that is not exact promises only
-that two equal runs are equal. An exact case trains in every world, twice in the largest, and in every world from the
-tensors that the largest had after half of the steps. A world is one group of processes that trains case after case.
+Qwen3-0.6B's shape with four layers, random weights and random tokens; every world runs the same micro-batches.
+Compared are the loss and the gradient norm of every step, and the digests of all tensors that a checkpoint has: masters,
+the optimizer's and the recipe's state. A case that is not exact promises only that two equal runs are equal. An exact
+case trains in every world, twice in the largest, and in every world from the tensors that the largest had after half of
+the steps. A world is one group of processes that trains case after case.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ CASES: dict[str, Training] = {
     "full exact, level 3": replace(FULL, zero_level=3),
     "full exact, level 1, fp8": replace(FULL, recipe="fp8-hybrid"),
     "full exact, level 3, fp32 AdamW": replace(FULL, zero_level=3, optimizer="adamw", master="float32"),
-    "full exact, level 3, head not tied": replace(FULL, zero_level=3, preset="8b", layers=2),
+    "full exact, level 3, head not tied": replace(FULL, zero_level=3, tied=False),
+    "LoRA, base sharded in host memory": replace(LORA, shard_weights=True, offload=("weights",)),
+    "full exact, level 1, state in host memory": replace(FULL, offload=("optimizer", "master")),
+    "full exact, level 3, weights and state in host memory": replace(
+        FULL, zero_level=3, offload=("weights", "optimizer", "master")
+    ),
     "full, level 1": replace(FULL, exact=False),
     "full, level 3": replace(FULL, zero_level=3, exact=False),
 }
@@ -87,7 +92,7 @@ def train_all(work: dict[str, Any], mesh: Mesh) -> None:
     lines = Path(work["place"], f"world-{mesh.world}")
     mesh.connect(_device(work))
     for number, (training, run) in enumerate(work["jobs"]):
-        found = train(Training(**{**training, "offload": ()}), Run(**run), work, _mesh_of_job(mesh, number))
+        found = train(Training.of(training), Run(**run), work, _mesh_of_job(mesh, number))
         give_back()
         if mesh.leads:
             with lines.open("a") as file:

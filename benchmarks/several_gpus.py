@@ -81,7 +81,7 @@ SEVERAL_ONLY = ("8B full, level 3, fp32 AdamW and masters",)
 
 def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Build the engine of this rank, warm it up, time its steps."""
-    training = Training(**{**work["training"], "offload": tuple(work["training"]["offload"])})
+    training = Training.of(work["training"])
     cuda = work["device"] == "cuda"
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     started = time.perf_counter()
