@@ -106,7 +106,7 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "setup_seconds": setup,
         "losses": losses,
         "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "peak_gib": (torch.cuda.max_memory_allocated() + mesh.memory) / 2**30 if cuda else None,
         "predicted_gib": None if predicted is None else predicted / 2**30,
         "device_gib": gpu_lora.device_gib() if cuda else None,
     }

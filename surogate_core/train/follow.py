@@ -66,7 +66,7 @@ class Follower:
                     previous.read()  # stay at most one step ahead of the device, as rank 0 does
                 self._ranks.stepped(self._step)
             elif order == Order.FIGURES:
-                self._ranks.figures(peak_memory(self._engine.settings.device), self._engine.own_work.mean())
+                self._ranks.figures(peak_memory(self._engine), self._engine.own_work.mean())
             else:
                 self._ranks.rests()
                 self._do(order, value)

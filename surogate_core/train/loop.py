@@ -351,7 +351,7 @@ class Loop:
                 seconds=seconds,
                 tokens_per_second=tokens / seconds,
                 eta_seconds=(self._clock.average or 0.0) * (self.total_steps - step),
-                peak_memory_bytes=peak_memory(self.engine.settings.device),
+                peak_memory_bytes=peak_memory(self.engine),
                 speed_of_light=self._speed_of_light(launched.flops / seconds),
             )
         )
@@ -383,7 +383,7 @@ class Loop:
         if self.leader.world == 1 or not every or (step % every and step != self.total_steps):
             return
         with self.leader.ordering(Order.FIGURES):
-            memory, seconds = self.leader.figures(peak_memory(self.engine.settings.device), self.engine.own_work.mean())
+            memory, seconds = self.leader.figures(peak_memory(self.engine), self.engine.own_work.mean())
         self.emit(RankStats(step=step, peak_memory_bytes=memory, work_seconds=seconds))
 
     def _watch_precision(self, launched: _Launched, step: int) -> None:
@@ -510,9 +510,9 @@ class Loop:
             self.bus.emit(Notice(level="info", message=f"{', '.join(told)}: {why}"))
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the peak of the device allocator on CUDA, the peak resident set elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def peak_memory(engine: Engine) -> int:
+    """Bytes: on CUDA torch's peak and the buffers that other GPUs write to; elsewhere the peak resident set."""
+    if engine.settings.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(engine.settings.device) + engine.mesh.memory
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
