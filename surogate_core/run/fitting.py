@@ -4,6 +4,7 @@ fit.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,13 @@ class _Search:
     def _changes(self, prediction: Prediction) -> dict[str, Any] | None:
         """Keys and values that are predicted to fit; changes that do not affect the result come first."""
         changes: dict[str, Any] = {}
+        shared = sharing.shares_more(self.config, self.registry.get("optimizer", self.config.optimizer.name))
+        for step in shared:
+            with suppress(ConfigError):  # the offloader moves what this level keeps whole
+                if self.fits(self.predicted(replace(self.config, **step))):
+                    return step
         steps: list[dict[str, Any]] = [] if self.config.recompute else [{"recompute": True}]
-        steps += sharing.shares_more(self.config, self.registry.get("optimizer", self.config.optimizer.name))
+        steps += shared[-1:]
         if self.config.lora and self.config.lora_rank > 16:
             steps.append({"lora_rank": 16})
         elif not self.config.lora and self.registry.get("task", self.config.task).adapters:

@@ -81,3 +81,15 @@ def test_where_the_prediction_fails_advice_is_general(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fitting, "assembly_of", fail)
     message = str(fitting.out_of_memory(load_run_config(KEYS, registry=load_plugins()), load_plugins(), MemoryError()))
     assert "Fix: a smaller per_device_train_batch_size" in message
+
+
+@pytest.mark.slow
+def test_several_gpus_share_out_more_before_batches_get_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("lora=false", "gpus=4", "model.config.num_hidden_layers=16", "model.config.hidden_size=256", "zero_level=1")
+    keys += ("sequence_len=128", "per_device_train_batch_size=2")
+    _, _, level_1 = advised(*keys, mib=10**6, monkeypatch=monkeypatch)
+    _, _, level_2 = advised(*keys, "zero_level=2", mib=10**6, monkeypatch=monkeypatch)
+    mib = 4 * int((level_1 + level_2) / 2 / fitting.SHARE) >> 20
+    message, changes, nbytes = advised(*keys, mib=mib, monkeypatch=monkeypatch)
+    assert changes == {"zero_level": 2}, message
+    assert nbytes <= fitting.SHARE * mib * 2**20 / 4
