@@ -1,0 +1,120 @@
+"""Ranks that write into each other's memory: threads whose driver copies in this process's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from surogate_core.errors import MachineError
+from surogate_core.mesh import peers
+from surogate_core.mesh.groups import GroupFabric
+from surogate_core.mesh.peers import PeerFabric, PeerMemory
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
+
+CPU = torch.device("cpu")
+PATIENCE = 30.0
+
+
+class FakeDriver:
+    """`mesh.driver` on the memory of this process; streams are threads, so each call is complete when it returns."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+        self.maps = True
+
+    def allocate(self, nbytes: int) -> int:
+        self.blocks.append(ctypes.create_string_buffer(nbytes))
+        return ctypes.addressof(self.blocks[-1])
+
+    def export(self, address: int) -> bytes:
+        return address.to_bytes(8, "little")
+
+    def attach(self, handle: bytes) -> int:
+        if not self.maps and threading.current_thread().name.endswith("_1"):  # one of them
+            raise MachineError("mapping another GPU's memory failed: CUDA error 217")
+        return int.from_bytes(handle, "little")
+
+    def detach(self, address: int) -> None:
+        pass
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        time.sleep(random.random() * 1e-3)
+        ctypes.memmove(to, source, nbytes)
+
+    def write_flag(self, address: int, value: int, stream: int) -> None:
+        ctypes.c_uint32.from_address(address).value = value
+
+    def wait_flag(self, address: int, value: int, stream: int) -> None:
+        end = time.monotonic() + PATIENCE
+        while ctypes.c_uint32.from_address(address).value != value:
+            assert time.monotonic() < end, "a rank waits for ever"
+            time.sleep(1e-5)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A driver for threads, which torch takes for GPUs."""
+    found = FakeDriver()
+    monkeypatch.setattr(peers, "driver", found)
+    monkeypatch.setattr(peers, "SMALLEST", 64)
+    monkeypatch.setattr(
+        peers, "_Bytes", lambda at, n: np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(at), shape=(n,))
+    )
+    monkeypatch.setattr(GroupFabric, "__init__", lambda self, device: setattr(self, "_device", device))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver) -> None:
+    """Many times in a row: a rank neither writes too early nor reads too early."""
+    lengths = [40 * (world - rank) for rank in range(world)]
+
+    def work(virtual: VirtualFabric) -> None:
+        random.seed(virtual.rank)
+        memory = PeerMemory(CPU, rank=virtual.rank, gather=virtual.mesh().gather)
+        staging, copies = memory.zeros(world * 50, torch.float32), memory.zeros(sum(lengths), torch.bfloat16)
+        memory.share()
+        fabric = PeerFabric.__new__(PeerFabric)
+        fabric.rank, fabric.world = virtual.rank, world
+        fabric.__init__(CPU, memory)  # type: ignore[misc]
+        for turn in range(20):
+            parts = torch.arange(world * 50.0).view(world, 50) + 1000 * virtual.rank + turn
+            expected = torch.empty(world, 50)
+            fabric.exchange(list(parts), staging.view(world, 50))
+            virtual.exchange(list(parts), expected)
+            others = [rank for rank in range(world) if rank != virtual.rank]
+            assert torch.equal(staging.view(world, 50)[others], expected[others])
+            by_rank = copies.split(lengths)
+            by_rank[virtual.rank].fill_(10 * turn + virtual.rank)
+            fabric.gather(by_rank)
+            assert [part.unique().tolist() for part in by_rank] == [[10 * turn + rank] for rank in range(world)]
+        # After the ranks are connected, as the stores' buffers. The last ranks own nothing.
+        later = memory.zeros(128, torch.uint8).split([128, *[0] * (world - 1)])
+        later[virtual.rank].fill_(7)
+        fabric.gather(later)
+        assert later[0].eq(7).all()
+        memory.close()
+
+    in_threads(world, work)
+
+
+def test_if_one_rank_cannot_all_hear_of_it(driver: FakeDriver) -> None:
+    driver.maps = False
+
+    def work(virtual: VirtualFabric) -> None:
+        memory = PeerMemory(CPU, rank=virtual.rank, gather=virtual.mesh().gather)
+        memory.zeros(8, torch.float32)
+        with pytest.raises(MachineError, match="CUDA error 217"):
+            memory.share()
+
+    in_threads(3, work)
