@@ -82,21 +82,23 @@ def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver)
     def work(virtual: VirtualFabric) -> None:
         random.seed(virtual.rank)
         memory = PeerMemory(CPU, rank=virtual.rank, gather=virtual.mesh().gather)
-        staging, copies = memory.zeros(world * 50, torch.float32), memory.zeros(sum(lengths), torch.bfloat16)
+        received = memory.zeros(world * 50, torch.float32).view(world, 50)
+        by_rank = memory.zeros(sum(lengths), torch.bfloat16).split(lengths)
         memory.share()
         fabric = PeerFabric.__new__(PeerFabric)
         fabric.rank, fabric.world = virtual.rank, world
         fabric.__init__(CPU, memory)  # type: ignore[misc]
+        own, columns = virtual.rank, torch.arange(50.0)
         for turn in range(20):
-            parts = torch.arange(world * 50.0).view(world, 50) + 1000 * virtual.rank + turn
-            expected = torch.empty(world, 50)
-            fabric.exchange(list(parts), staging.view(world, 50))
-            virtual.exchange(list(parts), expected)
-            others = [rank for rank in range(world) if rank != virtual.rank]
-            assert torch.equal(staging.view(world, 50)[others], expected[others])
-            by_rank = copies.split(lengths)
-            by_rank[virtual.rank].fill_(10 * turn + virtual.rank)
+            fabric.exchange([1000.0 * turn + 100 * own + 10 * rank + columns for rank in range(world)], received)
+            time.sleep(random.random() * 1e-3)
+            for rank in range(world):
+                expected = 1000.0 * turn + 100 * rank + 10 * own + columns
+                assert rank == own or torch.equal(received[rank], expected), "written too early, or not yet"
+        for turn in range(20):
+            by_rank[own].fill_(10 * turn + own)
             fabric.gather(by_rank)
+            time.sleep(random.random() * 1e-3)
             assert [part.unique().tolist() for part in by_rank] == [[10 * turn + rank] for rank in range(world)]
         # After the ranks are connected, as the stores' buffers. The last ranks own nothing.
         later = memory.zeros(128, torch.uint8).split([128, *[0] * (world - 1)])
