@@ -158,7 +158,7 @@ class StepEnd(Event):
     eta_seconds: float
     """Estimated seconds to the end of the run."""
     peak_memory_bytes: int
-    """Peak of the device allocator on CUDA, peak resident set on a CPU."""
+    """Peak of the device allocator on CUDA, peak resident set on a CPU; of rank 0 if there are several."""
     speed_of_light: float | None = None
     """MFU against a measured product: rate of the step's necessary FLOPs as a share (0 to 1) of that product's rate on
     all devices.

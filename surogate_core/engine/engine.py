@@ -196,9 +196,18 @@ class Engine:
                 self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
                 self.programs.sequence_loss()
 
+    def _compile_evaluation(self) -> None:
+        """All programs of evaluation. A rank alone compiles them one by one during its first evaluation."""
+        for piece in self.plan.layers:
+            self.programs.evaluation_layer(piece)
+        for chunk in self.programs.chunks():
+            self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
+
     def _capture(self, progress: Progress) -> None:
         """Replace the micro-step and the optimizer step by their CUDA graphs, if they can be captured."""
         settings = self.settings
+        self._evaluates = False
+        """Whether the programs of evaluation are compiled on all ranks."""
         self._sums_hold = False
         """Whether the gradient sums contain micro-steps; otherwise they count as zeros."""
         self._micro_steps: Mapping[Kind, Callable[[], None]] = {}
@@ -331,6 +340,10 @@ class Engine:
         Every rank gives all batches, and runs those whose number is its own modulo the ranks.
         """
         rank, ranks = self.mesh.rank, self.mesh.world
+        if ranks > 1 and not self._evaluates:
+            with self.mesh.first("evaluation compiled"):
+                self._compile_evaluation()
+            self._evaluates = True
         self.traffic.freshen()
         label_tokens, loss_weight = 0, 0.0
         losses: list[Tensor] = [torch.zeros_like(self.losses.take())]

@@ -127,8 +127,7 @@ class _Run:
             # Everything that can be refused is refused before any long work.
             for place in places(self.config):
                 check_place(place)
-        with self.mesh.first("model"):
-            base = fetch_base(self.config, self.registry, self._show, digests=self.mesh.leads)
+        base = self._base()
         self.contents = base.contents
         self.notes += base.notes
         identity = identity_of(base.config, self.registry, base.resolved)
@@ -175,6 +174,16 @@ class _Run:
         return self.signals.exit_code
 
     # --------------------------------------------------------------------------- phases
+
+    def _base(self) -> Base:
+        """The base model, which rank 0 fetches first; the other ranks take the same commit of it."""
+        if self.mesh.leads:
+            base = fetch_base(self.config, self.registry, self._show)
+            self.mesh.gather([base.config.model.path, base.config.model.revision])
+            return base
+        path, revision = self.mesh.gather(None)[0]
+        config = replace(self.config, model=replace(self.config.model, path=path, revision=revision))
+        return fetch_base(config, self.registry, self._show, digests=False)
 
     def _resumed(
         self, base: Base, checkpoints: CheckpointDir, identity: dict[str, Any]

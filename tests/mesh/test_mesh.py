@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from surogate_core.errors import MachineError
 from surogate_core.mesh import groups, peers
-from surogate_core.mesh.mesh import Mesh
+from surogate_core.mesh.mesh import CalledOff, Mesh
 
 
 class _NoPeers:
@@ -66,3 +67,17 @@ def test_ranks_of_several_machines_share_no_memory(cuda: torch.device) -> None:
     mesh = Mesh(rank=0, world=4, local_world=2, store=dist.HashStore())
     assert mesh.zeros(3, torch.float32, cuda).tolist() == [0, 0, 0]
     assert mesh._peer_memory is None
+
+
+def test_what_waits_for_rank_0_is_called_off() -> None:
+    told: set[str] = set()
+    store: Any = SimpleNamespace(set=lambda key, value: told.add(key), check=lambda keys: told >= set(keys))
+    first, second = (Mesh(rank=rank, world=2, store=store) for rank in range(2))
+    with first.first("data"):
+        assert not told
+    second.wait_for("data")
+    first.call_off()
+    second.wait_for("data")
+    for wait in (lambda: second.wait_for("compiled"), lambda: second.gather(1)):
+        with pytest.raises(CalledOff):
+            wait()

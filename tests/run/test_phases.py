@@ -1,0 +1,43 @@
+"""The order of a run's phases on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from surogate_core.config.resolve import load_run_config
+from surogate_core.mesh.mesh import CalledOff, Mesh
+from surogate_core.plugins.registry import Registry
+from surogate_core.run import run as module
+from surogate_core.run.run import _Run, train
+
+
+class Answered(Mesh):
+    """Rank 1 of two, with rank 0's answers."""
+
+    def __init__(self, *answers: Any):
+        super().__init__(rank=1, world=2)
+        self.answers = list(answers)
+
+    def gather(self, value: Any) -> list[Any]:
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return [answer, value]
+
+
+def test_other_ranks_take_the_commit_that_rank_0_fetched(installed: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch may have moved meanwhile."""
+    fetched: list[Any] = []
+    monkeypatch.setattr(module, "fetch_base", lambda config, *_, **options: fetched.append((config.model, options)))
+    config = load_run_config(["model=owner/name", "device=cpu"], registry=installed)
+    _Run(config, installed, watch=None, mesh=Answered(["owner/name", "c0ffee"]))._base()
+    ((model, options),) = fetched
+    assert (model.path, model.revision, options) == ("owner/name", "c0ffee", {"digests": False})
+
+
+def test_a_run_that_rank_0_called_off_ends_in_peace(installed: Registry) -> None:
+    """A signal came before the first step, and the others waited."""
+    config = load_run_config(["model=qwen3", "device=cpu", "gpus=2"], registry=installed)
+    assert train(config, installed, mesh=Answered(CalledOff())) == 0
