@@ -219,7 +219,8 @@ class Counts:
         masters = shares.masters * settings.master_dtype.itemsize
         apart = shares.whole_copies if copies != "device" else 0
         # Beside a shared base, blocks do not compute with masters that are off the device.
-        more = sum(m for _, _, m in self.pieces) if shares.shards_base and on.moves("master") else 0
+        own = shares.shards_base and on.moves("master") and any(in_place for _, _, in_place in self.pieces)
+        more = shares.flat * settings.master_dtype.itemsize if own else 0
         moved = shares.copies(self.copies) - apart + more
         return [
             Held("weights", place("weights"), base, f"frozen, {width}{in_layers}{layers}"),

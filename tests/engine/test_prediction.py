@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import surogate_offload_host as host
 import torch
 from tiny_qwen3 import make_engine
 
@@ -77,6 +78,7 @@ def test_what_the_allocator_does_not_split_off(mib: float, taken: float) -> None
     assert in_allocator(int(mib * 2**20)) == int(taken * 2**20)
 
 
+HOST = replace(host.surogate_offloader(), kinds=frozenset({"weights", "master", "optimizer"}))
 RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "lora": (True, 2, {"exact": True}),
     "level 0": (False, 3, {"zero_level": 0}),
@@ -85,10 +87,22 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "level 2": (False, 2, {"zero_level": 2, "exact": True}),
     "level 3": (False, 3, {"zero_level": 3, "shard_weights": True}),
     "shared base": (True, 2, {"shard_weights": True}),
+    "level 3 on the host": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": HOST}),
+    "shared base on the host": (True, 4, {"shard_weights": True, "offloader": HOST}),
 }
 
 
-@pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2")
+def _kept(weights: Any) -> int:
+    """Bytes of the frozen weights of a rank, on the device or in host memory."""
+    inner = getattr(weights, "_inner", None)
+    if inner is None:
+        slots = weights._slots if isinstance(weights, ShardedWeights) else []
+        return int(weights.nbytes()["device"]) - sum(slot.buffer.nbytes for slot in slots)
+    homes = {home.data_ptr(): home.nbytes for several in inner._homes.values() for home in several}
+    return sum(homes.values())
+
+
+@pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2", "shared base on the host")
 @pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
     micro_batches = 12 if ranks == 3 else 8
@@ -106,21 +120,25 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
         copies += [] if sharded is None else list(sharded._copies.values())
         weights, gradients = engine.stores.weights, engine.stores.gradients
         rooms = gradients._rooms.values() if isinstance(gradients, ShardedGradients) else ()
-        slots = weights._slots if isinstance(weights, ShardedWeights) else ()
+        slots = weights._slots if isinstance(weights, ShardedWeights) else []
+        moved = assembly.offloader.moves("weights")
         received = gradients._staging if isinstance(gradients, ShardedGradients) else None
         return {
-            "weights": 0 if not adapters else weights.nbytes()["device"] - sum(slot.buffer.nbytes for slot in slots),
+            "weights": _kept(weights) if adapters else 0,
             "masters": sum(group.master.nbytes for group in parameters.groups),
             "gradients": sum(sums.nbytes for sums in parameters.sums()),
             "compute copies": sum(copy.nbytes for copy in copies),
             "partial sums": sum(t.nbytes for sums in [*engine._lanes._levels, engine._lanes._total] for t in sums),
             "received gradients": engine.traffic._staging.nbytes + (0 if received is None else received.nbytes),
             "whole gradients": sum(room.buffer.nbytes for several in rooms for room in several),
-            "gathered weights": sum(slot.buffer.nbytes for slot in slots),
+            # On a GPU a rank's part is copied from the host to the device before it is gathered.
+            "gathered weights": sum(s.buffer.nbytes for s in slots) + (slots[0].buffer.nbytes // ranks if moved else 0),
         }
 
     found = in_threads(ranks, work)[0]
     prediction = predict(replace(assembly, kernels=KernelTable.build(torch.device("cpu"), [TORCH_PACK])))
-    assert {kind: sum(h.nbytes for h in prediction.held if h.kind == kind) for kind in found} == found
+    of_kind = {kind: sum(h.nbytes for h in prediction.held if h.kind == kind) for kind in [*found, "whole copies"]}
+    of_kind["compute copies"] += of_kind.pop("whole copies")
+    assert of_kind == found
     assert prediction.ranks == ranks
     assert prediction.sent
