@@ -13,18 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surogate_core.errors import MachineError, SurogateError, UserError
+import structlog
+
+from surogate_core.errors import MachineError, PluginError, SurogateError, UserError
 from surogate_core.files.private import private
 from surogate_core.launch import worker
 from surogate_core.mesh.lifeline import RankError
+
+log = structlog.get_logger(__name__)
 
 STOPPED = 3.0
 """Seconds after which a stopped process counts as failed."""
 LEAVE = 10.0
 """Seconds that a process has to end after its work, and the other ranks after rank 0."""
+LEAVE_0 = 300.0
+"""The same for the process of rank 0, where a monitor may still send what it has."""
 LAST_LINES = 20
 RESUME = "Fix: run the same command again, which resumes the last checkpoint, or set max_restarts=1."
 _LAST_BYTES = 16_384
+_KINDS: dict[int, type[SurogateError]] = {2: UserError, 3: MachineError}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +122,7 @@ class Child:
             return self.failed(text, code=128 + signal.SIGSTOP, at=now)
         if self.outcome is None:
             self.outcome, self._done_at = self._read_outcome(), now
-        elif now - self._done_at > LEAVE:
+        elif now - self._done_at > (LEAVE if self.rank else LEAVE_0):
             self.kill()  # its work is over, but the process does not end
         return None
 
@@ -148,8 +155,10 @@ class Child:
 
     def close(self, seconds: float) -> None:
         """Wait for the end of the killed process."""
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            log.warning(f"process {self.process.pid} of rank {self.rank} was killed, but waits in the kernel")
         os.close(self._news)
 
     def _read_outcome(self) -> Mapping[str, Any] | None:
@@ -162,17 +171,16 @@ class Child:
     def _death(self, ended: float) -> Failure:
         status, outcome = self.process.returncode, self.outcome
         if outcome is not None:
-            code, refused = int(outcome["code"]), outcome["kind"] == worker.REFUSED
-            kind = {2: UserError, 3: MachineError}.get(code, RankError) if refused else RankError
-            at, may_pass = float(outcome["at"]), code == 1
+            code, bug = int(outcome["code"]), outcome["kind"] == worker.BUG
+            refused = PluginError if outcome["kind"] == worker.PLUGIN else _KINDS.get(code, RankError)
             return Failure(
                 rank=self.rank,
                 message=str(outcome["message"]),
                 code=code,
-                at=at,
-                kind=kind,
-                may_pass=may_pass,
-                advice="" if refused else self._last_lines().lstrip(),
+                at=float(outcome["at"]),
+                kind=RankError if bug else refused,
+                may_pass=code == 1,
+                advice=self._last_lines().lstrip() if bug else "",
             )
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"

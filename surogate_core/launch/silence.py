@@ -8,6 +8,7 @@ from statistics import median
 
 from surogate_core.mesh.lifeline import Pulse
 
+CONNECTING = "NCCL_DEBUG=INFO shows how far NCCL comes, and NCCL_P2P_DISABLE=1 helps where peer access is broken"
 SLOWER = 20
 """Times the median step after which a rank without a new step counts as silent."""
 
@@ -35,15 +36,21 @@ class Silence:
         """The rank that is silent for too long, and the fact as a phrase; None if there is none."""
         for rank, pulse in enumerate(pulses):
             last = self._last[rank]
-            if last is not None and last.stepping and pulse.stepping and pulse.step > last.step:
+            if last is not None and last.limit < 0 and pulse.limit < 0 and pulse.step > last.step:
                 self._steps.append((pulse.at - last.at) / (pulse.step - last.step))
             self._last[rank] = pulse
-        limit = self.limit()
-        late = [rank for rank, p in enumerate(pulses) if p.stepping and now - max(p.at, self._since) > limit]
+        late = [rank for rank, pulse in enumerate(pulses) if self._is_late(pulse, now)]
         if not late:
             return None
         rank = min(late, key=lambda rank: (pulses[rank].step, pulses[rank].at))
         pulse = pulses[rank]
+        if pulse.limit > 0:
+            return rank, f"has been connecting to the other ranks for {now - pulse.at:.0f} seconds. {CONNECTING}"
         ahead = [str(other) for other, p in enumerate(pulses) if p.step > pulse.step]
         where = f"; rank {', '.join(ahead)} had finished it" if ahead else ""
         return rank, f"has been in step {pulse.step + 1} for {now - pulse.at:.0f} seconds{where}"
+
+    def _is_late(self, pulse: Pulse, now: float) -> bool:
+        if not self._seconds or not pulse.limit:
+            return False
+        return now - max(pulse.at, self._since) > (pulse.limit if pulse.limit > 0 else self.limit())

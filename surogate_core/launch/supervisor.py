@@ -6,7 +6,9 @@ a long time. The first failure is reported. No process of the run is left when t
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from surogate_core.launch import worker
 from surogate_core.launch.child import LEAVE, STOPPED, Child, Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.silence import Silence
-from surogate_core.mesh.lifeline import SECOND_THOUGHT, make_pulses, read_pulses
+from surogate_core.mesh.lifeline import SECOND_THOUGHT, Pulses
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +92,7 @@ class _Attempt:
             try:
                 kept = tempfile.TemporaryDirectory(prefix="surogate-run-", ignore_cleanup_errors=True)
                 self._shared = Path(stack.enter_context(kept))
+                stack.callback(os.close, _kept_from_cleaners(self._shared))
                 stack.callback(self._end_all)
                 self._start()
             except OSError as error:
@@ -103,7 +106,7 @@ class _Attempt:
     def _start(self) -> None:
         plan, shared = self._plan, self._shared
         atomic.write_file(shared / worker.JOB, json.dumps(plan.job).encode(), opener=private)
-        make_pulses(shared / worker.PULSES, plan.world)
+        self._pulses = Pulses(shared / worker.PULSES, plan.world)
         for rank, environment in enumerate(plan.environments):
             file = plan.logs / f"rank-{rank}.log" if plan.logs is not None else None
             self._children.append(Child(rank, plan.command, environment, shared=shared, log=file))
@@ -137,7 +140,7 @@ class _Attempt:
         found = [failure for child in self._children if (failure := child.look(now, slept=slept)) is not None]
         if found:
             return min(found, key=lambda failure: failure.at)
-        late = self._silence.late(read_pulses(self._shared / worker.PULSES), now)
+        late = self._silence.late(self._pulses.read(), now)
         if late is None or self._children[late[0]].ended is not None:
             return None
         for child in self._children:
@@ -170,7 +173,7 @@ class _Attempt:
                 if child.rank not in found and (other := child.look(now, slept=False)) is not None:
                     found[child.rank] = other
             time.sleep(POLL)
-        for rank, pulse in enumerate(read_pulses(self._shared / worker.PULSES)):
+        for rank, pulse in enumerate(self._pulses.read()):
             if rank in found and pulse.failed_at:
                 found[rank].at = min(found[rank].at, pulse.failed_at)
         first = min(found.values(), key=lambda one: one.at)
@@ -191,3 +194,11 @@ class _Attempt:
             child.kill()
         for child in self._children:
             child.close(GRACE)
+
+
+def _kept_from_cleaners(directory: Path) -> int:
+    """A descriptor with a lock on the directory: systemd-tmpfiles deletes old files, but not under a lock."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor

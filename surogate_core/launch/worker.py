@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import io
 import json
 import os
 import signal
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 JOB, STORE, PULSES, OUTCOME, STACKS = "job.json", "store", "pulses", "outcome-{}.json", "stacks-{}.txt"
 """Files of the directory that the supervisor and its workers share."""
 
-DONE, REFUSED, BUG = "done", "refused", "bug"
-"""Kinds of outcome: the work returned a code, raised an error of the user's or the machine's, or had a bug."""
+DONE, REFUSED, PLUGIN, BUG = "done", "refused", "plugin", "bug"
+"""Kinds of outcome: the work returned a code, raised an error of the input, the machine or a plugin, or had a bug."""
 
 
 def main(arguments: list[str]) -> int:
@@ -39,6 +40,10 @@ def main(arguments: list[str]) -> int:
     stacks = (directory / STACKS.format(rank)).open("w", encoding="utf-8")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    if rank:
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper)
+            stream.reconfigure(line_buffering=True)  # into a log, which may have to explain a sudden death
     given = json.loads((directory / JOB).read_bytes())
     sys.path[:] = given["path"]
     from surogate_core.mesh.lifeline import Tied
@@ -71,12 +76,13 @@ def _mesh(directory: Path, rank: int, world: int, lifeline: Tied) -> Mesh:
 
 
 def _failed(error: BaseException, outcome: Any) -> int:
-    from surogate_core.errors import SurogateError
+    from surogate_core.errors import PluginError, SurogateError
     from surogate_core.logs import record_traceback
     from surogate_core.plugins.isolation import bug_text
 
     if isinstance(error, SurogateError):
-        outcome(kind=REFUSED, code=error.exit_code, message=str(error))
+        kind = PLUGIN if isinstance(error, PluginError) else REFUSED
+        outcome(kind=kind, code=error.exit_code, message=str(error))
         return error.exit_code
     outcome(kind=BUG, code=1, message=bug_text(error, record_traceback("a bug ended the rank", error)))
     return 1

@@ -38,6 +38,7 @@ class GroupFabric:
             # Explicit: torch would guess the device from the rank, and each rank's own GPU is its first.
             device_id=device if gpu else None,
         )
+        _greet(device)
         return cls(device)
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
@@ -77,6 +78,14 @@ class GroupFabric:
         """End the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _greet(device: torch.device) -> None:
+    """A first collective, so that broken links hang or fail here, where nothing else is under way."""
+    dist.all_reduce(torch.ones(1))
+    if device.type == "cuda":
+        dist.all_reduce(torch.ones(1, device=device))
+        torch.cuda.synchronize(device)
 
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:

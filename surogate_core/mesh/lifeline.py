@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import struct
 import sys
 import threading
 import time
@@ -17,10 +16,11 @@ from types import FrameType
 
 from surogate_core.errors import SurogateError
 
-_PULSE = struct.Struct("<qqqq")
-OUTSIDE, STEPPING = 0, 1
+_WORDS = 4
+"""64-bit words of a report: the step, its time, the limit, the time of an error; times in ns."""
 SECOND_THOUGHT = 2.0
 """Seconds that rank 0 with an error waits for the news that another rank failed before it, which may be the cause."""
+_SOON = -1
 STUCK = 1.0
 """Seconds after which the main thread of rank 0 counts as stuck if a failure of another rank does not interrupt it."""
 
@@ -46,6 +46,9 @@ class Lifeline:
     def rest(self) -> None:
         """What this rank does until the next `beat` may take any time: evaluation, a save, an export."""
 
+    def hurry(self, seconds: float) -> None:
+        """What this rank does now takes less than so many seconds, or it hangs."""
+
     def on_failure(self, end: Callable[[str], None]) -> None:
         """Call `end` with the message if another rank fails while this one's main thread is stuck."""
 
@@ -61,23 +64,33 @@ class Pulse:
     step: int
     at: float
     """`time.monotonic()` of the report."""
-    stepping: bool
-    """Whether it is between steps, so that the next report comes soon."""
+    limit: float
+    """Seconds within which the next report comes; 0: at any time, below 0: as soon as steps take."""
     failed_at: float
     """When it met an error; 0 if it has not."""
 
 
-def make_pulses(file: Path, world: int) -> None:
-    """Make the file in which every rank reports."""
-    file.write_bytes(bytes(world * _PULSE.size))
+class Pulses:
+    """The file in which every rank reports, as the supervisor sees it."""
+
+    def __init__(self, file: Path, world: int):
+        """Make the file."""
+        file.write_bytes(bytes(world * _WORDS * 8))
+        self._words = _mapped(file)
+
+    def read(self) -> list[Pulse]:
+        """The last reports of all ranks."""
+        found = []
+        for begin in range(0, len(self._words), _WORDS):
+            step, at, limit, failed = self._words[begin : begin + _WORDS]
+            found.append(Pulse(step=step, at=at / 1e9, limit=limit / 1e9, failed_at=failed / 1e9))
+        return found
 
 
-def read_pulses(file: Path) -> list[Pulse]:
-    """The last reports of all ranks."""
-    found = []
-    for step, at, state, failed in _PULSE.iter_unpack(file.read_bytes()):
-        found.append(Pulse(step=step, at=at / 1e9, stepping=state == STEPPING, failed_at=failed / 1e9))
-    return found
+def _mapped(file: Path) -> memoryview:
+    """The file's 64-bit words. Each is written at once, so that nobody reads half of one."""
+    with file.open("r+b") as opened:
+        return memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
 
 
 class Tied(Lifeline):
@@ -88,9 +101,8 @@ class Tied(Lifeline):
     """
 
     def __init__(self, rank: int, pulses: Path, news: int):
-        with pulses.open("r+b") as file:
-            self._pulses = mmap.mmap(file.fileno(), 0)
-        self._offset = rank * _PULSE.size
+        self._words = _mapped(pulses)
+        self._begin = rank * _WORDS
         self._step, self._failed_at = 0, 0
         self._leads = rank == 0
         self._heard, self._over = threading.Event(), threading.Event()
@@ -103,11 +115,15 @@ class Tied(Lifeline):
     def beat(self, step: int) -> None:
         """As `Lifeline.beat`."""
         self._step = step
-        self._write(STEPPING)
+        self._write(_SOON)
 
     def rest(self) -> None:
         """As `Lifeline.rest`."""
-        self._write(OUTSIDE)
+        self._write(0)
+
+    def hurry(self, seconds: float) -> None:
+        """As `Lifeline.hurry`."""
+        self._write(int(seconds * 1e9))
 
     def on_failure(self, end: Callable[[str], None]) -> None:
         """As `Lifeline.on_failure`."""
@@ -118,7 +134,7 @@ class Tied(Lifeline):
         self._ending = True
         if not self._failed_at:
             self._failed_at = time.monotonic_ns()
-            self._write(OUTSIDE)
+            self._write(0)
         if isinstance(error, SurogateError):
             return error
         # Collectives fail with errors of their own where another rank is gone.
@@ -131,8 +147,10 @@ class Tied(Lifeline):
         self._ending = True
         self._over.set()
 
-    def _write(self, state: int) -> None:
-        _PULSE.pack_into(self._pulses, self._offset, self._step, time.monotonic_ns(), state, self._failed_at)
+    def _write(self, limit: int) -> None:
+        report = (self._step, time.monotonic_ns(), limit, self._failed_at)
+        for number, word in enumerate(report):
+            self._words[self._begin + number] = word
 
     def _listen(self, news: int) -> None:
         text = b""

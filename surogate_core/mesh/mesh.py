@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 _OVER = "the run is over"
+CONNECTING_SECONDS = 300.0
+"""The time in which the collectives of ranks that are all there open and work once."""
 
 
 class CalledOff(Exception):  # noqa: N818
@@ -155,7 +157,10 @@ class Mesh:
             return
         from surogate_core.mesh.groups import GroupFabric
 
+        self.gather(None)  # all are here: from now on, a long wait is a fault
+        self.lifeline.hurry(CONNECTING_SECONDS)
         self.fabric = GroupFabric.connect(self.store, rank=self.rank, world=self.world, device=device)
+        self.lifeline.rest()
         if self._peer_memory is None:
             return
         from surogate_core.mesh.peers import PeerFabric

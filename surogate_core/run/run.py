@@ -208,7 +208,6 @@ class _Run:
             return
         check_equal(self.mesh.gather(facts_of(base, material, self.registry, checkpoint)))
         self.notes += unequal_devices(self.mesh.gather(_in_words(base.device)))
-        self.notes += slow_links(self.mesh, base.device)
 
     def _follow(self, engine: Engine, material: Material, root: Path, checkpoint: Checkpoint | None) -> int:
         """Train as rank 0 orders, until it has written everything."""
@@ -241,7 +240,7 @@ class _Run:
             mesh=self.mesh,
         )
         self.notes += reduction_notes(engine.settings, checkpoint, deterministic=self.config.deterministic)
-        self.notes += [self.mesh.note] if self.mesh.note else []
+        self.notes += slow_links(self.mesh, base.device) or ([self.mesh.note] if self.mesh.note else [])
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()

@@ -9,7 +9,7 @@ from surogate_core.mesh.lifeline import Pulse
 
 
 def pulses(*reports: tuple[int, float, bool]) -> list[Pulse]:
-    return [Pulse(step=step, at=at, stepping=stepping, failed_at=0.0) for step, at, stepping in reports]
+    return [Pulse(step=step, at=at, limit=-1 if stepping else 0, failed_at=0.0) for step, at, stepping in reports]
 
 
 def watched(seconds: float = 60.0, step_seconds: float = 1.0) -> Silence:
@@ -41,6 +41,16 @@ def test_a_rank_may_rest_for_any_time() -> None:
     # The time of the rest is not the time of a step.
     silence.late(pulses((6, 5000.0, True), (6, 5000.0, True)), 5000.0)
     assert silence.limit() == pytest.approx(60.0)
+
+
+def test_connecting_has_a_limit_of_its_own() -> None:
+    silence = Silence(60.0, 2)
+    found = [Pulse(step=0, at=5.0, limit=300.0, failed_at=0.0), Pulse(step=0, at=9.0, limit=0.0, failed_at=0.0)]
+    assert silence.late(found, 304.0) is None
+    late = silence.late(found, 306.0)
+    assert late is not None
+    assert late[0] == 0
+    assert late[1].startswith("has been connecting to the other ranks for 301 seconds. NCCL_DEBUG=INFO shows")
 
 
 def test_time_in_which_nobody_watched_does_not_count() -> None:

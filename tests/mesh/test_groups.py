@@ -17,6 +17,7 @@ from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import reduce_parts
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_weights import ShardedWeights
+from surogate_core.mesh import groups
 from surogate_core.mesh.groups import GroupFabric
 from surogate_core.mesh.virtual import in_threads
 
@@ -68,6 +69,7 @@ def test_nccl_registers_no_buffers_of_graphs(monkeypatch: pytest.MonkeyPatch) ->
     """Unless the user wants it: with torch's expandable segments a replay hangs."""
     seen = []
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **b: seen.append(os.environ.get("NCCL_GRAPH_REGISTER")))
+    monkeypatch.setattr(groups, "_greet", lambda device: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
