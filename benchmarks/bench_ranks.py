@@ -141,10 +141,19 @@ def is_rank() -> bool:
     return VARIABLE in os.environ
 
 
-def run_rank(function: Callable[[dict[str, Any], Mesh], Any], *, stdin: IO[str] = sys.stdin) -> None:
-    """In a rank: wait for `Group.go`, call the function with the work and a mesh, and hand in what it returns."""
+def run_rank(
+    function: Callable[[dict[str, Any], Mesh], Any],
+    *,
+    prepare: Callable[[dict[str, Any]], None] = lambda work: None,
+    stdin: IO[str] = sys.stdin,
+) -> None:
+    """In a rank: wait for `Group.go`, call the function with the work and a mesh, and hand in what it returns.
+
+    `prepare` receives the work before the wait. It must not use a GPU.
+    """
     directory, rank, world = json.loads(os.environ.pop(VARIABLE))
     work = json.loads(Path(directory, "work").read_text())
+    prepare(work)
     if not stdin.readline():
         os._exit(1)  # the parent is gone
     result = function(work, make_mesh(Path(directory, "store"), rank, world))

@@ -80,6 +80,13 @@ class Training:
         return replace(self, preset="tiny", layers=2, rank=4, length=32, micro_batches=total)
 
 
+def import_all(device: str) -> None:
+    """Import what an engine would, so that a rank does so before its turn. No GPU is used."""
+    bench.registry()
+    if device == "cuda":
+        import torch._inductor.compile_fx  # noqa: F401
+
+
 def model_of(training: Training) -> Model:
     """The model, of published shape."""
     changes: dict[str, Any] = {"num_hidden_layers": training.layers} if training.layers else {}

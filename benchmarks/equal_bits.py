@@ -237,7 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the table; the exit status says whether all were equal. Or be one rank of a group."""
     if bench_ranks.is_rank():
-        bench_ranks.run_rank(train_all)
+        bench_ranks.run_rank(train_all, prepare=lambda work: bench_world.import_all(work["device"]))
     options = make_parser().parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = compare(options)

@@ -135,7 +135,7 @@ class Result:
     host: int
     """Predicted on the host."""
     context: int
-    """Predicted of what CUDA takes beside torch."""
+    """Predicted of what CUDA and NCCL take beside torch."""
     held: dict[str, int]
     allocated: int
     reserved: int
@@ -229,8 +229,8 @@ def in_torch(prediction: Prediction) -> int:
 
 
 def context(prediction: Prediction) -> int:
-    """Bytes that CUDA takes beside them."""
-    return sum(h.nbytes for h in prediction.held if h.kind == "CUDA context")
+    """Bytes that CUDA and NCCL take beside them."""
+    return sum(h.nbytes for h in prediction.held if h.kind in ("CUDA context", "NCCL"))
 
 
 def of_driver(reserved: int) -> int | None:

@@ -39,6 +39,8 @@ from surogate_core.mesh.mesh import Mesh
 
 NAME = "several_gpus"
 """Of the files in `--out`."""
+GIB = ("peak_gib", "predicted_gib", "reserved_gib", "device_gib")
+"""Figures of a rank's memory; a row has the largest of its ranks."""
 WARM_UP = 3
 """Steps before the clock starts."""
 
@@ -108,6 +110,7 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
         "peak_gib": (torch.cuda.max_memory_allocated() + mesh.memory) / 2**30 if cuda else None,
         "predicted_gib": None if predicted is None else predicted / 2**30,
+        "reserved_gib": torch.cuda.memory_reserved() / 2**30 if cuda else None,
         "device_gib": gpu_lora.device_gib() if cuda else None,
     }
 
@@ -133,7 +136,7 @@ def row_of(name: str, training: Training, world: int, result: Mapping[str, Any])
         "spread": (max(medians) - min(medians)) / min(medians),
         "setup_seconds": max(rank["setup_seconds"] for rank in ranks),
         "losses": ranks[0]["losses"],
-        **{key: _largest(rank[key] for rank in ranks) for key in ("peak_gib", "predicted_gib", "device_gib")},
+        **{key: _largest(rank[key] for rank in ranks) for key in GIB},
     }
 
 
@@ -267,7 +270,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the table; or be one rank of a group."""
     if bench_ranks.is_rank():
-        bench_ranks.run_rank(measure)
+        bench_ranks.run_rank(measure, prepare=lambda work: bench_world.import_all(work["device"]))
     options = make_parser().parse_args()
     if options.list:
         print("\n".join([*CASES, *bench_command.CASES]))

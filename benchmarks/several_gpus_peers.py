@@ -38,6 +38,7 @@ import gpu_lora
 import peers
 import several_gpus
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 from surogate_model_qwen3.presets import PRESETS
 from torch import nn
@@ -108,14 +109,19 @@ def work_of(peer: Peer, device: torch.device) -> peers.Work:
     )
 
 
+def compile_layers(layers: nn.ModuleList) -> None:
+    """Each layer as a compiled module, so that hooks of data parallel stay outside of the compiled code."""
+    for name, layer in list(layers.named_children()):
+        layers.register_module(name, torch.compile(layer))  # type: ignore[arg-type]
+
+
 def ddp_model(work: peers.Work, *, compiled: bool) -> Any:
     """PEFT's adapters, each layer compiled, behind DDP."""
     torch.manual_seed(0)
     model = peers.transformers_model(work, liger=False)
     model.train()
     if compiled:
-        for layer in model.base_model.model.model.layers:
-            layer.compile()
+        compile_layers(model.base_model.model.model.layers)
     cuda = work.device.type == "cuda"
     return nn.parallel.DistributedDataParallel(
         model, device_ids=[work.device.index] if cuda else None, gradient_as_bucket_view=True
@@ -132,12 +138,14 @@ def fsdp_model(work: peers.Work, peer: Peer, *, compiled: bool) -> Any:
     if peer.side == "fsdp-fp32":
         model.to(torch.float32)
     model.train()
+    # None: the layers' weights are freed after the forward, those of the root are kept.
+    again = None if peer.level == 3 else False
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if compiled:
+        compile_layers(model.model.layers)
     for layer in model.model.layers:
-        if compiled:
-            layer.compile()
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=peer.level == 3)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=peer.level == 3)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=again)
     model.to_empty(device=work.device)
     # A table that is computed, and that `to_empty` has lost.
     with work.device:
@@ -223,6 +231,8 @@ def measure(peer: Peer, options: argparse.Namespace) -> None:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "device_gib": gpu_lora.device_gib() if cuda else None,
     }
+    counted = torch._dynamo.utils.counters
+    mine["compiled"] = {"graphs": counted["stats"]["unique_graphs"], "breaks": sum(counted["graph_break"].values())}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     if dist.get_rank() == 0:
@@ -286,6 +296,7 @@ def row_of(name: str, peer: Peer, world: int, result: dict[str, Any]) -> dict[st
         "device_gib": first["device_gib"],
         "setup_seconds": first["setup_seconds"],
         "losses": first["losses"],
+        "compiled": first["compiled"],
     }
 
 

@@ -35,7 +35,9 @@ def rank(*milliseconds: float, **changes: Any) -> dict[str, Any]:
         "gpu": "a GPU",
         "peak_gib": 10.0,
         "predicted_gib": 10.1,
+        "reserved_gib": 11.0,
         "device_gib": 12.0,
+        "compiled": {},
     }
     return {**figures, **changes}
 
