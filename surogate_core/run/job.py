@@ -86,6 +86,8 @@ class Job:
         # Under torchrun, only rank 0 gives a run without `output_dir` its directory.
         place = met.gather(config.output_dir)[0]
         config = replace(config, output_dir=config.output_dir or place)
+        if rank and self.watch.placed is not None:
+            self.watch.placed(config.place)
         if fresh or rank:
             open_run_log(config, rank)
         from surogate_core.run.links import check_collectives

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from surogate_core import logs
+from surogate_core.cli.train import start
 from surogate_core.config.resolve import load_run_config, to_dict
 from surogate_core.errors import ConfigError, PluginError
+from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.job import Job
 from surogate_core.run.watch import Watch
@@ -109,3 +112,25 @@ def test_a_job_with_callbacks_stays_in_its_process(installed: Registry) -> None:
     job = Job.of(config, installed, Watch(quiet=True))
     assert Job.from_json(job.to_json()).watch.quiet
     assert job.to_json(resume=True)["config"]["resume_from_checkpoint"] is True
+
+
+def test_a_rank_of_torchrun_takes_the_directory_of_rank_0(
+    tmp_path: Path, base: list[str], installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**torchrun, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    mesh = Mesh(rank=1, world=2, swap=lambda value: ["runs/of-rank-0", value])
+    monkeypatch.setattr("surogate_core.launch.local.joined", lambda found: mesh)
+    trained, placed = [], []
+    monkeypatch.setattr("surogate_core.run.run.train", lambda config, *a, **b: trained.append(config) or 0)
+    config = load_run_config(base, registry=installed)
+    with logs.contained():
+        assert start(config, installed, Watch(placed=placed.append)) == 0
+    assert (trained[0].gpus, trained[0].output_dir) == (2, "runs/of-rank-0")
+    assert placed == ["runs/of-rank-0"]
+    # No directory of its own, and nothing of rank 0's but a log.
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
+        "runs/of-rank-0/surogate.rank-1.log"
+    ]
