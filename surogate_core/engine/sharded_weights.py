@@ -146,10 +146,10 @@ class ShardedWeights:
         self._slots.clear()
 
     def forget(self) -> None:
-        """Gather every piece anew from here on."""
+        """Gather every piece anew from here on. Nothing is in use, even if an error has ended the pass before."""
+        self._waiting = None
         for slot in self._slots:
-            assert not slot.held, f"the weights of {slot.key} are in use"
-            slot.key = slot.filled = None
+            slot.key, slot.held, slot.filled = None, False, None
 
     def prefetch(self, key: str) -> None:
         """Start to gather the key's tensors."""

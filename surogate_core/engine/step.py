@@ -225,7 +225,6 @@ class MicroStep:
         """[N, D]: the last layer's output for the micro-batch in `inputs`, without dropout."""
         begin_pass(self.stores.weights)
         flow = _Flow(tables=self._tables())
-        begin_pass(self.stores.weights)
         for piece in self.plan.pieces[:-1]:
             self._forward(piece.key, flow, training=False)
             self.stores.weights.release(piece.key)

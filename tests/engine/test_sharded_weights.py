@@ -151,8 +151,8 @@ def test_three_pieces_do_not_fit() -> None:
         store.fetch("layer 1")
         with pytest.raises(AssertionError, match="two pieces are in use"):
             store.fetch("layer 2")
-        with pytest.raises(AssertionError, match="in use"):
-            store.forget()
+        store.forget()  # the pass has ended by an error, such as one that a capture may raise
+        assert _same(store.fetch("layer 2"), _layer(2))
 
     in_threads(2, work)
 
