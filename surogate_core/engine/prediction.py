@@ -26,8 +26,10 @@ CUDA_CONTEXT = 760 * 2**20
 772 MiB on an H200, by the driver (benchmarks/plan_memory.py).
 """
 
-COMMUNICATOR = 512 * 2**20
-"""Bytes that NCCL takes on a GPU beside torch's tensors, assumed."""
+COMMUNICATOR = 800 * 2**20
+"""Bytes that NCCL and mapped memory of other GPUs take on a GPU beside tensors: 0.8 GiB on each of two H200s, with and
+without shards (benchmarks/several_gpus.py).
+"""
 
 CPU_LIBRARIES = 14 * 2**20
 """Bytes of library code that a run on a CPU is the first to use, as measured (benchmarks/plan_memory_cpu.py)."""
@@ -278,7 +280,12 @@ class Counts:
             return [
                 Held("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"),
                 Held("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"),
-                Held("NCCL", "device", COMMUNICATOR if shares.ranks > 1 else 0, "its buffers, assumed"),
+                Held(
+                    "NCCL",
+                    "device",
+                    COMMUNICATOR if shares.ranks > 1 else 0,
+                    "and memory of other GPUs that is mapped, as measured",
+                ),
             ]
         # glibc takes an aligned block from a hole only if the hole is slightly larger, so it does not reuse the
         # hole of a block of the same size: count the largest tensor once more.
