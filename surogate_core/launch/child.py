@@ -133,8 +133,9 @@ class Child:
         return Failure(rank=self.rank, message=f"{who} {text}.", code=code, at=at, advice=advice)
 
     def tell(self, message: str) -> None:
-        """Tell the rank which failure ends the run."""
+        """Tell the rank which failure ends the run, also if it is stopped."""
         with suppress(OSError):
+            os.kill(self.process.pid, signal.SIGCONT)
             os.write(self._news, message.encode()[:60_000] + b"\0")
 
     def dump_stacks(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,11 +43,12 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
     found = rank_of(os.environ)
     if found is not None:
         return _join(job, found, registry)
-    gpus = [] if job.config["device"] == "cpu" else visible(os.environ)
-    world = processes(job.config["gpus"], job.config["device"], len(gpus))
+    wanted, device = job.config["gpus"], job.config["device"]
+    gpus = [] if device == "cpu" or wanted == 1 else visible(os.environ)
+    world = processes(wanted, device, len(gpus))
     if world == 1 and not options.max_restarts:
         return job.run(registry=registry)
-    began, sent = time.time(), _sent(job, world)
+    sent = _sent(job, world)
     directory = Path(job.config["output_dir"])
     logs = directory / "logs"
     if world > 1:
@@ -60,12 +60,16 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
         silence=options.silence,
     )
 
+    checkpoints = Path(job.config["checkpoint_dir"] or directory)
+    before = _saved(checkpoints)
+
     def again(failure: Failure, left: int) -> Plan:
-        checkpoint = _saved(Path(job.config["checkpoint_dir"] or directory), since=began)
-        number = options.max_restarts - left
-        where = f"from {checkpoint.name}" if checkpoint is not None else "from the beginning"
-        log.warning(f"the run starts again {where} (restart {number} of {options.max_restarts}): {failure.message}")
-        return replace(plan, job=_sent(job, world, resume=checkpoint is not None))
+        # Another run's checkpoints, which this one was not to resume, are none of it.
+        own = [name for name, written in _saved(checkpoints).items() if before.get(name) != written]
+        where = f" from {max(own, key=_step)}" if own else ""
+        number = f"restart {options.max_restarts - left} of {options.max_restarts}"
+        log.warning(f"the run starts again{where} ({number}): {failure.message}")
+        return replace(plan, job=_sent(job, world, resume=bool(own)))
 
     return supervise(plan, restarts=options.max_restarts, again=again)
 
@@ -110,14 +114,14 @@ def _sent(job: Job, world: int, *, resume: bool = False) -> dict[str, Any]:
     return {"job": f"{kind.__module__}:{kind.__qualname__}", "values": values, "world": world, "path": sys.path}
 
 
-def _saved(directory: Path, *, since: float) -> Path | None:
-    """The latest checkpoint that was written since then."""
-    found = []
-    for manifest in directory.glob("checkpoint-*/manifest.json"):
-        written = manifest.stat().st_mtime
-        if written >= since:
-            found.append((written, manifest.parent))
-    return max(found)[1] if found else None
+def _saved(directory: Path) -> dict[str, int]:
+    """Name of each checkpoint → when it was written."""
+    return {file.parent.name: file.stat().st_mtime_ns for file in directory.glob("checkpoint-*/manifest.json")}
+
+
+def _step(name: str) -> int:
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
 
 
 def _join(job: Job, found: Rank, registry: Registry) -> int:

@@ -18,9 +18,9 @@ from surogate_core.errors import SurogateError
 
 _WORDS = 4
 """64-bit words of a report: the step, its time, the limit, the time of an error; times in ns."""
+_SOON = -1
 SECOND_THOUGHT = 2.0
 """Seconds that rank 0 with an error waits for the news that another rank failed before it, which may be the cause."""
-_SOON = -1
 STUCK = 1.0
 """Seconds after which the main thread of rank 0 counts as stuck if a failure of another rank does not interrupt it."""
 
@@ -159,7 +159,7 @@ class Tied(Lifeline):
             if not part:
                 os.kill(os.getpid(), signal.SIGKILL)
             text += part
-        self._news = text[:-1].decode()
+        self._news = text[:-1].decode(errors="replace")
         self._heard.set()
         if not self._leads:
             return

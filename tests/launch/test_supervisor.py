@@ -105,6 +105,12 @@ def test_a_stopped_rank_ends_the_run(start: Start) -> None:
     assert raised.value.exit_code == 128 + signal.SIGSTOP
 
 
+def test_a_stopped_rank_0_ends_its_record(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 0 \(process \d+\) was stopped by a signal") as raised:
+        start("rank_0_is_stopped")
+    assert (tmp_path / "run/record").read_text() == str(raised.value)
+
+
 def test_a_silent_rank_ends_the_run_and_shows_where_it_is(start: Start, tmp_path: Path) -> None:
     message = r"(?s)rank 1 .* has been in step 12 for 1 seconds; rank 0 had finished it\..*waits_in_vain"
     with pytest.raises(RankError, match=message) as raised:
@@ -141,9 +147,7 @@ def test_a_run_starts_again_from_its_last_checkpoint(start: Start, tmp_path: Pat
 def test_a_run_that_fails_again_ends(start: Start) -> None:
     with capture_logs() as logs, pytest.raises(RankError, match="no such luck"):
         start("raises", max_restarts=1)
-    assert [entry["event"].partition(":")[0] for entry in logs] == [
-        "the run starts again from the beginning (restart 1 of 1)"
-    ]
+    assert [entry["event"].partition(":")[0] for entry in logs] == ["the run starts again (restart 1 of 1)"]
 
 
 # ------------------------------------------------------------------------------------ signals

@@ -100,6 +100,13 @@ def is_stopped(job: RankJob, rank: int, mesh: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def rank_0_is_stopped(job: RankJob, rank: int, mesh: Any) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        wait_as_rank_0(job, mesh)
+    time.sleep(FOREVER)
+
+
 def falls_silent(job: RankJob, rank: int, mesh: Any) -> None:
     for step in range(1, 20 if rank == 0 else 12):
         lifeline_of(mesh).beat(step)
