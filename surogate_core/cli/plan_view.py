@@ -229,6 +229,8 @@ def _notes(plan: Plan) -> list[str]:
     ranks = plan.prediction.ranks
     if plan.here is not None and plan.here < ranks:
         notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
+    if plan.here is not None and plan.here > ranks == 1:
+        notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
     notes += sharing.notes(plan.config)
     notes += reduction_notes(plan.settings, None, deterministic=plan.config.deterministic)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]

@@ -149,6 +149,14 @@ def test_a_cpu_has_processes(capsys: Any) -> None:
     assert "Memory of each process, predicted" in out
 
 
+@pytest.mark.slow
+def test_a_plan_knows_how_many_gpus_are_here(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.cli.plan._number_here", lambda device: 4)
+    for number, said in ((1, "4 GPUs; gpus=0 trains on all"), (0, "on 4 × H200"), (8, "4 GPUs, and gpus=8 needs 8")):
+        assert main(["plan", *KEYS, "lora=true", f"gpus={number}"]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_all_gpus_of_a_machine_that_is_not_known(capsys: Any) -> None:
     assert main(["plan", *KEYS, "lora=true", "gpus=0"]) == 2
     assert "Fix: a number, such as gpus=8" in capsys.readouterr().err
