@@ -42,6 +42,8 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
     """Run the job with as many processes as it has GPUs; the exit code. One process is this one."""
     found = rank_of(os.environ)
     if found is not None:
+        if options.max_restarts and found.rank == 0:
+            log.warning(f"max_restarts has no effect: another launcher started the processes ({found.by})")
         return _join(job, found, registry)
     wanted, device = job.config["gpus"], job.config["device"]
     gpus = [] if device == "cpu" or wanted == 1 else visible(os.environ)

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from surogate_core.errors import ConfigError, MachineError, UserError
 from surogate_core.launch import gpus, local
@@ -214,6 +215,13 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> Joining:
 def test_a_process_of_torchrun_joins_with_its_own_gpu(joining: Joining, installed: Any) -> None:
     assert local.launch(joining, local.LocalOptions(), installed) == 7
     assert (joining.ran["rank"], joining.ran["world"], joining.ran["gpus"]) == (5, 8, "1,2,3,0")
+
+
+def test_restarts_are_the_other_launchers(joining: Joining, installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with capture_logs() as logs:
+        local.launch(joining, local.LocalOptions(max_restarts=2), installed)
+    assert "max_restarts has no effect" in logs[0]["event"]
 
 
 def test_a_task_of_slurm_keeps_the_gpu_that_it_was_given(
