@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -88,13 +89,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_any_number_of_ranks_trains_the_same_bits(case: str) -> None:
-    figures, state = trained(1, exact=True, **CASES[case])
-    for world in (2, 4, 8):
-        other_figures, other_state = trained(world, exact=True, **CASES[case])
-        assert other_figures == figures, f"{world} ranks"
-        tiny.ensure_same_bits(other_state, state, f"{world} ranks")
+@cache
+def alone(case: str, *, micro_batches: int = 8, count: int = 3) -> tuple[Any, Mapping[str, Tensor]]:
+    """The figures and the tensors of one rank."""
+    return trained(1, exact=True, micro_batches=micro_batches, count=count, **CASES[case])
+
+
+QUICK = {("lora", 4), ("level 1", 2), ("level 3 in 8 bits, bf16 masters", 2)}
+IN_WORLDS = [
+    pytest.param(case, world, marks=[] if (case, world) in QUICK else pytest.mark.slow)
+    for case in CASES
+    for world in (2, 4, 8)
+]
+
+
+@pytest.mark.parametrize(("case", "world"), IN_WORLDS)
+def test_any_number_of_ranks_trains_the_same_bits(case: str, world: int) -> None:
+    figures, state = alone(case)
+    other_figures, other_state = trained(world, exact=True, **CASES[case])
+    assert other_figures == figures
+    tiny.ensure_same_bits(other_state, state, f"{world} ranks")
 
 
 class _LiveStore(StrictStore):
@@ -125,6 +139,7 @@ class _HostStores(Stores):
         return here.view(dtype), on_host.view(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["lora on a sharded base", "level 2", "level 3", "level 3 in 8 bits, bf16 masters"])
 def test_what_is_shared_out_may_be_in_host_memory(case: str) -> None:
     """Each rank moves its part. Weights are whole on the device up to level 2."""
@@ -134,21 +149,23 @@ def test_what_is_shared_out_may_be_in_host_memory(case: str) -> None:
     host = OffloaderSpec(
         name="host", kinds=frozenset(kinds), place="host", build=lambda *a: _HostStores(), allocates=True
     )
-    figures, state = trained(1, exact=True, **CASES[case])
+    figures, state = alone(case)
     for world in (2, 4):
         other_figures, other_state = trained(world, exact=True, offloader=host, **CASES[case])
         assert other_figures == figures, f"{world} ranks"
         tiny.ensure_same_bits(other_state, state, f"{world} ranks")
 
 
+@pytest.mark.slow_cases("lora", "level 1", "level 3")
 @pytest.mark.parametrize("case", ["lora", "level 1", "level 2", "level 3"])
 def test_more_micro_batches_than_lanes(case: str) -> None:
-    figures, state = trained(1, exact=True, micro_batches=16, **CASES[case])
+    figures, state = alone(case, micro_batches=16)
     other_figures, other_state = trained(4, exact=True, micro_batches=16, **CASES[case])
     assert other_figures == figures
     tiny.ensure_same_bits(other_state, state, "4 ranks")
 
 
+@pytest.mark.slow_cases("2-1", "3-2", "4-3")
 @pytest.mark.parametrize(("world", "level"), [(2, 1), (3, 1), (3, 2), (4, 3)])
 def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, level: int) -> None:
     figures, _ = trained(1, micro_batches=12, zero_level=level)
@@ -159,10 +176,11 @@ def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, lev
     torch.testing.assert_close(torch.tensor(first), torch.tensor(figures), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("lora", "level 1 in 8 bits, bf16 masters")
 @pytest.mark.parametrize("case", ["lora", "level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
 def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
     """4 → 2 → 1 → 4 is as four on four ranks."""
-    _, expected = trained(1, exact=True, count=4, **CASES[case])
+    _, expected = alone(case, count=4)
     state: Mapping[str, Tensor] = {}
     for step, world in enumerate((4, 2, 1, 4)):
 
@@ -194,6 +212,7 @@ def test_a_rank_holds_its_part_of_masters_and_state() -> None:
     assert max(held for held, _ in found) < sum(held for held, _ in found) / 2
 
 
+@pytest.mark.slow_cases("lora", "level 2")
 @pytest.mark.parametrize("case", ["lora", "level 1", "level 2"])
 def test_not_a_number_on_one_rank_skips_the_step_on_all(case: str) -> None:
     def work(fabric: VirtualFabric) -> tuple[bool, list[tuple[float, float]]]:
@@ -226,10 +245,9 @@ def test_evaluation_is_shared_and_its_sum_is_that_of_one_rank() -> None:
         steps(engine, 1, micro_batches=8)
         return [*found, engine.evaluate(batches)]
 
-    (alone,) = in_threads(1, work)
-    for world in (2, 4, 8):
-        for found in in_threads(world, work):
-            assert found == alone
+    (expected,) = in_threads(1, work)
+    for found in in_threads(4, work):
+        assert found == expected
 
 
 def test_a_warm_up_leaves_nothing_in_the_first_loss() -> None:
