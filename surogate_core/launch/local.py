@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 THREADS = "OMP_NUM_THREADS"
+LOOPBACK = Path("/sys/class/net/lo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,10 @@ def _environment(before: Mapping[str, str], rank: int, world: int, gpus: list[st
         found[VISIBLE] = rotated(gpus, rank)
     if world > 1:
         found.setdefault(THREADS, str(threads(world)))
-        if Path("/sys/class/net/lo").exists():
-            # gloo would look for the network of this machine's name, which may not be there.
-            found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if LOOPBACK.exists():
+            # NCCL would listen on the first network and gloo on that of this machine's name: neither may work.
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                found.setdefault(name, LOOPBACK.name)
     return found
 
 

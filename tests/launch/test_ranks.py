@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,10 +240,10 @@ def test_more_processes_than_gpus(joining: Joining, installed: Any, monkeypatch:
         local.launch(joining, local.LocalOptions(), installed)
 
 
-def test_threads_are_shared_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: set(range(13)), raising=False)
+    monkeypatch.setattr(local, "LOOPBACK", tmp_path)
     found = local._environment({"HOME": "/h"}, 3, 4, ["0", "1", "2", "3"])
-    found.pop("GLOO_SOCKET_IFNAME", None)
     assert found == {
         "HOME": "/h",
         "RANK": "3",
@@ -251,5 +252,9 @@ def test_threads_are_shared_unless_they_are_set(monkeypatch: pytest.MonkeyPatch)
         "LOCAL_WORLD_SIZE": "4",
         "CUDA_VISIBLE_DEVICES": "3,0,1,2",
         "OMP_NUM_THREADS": "3",
+        "GLOO_SOCKET_IFNAME": tmp_path.name,
+        "NCCL_SOCKET_IFNAME": tmp_path.name,
     }
-    assert local._environment({"OMP_NUM_THREADS": "9"}, 0, 4, [])["OMP_NUM_THREADS"] == "9"
+    # What the user has set stays.
+    given = {"OMP_NUM_THREADS": "9", "NCCL_SOCKET_IFNAME": "eth0"}
+    assert local._environment(given, 0, 4, []).items() >= given.items()
