@@ -1,0 +1,214 @@
+"""The ops of a mixture of experts, each with its plain-PyTorch reference.
+
+Routing is exact: every token goes to its K experts, whatever their load, so there are always R = N·K rows and all
+shapes are static. Rows are sorted by expert, and sums have a fixed order. Shape suffixes: N tokens, E experts, K
+experts of a token, R = N·K rows in the order of their experts, I inputs, O outputs, L adapter rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.kernels.ops import dropout_mask
+from surogate_core.kernels.registry import op
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order_R, slot_NK, ends_E), int32: a stable sort of the rows by expert.
+
+    Row r of the sorted order is choice ``order[r] % K`` of token ``order[r] // K``; `slot` is the inverse. Expert e has
+    the rows up to ``ends[e]``, from where those of the expert before it end.
+    """
+    flat_R = experts_NK.flatten()
+    order_R = torch.argsort(flat_R, stable=True)
+    rows = torch.arange(len(flat_R), device=flat_R.device)
+    slot_R = torch.empty_like(order_R).scatter(0, order_R, rows)
+    bounds = torch.arange(count, device=flat_R.device, dtype=flat_R.dtype)
+    ends_E = torch.searchsorted(flat_R[order_R], bounds, right=True)
+    return order_R.int(), slot_R.int().view(experts_NK.shape), ends_E.int()
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
+        probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
+        # A stable sort: of equal probabilities the expert with the lowest number comes first.
+        ordered, numbers = torch.sort(probabilities_NE, dim=-1, descending=True, stable=True)
+        weights_NK, experts_NK = ordered[:, :count], numbers[:, :count].int()
+        if renormalise:
+            weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
+        order_R, slot_NK, ends_E = sort_by_expert(experts_NK, logits_NE.shape[1])
+        ctx.save_for_backward(logits_NE, experts_NK)
+        ctx.renormalise = renormalise
+        found = (weights_NK.contiguous(), experts_NK.contiguous(), order_R, slot_NK, ends_E)
+        ctx.mark_non_differentiable(*found[1:])
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_NK: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+        logits_NE, experts_NK = ctx.saved_tensors
+        probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
+        index_NK = experts_NK.long()
+        chosen_NK = probabilities_NE.gather(1, index_NK)
+        dchosen_NK = dweights_NK
+        if ctx.renormalise:
+            total_N1 = chosen_NK.sum(dim=-1, keepdim=True)
+            weights_NK = chosen_NK / total_N1
+            dchosen_NK = (dweights_NK - (dweights_NK * weights_NK).sum(dim=-1, keepdim=True)) / total_N1
+        inner_N1 = (chosen_NK * dchosen_NK).sum(dim=-1, keepdim=True)
+        # The experts of a token differ, so no two values go to one place.
+        dlogits_NE = torch.zeros_like(probabilities_NE).scatter(1, index_NK, dchosen_NK)
+        dlogits_NE = probabilities_NE * (dlogits_NE - inner_N1)
+        return dlogits_NE.to(logits_NE.dtype), None, None
+
+
+@op
+def route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(weights_NK fp32, experts_NK, order_R, slot_NK, ends_E int32): the `count` most probable experts of each token.
+
+    Probabilities are the softmax over all experts in fp32; of equal ones the lowest number wins. The weights are those
+    of the chosen ones, divided by their sum if `renormalise`. For the others see `sort_by_expert`.
+    """
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(logits_NE, count, renormalise)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertAdapter:
+    """The LoRA adapters of a projection of all experts: y += scale · dropout(x) Aᵀ Bᵀ with an A and a B for each."""
+
+    rank: int
+    scale: float
+    dropout: float
+    salt: int
+    """Separates the dropout masks of the projections of a block."""
+
+
+def _of_expert(ends_E: Tensor, rows: int) -> Tensor:
+    """[R] the expert of each row."""
+    places = torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype)
+    return torch.searchsorted(ends_E, places, right=True)
+
+
+def _products(x_RI: Tensor, weights_EOI: Tensor, expert_R: Tensor) -> Tensor:
+    """[R, O]: each row times its expert's weight transposed; one product an expert, of which only its rows count."""
+    y_RO = x_RI.new_zeros(x_RI.shape[0], weights_EOI.shape[1])
+    for number, weight_OI in enumerate(weights_EOI.unbind()):
+        y_RO = torch.where((expert_R == number)[:, None], x_RI @ weight_OI.t(), y_RO)
+    return y_RO
+
+
+def _factors(dy_RO: Tensor, x_RI: Tensor, expert_R: Tensor, count: int) -> Tensor:
+    """[E, O, I]: for each expert the sum over its rows of dyᵀ x."""
+    parts = [torch.where((expert_R == e)[:, None], dy_RO, 0.0).t() @ x_RI for e in range(count)]
+    return torch.stack(parts)
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, ends_E: Tensor, weights_EOI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RI, ends_E, weights_EOI)
+        return _products(x_RI, weights_EOI, _of_expert(ends_E, x_RI.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
+        x_RI, ends_E, weights_EOI = ctx.saved_tensors
+        expert_R = _of_expert(ends_E, x_RI.shape[0])
+        dx_RI = _products(dy_RO, weights_EOI.transpose(1, 2), expert_R)
+        dweights = None
+        if ctx.needs_input_grad[2]:
+            dweights = _factors(dy_RO, x_RI, expert_R, weights_EOI.shape[0]).to(weights_EOI.dtype)
+        return dx_RI, None, dweights
+
+
+class _Gather(Function):
+    """Rows of tokens in the order of their experts. The backward adds a token's rows in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, order_R: Tensor, slot_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_NK)
+        return x_NI[(order_R // slot_NK.shape[1]).long()]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_RI: Tensor) -> tuple[Tensor | None, ...]:
+        (slot_NK,) = ctx.saved_tensors
+        wide = _wide(dx_RI)
+        total = wide[slot_NK[:, 0].long()]
+        for k in range(1, slot_NK.shape[1]):
+            total = total + wide[slot_NK[:, k].long()]
+        return total.to(dx_RI.dtype), None, None
+
+
+@op
+def grouped_linears(
+    x: Tensor,
+    order_R: Tensor | None,
+    slot_NK: Tensor | None,
+    ends_E: Tensor,
+    seed: Tensor | None,
+    adapters: Sequence[ExpertAdapter | None],
+    *tensors: Tensor,
+) -> Sequence[Tensor]:
+    """[R, O] of each of several projections of all experts, their adapters included, in x's dtype.
+
+    `x`: [N, I], of which each expert gets the rows of its tokens; or, without `order_R` and `slot_NK`, the sorted rows
+    [R, I]. `tensors`: for each projection its weights [E, O, I] and, with an adapter, A [E, L, I] and B [E, O, L]. No
+    dropout without a seed; its mask is that of the sorted rows.
+    """
+    x_RI = x if order_R is None else _Gather.apply(x, order_R, slot_NK)
+    found, rest = [], iter(tensors)
+    for adapter in adapters:
+        y_RO = _Grouped.apply(x_RI, ends_E, next(rest))
+        if adapter is not None:
+            a_ELI, b_EOL = next(rest).to(x.dtype), next(rest).to(x.dtype)
+            dropped_RI = x_RI
+            if adapter.dropout > 0 and seed is not None:
+                mask = dropout_mask(x_RI.shape, seed, salt=adapter.salt, p=adapter.dropout)
+                dropped_RI = x_RI * mask * (1 / (1 - adapter.dropout))
+            u_RL = _Grouped.apply(dropped_RI, ends_E, a_ELI)
+            y_RO = y_RO + adapter.scale * _Grouped.apply(u_RL, ends_E, b_EOL)
+        found.append(y_RO)
+    return found
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_RO, order_R, slot_NK, weights_NK)
+        total = 0.0
+        for k in range(slot_NK.shape[1]):
+            total = total + weights_NK[:, k, None] * _wide(y_RO[slot_NK[:, k].long()])
+        assert isinstance(total, Tensor)
+        return total.to(y_RO.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
+        y_RO, order_R, slot_NK, weights_NK = ctx.saved_tensors
+        dout_RO = _wide(dout_NO)[(order_R // slot_NK.shape[1]).long()]
+        dy_RO = weights_NK.flatten()[order_R.long()][:, None] * dout_RO
+        dweights_R = (dout_RO * _wide(y_RO)).sum(dim=-1)
+        dweights_NK = dweights_R[slot_NK.flatten().long()].view(slot_NK.shape)
+        return dy_RO.to(y_RO.dtype), None, None, dweights_NK.to(weights_NK.dtype)
+
+
+@op
+def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """[N, O] in y's dtype: the sum of each token's rows times their weights, in fp32, in the order of its choices."""
+    found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK)
+    return found
