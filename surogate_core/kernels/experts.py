@@ -190,10 +190,9 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
         ctx.save_for_backward(y_RO, order_R, slot_NK, weights_NK)
-        total = 0.0
-        for k in range(slot_NK.shape[1]):
+        total = weights_NK[:, 0, None] * _wide(y_RO[slot_NK[:, 0].long()])
+        for k in range(1, slot_NK.shape[1]):
             total = total + weights_NK[:, k, None] * _wide(y_RO[slot_NK[:, k].long()])
-        assert isinstance(total, Tensor)
         return total.to(y_RO.dtype)
 
     @staticmethod
