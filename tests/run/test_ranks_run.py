@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rank_world import World
 
-from surogate_core.errors import UserError
+from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 
 History = Callable[[Path], list[tuple[Any, ...]]]
@@ -144,6 +144,22 @@ def test_what_is_not_finite_on_one_rank_ends_all(
     (end,) = records(tmp_path, "run_end")
     assert (end["reason"], end["step"]) == ("failed", 3)
     assert "checkpoint-2 is kept" in end["message"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_rank_0_ends_all_ranks(
+    tmp_path: Path, base: list[str], ranks: World, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rank 0 saves, the others wait to give it their parts."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise MachineError("the disk is full")
+
+    monkeypatch.setattr("surogate_core.train.checkpoint.CheckpointDir.save", full)
+    with pytest.raises(MachineError, match="the disk is full"):
+        ranks.run(2, tmp_path, *base, "optimizer=adamw", *KEYS, "gradient_accumulation_steps=2")
+    assert ranks.ends == [0]
+    assert records(tmp_path, "run_end")[-1]["reason"] == "failed"
 
 
 SPOILT = """
