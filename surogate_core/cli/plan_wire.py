@@ -1,7 +1,7 @@
 """The time that several GPUs spend on sending tensors to each other, for `surogate plan`.
 
-The shares of NVLink's rate, what computation hides, and the wait are those of H200s: for four trainings on two of them
-the estimated share of the speed of two single GPUs is within 1.5 percentage points (tests/cli/test_plan_wire.py). Other
+The shares of NVLink's rate, what computation hides, and the wait are those of H200s: for seven trainings on two of them
+the estimated share of the speed of two single GPUs is within one percentage point (tests/cli/test_plan_wire.py). Other
 GPUs, and more than two, have not been measured.
 """
 

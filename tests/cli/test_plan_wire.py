@@ -101,13 +101,16 @@ def test_for_people() -> None:
 
 
 MEASURED = [
-    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1"], 0.973),
-    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=3"], 0.951),
+    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1"], 0.977),
+    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=3"], 0.955),
+    ("qwen3-8b", ["lora=false"], 0.991),
     ("qwen3-8b", ["lora=true"], 0.996),
+    ("qwen3-8b", ["lora=true", "recipe=fp8-hybrid"], 0.990),
     ("qwen3-0.6b", ["lora=true"], 0.983),
+    ("qwen3-0.6b", ["lora=true", "recipe=fp8-hybrid"], 0.984),
 ]
 """Tokens per second of two H200s as a share of those of two single ones: 2 rows of 2048 tokens, 4 micro-steps, 8-bit
-AdamW and bf16 masters where all weights are trained (benchmarks/several_gpus.py)."""
+AdamW and bf16 masters where all weights are trained (docs/evidence/several-gpus.md)."""
 
 
 @pytest.mark.slow
@@ -123,7 +126,7 @@ def test_the_estimate_is_near_what_two_gpus_reach(model: str, keys: list[str], s
     more = ["gradient_accumulation_steps=4"] * all("accumulation" not in key for key in keys)
     more += ["optimizer=adamw_8bit", "master_dtype=bf16"] if "lora=false" in keys else ["optimizer=adamw"]
     assert main(["plan", f"model={model}", *shape, *keys, *more, "gpus=2", "--gpu", "h200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["efficiency"] == pytest.approx(share, abs=0.015)
+    assert json.loads(capsys.readouterr().out)["efficiency"] == pytest.approx(share, abs=0.01)
 
 
 def test_what_does_not_fit_says_on_how_many_gpus_it_would(capsys: Any) -> None:
