@@ -7,6 +7,21 @@ A family declares the parameters of a block and writes its forward once, in plai
 
 from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting
+from surogate_core.dsl.experts import Experts, Routes, project
 from surogate_core.dsl.sides import Side
 
-__all__ = ["Block", "Dim", "Embedding", "LMHead", "Linear", "Model", "Param", "Setting", "Side", "Stack"]
+__all__ = [
+    "Block",
+    "Dim",
+    "Embedding",
+    "Experts",
+    "LMHead",
+    "Linear",
+    "Model",
+    "Param",
+    "Routes",
+    "Setting",
+    "Side",
+    "Stack",
+    "project",
+]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
+from surogate_core.dsl.experts import BoundExperts, Experts, ExpertSlot
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
@@ -41,10 +42,10 @@ class TensorSpec:
 
 
 class Param:
-    """A parameter that `forward` uses directly, such as a norm's weight."""
+    """A parameter that `forward` uses directly, such as a norm's weight; with `role` "weight", a router's matrix."""
 
-    def __init__(self, hf_name: str, *dims: Dim | int, init: Init = "ones"):
-        self.hf_name, self.dims, self.init = hf_name, dims, init
+    def __init__(self, hf_name: str, *dims: Dim | int, init: Init = "ones", role: Literal["norm", "weight"] = "norm"):
+        self.hf_name, self.dims, self.init, self.role = hf_name, dims, init, role
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -92,6 +93,7 @@ class Block:
     _params: ClassVar[tuple[Param, ...]] = ()
     _linears: ClassVar[tuple[Linear, ...]] = ()
     _sides: ClassVar[tuple[Side, ...]] = ()
+    _experts: ClassVar[tuple[Experts, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,12 +101,14 @@ class Block:
         cls._params = tuple(v for v in declared if isinstance(v, Param))
         cls._linears = tuple(v for v in declared if isinstance(v, Linear))
         cls._sides = tuple(v for v in declared if isinstance(v, Side))
+        cls._experts = tuple(v for v in declared if isinstance(v, Experts))
 
     def __init__(self, config: Mapping[str, Any], max_seqlen: int = 0):
         self.config = config
         self.max_seqlen = max_seqlen
         self.tensors: Mapping[str, Tensor] = {}
         self.slots: Mapping[str, BoundSlot] = {}
+        self.experts: Mapping[str, BoundExperts] = {}
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """The block's output, [N, D], and its side outputs where it declares any."""
@@ -142,7 +146,22 @@ class Block:
             for index, linear in enumerate(self._linears)
         )
 
-    def tensor_specs(self, prefix: str, slots: tuple[LinearSlot, ...], *, train_base: bool) -> tuple[TensorSpec, ...]:
+    def expert_slots(self, lora: LoRA | None) -> tuple[ExpertSlot, ...]:
+        """The slots of experts as planned for this run."""
+        first = len(self._linears)
+        return tuple(
+            e.slot(self.config, adapter=lora.for_module(e.module) if lora else None, index=first + number)
+            for number, e in enumerate(self._experts)
+        )
+
+    def tensor_specs(
+        self,
+        prefix: str,
+        slots: tuple[LinearSlot, ...],
+        *,
+        train_base: bool,
+        experts: tuple[ExpertSlot, ...] = (),
+    ) -> tuple[TensorSpec, ...]:
         """Every tensor of the block, in the order in which its program takes them."""
         specs = [
             TensorSpec(
@@ -150,7 +169,7 @@ class Block:
                 hf_name=prefix + p.hf_name,
                 shape=tuple(size_of(d, self.config) for d in p.dims),
                 trainable=train_base,
-                role="norm",
+                role=p.role,
                 init=p.init,
             )
             for p in self._params
@@ -178,21 +197,20 @@ class Block:
                         init="zeros",
                     )
                 )
-            if s.adapter:
-                for which, shape, init in (
-                    ("lora_A", (s.adapter.rank, s.inputs), "lora_a"),
-                    ("lora_B", (s.outputs, s.adapter.rank), "zeros"),
-                ):
-                    specs.append(
-                        TensorSpec(
-                            name=f"{s.name}.{which}",
-                            hf_name=f"{module}.{which}.weight",
-                            shape=shape,
-                            trainable=True,
-                            role="adapter",
-                            init=init,  # type: ignore[arg-type]
-                        )
-                    )
+            specs += _adapter_specs(s, module)
+        for e in experts:
+            module = prefix + e.module
+            specs.append(
+                TensorSpec(
+                    name=f"{e.name}.weight",
+                    hf_name=f"{module}.weight",
+                    shape=(e.count, e.outputs, e.inputs),
+                    trainable=train_base,
+                    role="weight",
+                    init="normal",
+                )
+            )
+            specs += _adapter_specs(e, module)
         return tuple(specs)
 
     def bind(
@@ -205,14 +223,20 @@ class Block:
         panels: Sequence[tuple[Panel | Join, Tensor]] = (),
         rows: Sequence[Tensor] = (),
         packed: frozenset[str] = frozenset(),
+        experts: tuple[ExpertSlot, ...] | None = None,
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
         Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's state,
-        empty if it has none; `packed` names the slots whose weights the recipe has packed.
+        empty if it has none; `packed` names the slots whose weights the recipe has packed. `experts`: without adapters
+        unless given.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
+        bound.experts = {
+            e.name: BoundExperts(e, _of_slot(e.name, tensors), seed)
+            for e in (self.expert_slots(None) if experts is None else experts)
+        }
         of_slot: dict[str, BoundPanel | BoundJoin] = {}
         for panel, tensor in panels:
             shared: BoundPanel | BoundJoin
@@ -228,7 +252,7 @@ class Block:
         bound.slots = {
             s.name: BoundSlot(
                 slot=s,
-                tensors={k.removeprefix(f"{s.name}."): v for k, v in tensors.items() if k.startswith(f"{s.name}.")},
+                tensors=_of_slot(s.name, tensors),
                 gemm=gemm,
                 seed=seed,
                 panel=of_slot.get(s.name),
@@ -258,6 +282,33 @@ class Block:
         self.bind(tensors, plain, gemm=record, seed=None).outputs(x, tables)
         known = {s.name: s for s in slots}
         return [[known[s.name] for s in group] for _, group in readers]
+
+
+def _of_slot(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a slot by their names within it."""
+    return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+
+
+def _adapter_specs(slot: LinearSlot | ExpertSlot, module: str) -> list[TensorSpec]:
+    """The tensors of a slot's adapter; of experts, one A and one B for each."""
+    if slot.adapter is None:
+        return []
+    experts = (slot.count,) if isinstance(slot, ExpertSlot) else ()
+    sides: tuple[tuple[str, tuple[int, int], Init], ...] = (
+        ("lora_A", (slot.adapter.rank, slot.inputs), "lora_a"),
+        ("lora_B", (slot.outputs, slot.adapter.rank), "zeros"),
+    )
+    return [
+        TensorSpec(
+            name=f"{slot.name}.{which}",
+            hf_name=f"{module}.{which}.weight",
+            shape=(*experts, *shape),
+            trainable=True,
+            role="adapter",
+            init=init,
+        )
+        for which, shape, init in sides
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def check_decoder(model: Model, *, family: str, heads: Dim, kv_heads: Dim, head_
             f"`num_key_value_heads` ({kv_heads.size(config)})."
         )
     Rope(config, head_dim.size(config))
-    prefix, block = next(model.blocks(0))
-    block.tensor_specs(prefix, block.linear_slots(None), train_base=False)
+    for prefix, block in {type(b): (p, b) for p, b in model.blocks(0)}.values():
+        block.tensor_specs(prefix, block.linear_slots(None), train_base=False, experts=block.expert_slots(None))
     model.embed_specs(train_base=False)
     model.head_specs(train_base=False)

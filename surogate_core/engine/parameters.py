@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, ParamGroup, Store
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
+from surogate_core.dsl.experts import ExpertSlot, split
 from surogate_core.dsl.sides import SideSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.engine.placement import Placement
@@ -73,6 +74,7 @@ class Piece:
     block: Block | None = None
     slots: tuple[LinearSlot, ...] = ()
     sides: tuple[SideSpec, ...] = ()
+    experts: tuple[ExpertSlot, ...] = ()
 
 
 def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, ...]:
@@ -80,9 +82,13 @@ def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, 
     train_base = lora is None
     found = [Piece(key=EMBED, specs=model.embed_specs(train_base=train_base))]
     for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
-        slots = block.linear_slots(lora)
-        specs = block.tensor_specs(prefix, slots, train_base=train_base)
-        found.append(Piece(key=layer_key(index), specs=specs, block=block, slots=slots, sides=block.side_specs()))
+        slots, experts = block.linear_slots(lora), block.expert_slots(lora)
+        specs = block.tensor_specs(prefix, slots, train_base=train_base, experts=experts)
+        found.append(
+            Piece(
+                key=layer_key(index), specs=specs, block=block, slots=slots, sides=block.side_specs(), experts=experts
+            )
+        )
     found.append(Piece(key=HEAD, specs=model.head_specs(train_base=train_base)))
     return tuple(found)
 
@@ -118,7 +124,7 @@ class RandomSource:
         digest = hashlib.sha256(f"{self.seed}:{spec.hf_name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         if spec.init == "lora_a":
-            bound = 1 / math.sqrt(spec.shape[1])
+            bound = 1 / math.sqrt(spec.shape[-1])
             return value.uniform_(-bound, bound, generator=generator)
         return value.normal_(0, self.std, generator=generator)
 
@@ -559,7 +565,7 @@ class Parameters:
         return self._grad
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor except adapters as (HF name, value in the model's dtype), one at a time.
+        """Every tensor except adapters as (HF name, value in the model's dtype), one at a time; experts one by one.
 
         A weight in a weight format has its rounded value, on which the adapters were trained.
         """
@@ -581,7 +587,7 @@ class Parameters:
                     value = again
                 if spec.role != "adapter" and spec.hf_name not in seen:
                     seen.add(spec.hf_name)
-                    yield spec.hf_name, value.to(self.dtype).contiguous()
+                    yield from split(spec.hf_name, value.to(self.dtype).contiguous())
             self.weights.release(piece.key)
 
     def _whole_master(self, name: str) -> Tensor:
@@ -591,7 +597,7 @@ class Parameters:
         """Every adapter tensor as (PEFT name without prefix, its master in fp32)."""
         for name, master in self._master.items():
             if self.specs[name].role == "adapter":
-                yield name, master.float()
+                yield from split(name, master.float())
 
     def counts(self) -> tuple[int, int]:
         """(all parameters, trainable parameters)."""

@@ -130,6 +130,7 @@ class ProgramBuilder:
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
                 rows=flat[after_rows - 1].unbind(0) if reads_rows else (),
                 packed=packed,
+                experts=piece.experts,
             )
             y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:
@@ -143,7 +144,15 @@ class ProgramBuilder:
         """Equal for layers that share their programs."""
         panels = tuple(self.parameters.panels.get(piece.key, ()))
         joins = tuple(self.parameters.joins.get(piece.key, ()))
-        return type(piece.block), piece.slots, panels, joins, tuple(self._inputs(piece)), piece.key in self.plan.plain
+        return (
+            type(piece.block),
+            piece.slots,
+            piece.experts,
+            panels,
+            joins,
+            tuple(self._inputs(piece)),
+            piece.key in self.plan.plain,
+        )
 
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer.

@@ -28,6 +28,7 @@ from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
 from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
@@ -236,7 +237,10 @@ def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
     """The adapters to train, or None for all weights; names that are no projection are refused."""
     if not config.lora:
         return None
-    known = {slot.module.rsplit(".", 1)[-1] for _, block in model.blocks(0) for slot in block.linear_slots(None)}
+    blocks = [block for _, block in model.blocks(0)]
+    modules = [slot.module for block in blocks for slot in block.linear_slots(None)]
+    modules += [slot.module for block in blocks for slot in block.expert_slots(None)]
+    known = {module.rsplit(".", 1)[-1] for module in modules}
     targets = frozenset(config.lora_target_modules)
     if unknown := sorted(targets - known - {"all"}):
         problem = Problem(
@@ -464,13 +468,13 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
         )
         raise ConfigError([problem])
     specs = tuple(distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len)))
-    shapes = {s.hf_name: s.shape for s in specs if s.role != "adapter"}
+    shapes = {n: shape for s in specs if s.role != "adapter" for n, shape in expanded(s.hf_name, s.shape).items()}
     unused = resolved.weights.check(shapes)
     if resolved.adapter is not None:
         check_merging(resolved.adapter.stack, shapes, tied=resolved.model.tied, key="adapter_path")
         if lora is not None:
             resolved.adapter.check_continues(
-                {s.hf_name for s in specs if s.role == "adapter"},
+                {n for s in specs if s.role == "adapter" for n in expanded(s.hf_name, s.shape)},
                 rank=lora.adapter.rank,
                 alpha=config.lora_alpha,
             )
@@ -498,6 +502,11 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
     return weight_format.adopts(scheme.block)
 
 
+def _plain(value: Tensor | Kept) -> Tensor:
+    assert isinstance(value, Tensor), "experts are not kept in a weight format"
+    return value
+
+
 def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
     """The source of the initial values: random numbers, or files with the adapter folded in."""
     device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
@@ -514,6 +523,12 @@ def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedMode
         adopt = weight_format.adopt
 
     def source(spec: TensorSpec) -> Tensor | Kept:
+        if EXPERT in spec.hf_name and (spec.role != "adapter" or (given and given.start)):
+            names = expanded(spec.hf_name, spec.shape).items()
+            return torch.stack([_plain(one(replace(spec, hf_name=n, shape=shape))) for n, shape in names])
+        return one(spec)
+
+    def one(spec: TensorSpec) -> Tensor | Kept:
         if spec.role == "adapter":
             return given.start.get(spec.hf_name) if given and given.start else random(spec)
         if spec.trainable:

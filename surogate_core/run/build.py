@@ -220,6 +220,9 @@ def upper_bound(config: RunConfig, resolved: ResolvedModel) -> int:
         slots = block.linear_slots(lora)
         parameters += sum(s.inputs * s.outputs for s in slots)
         activations += tokens * sum(s.inputs + s.outputs for s in slots)
+        experts = block.expert_slots(lora)
+        parameters += sum(e.count * e.inputs * e.outputs for e in experts)
+        activations += tokens * sum(e.choices * (e.inputs + e.outputs) for e in experts)
     head = model.vocab_size * model.width
     state = (size + 4) * parameters if lora else 32 * parameters
     return state + 40 * head + 6 * size * activations + 16 * tokens * (model.vocab_size + 16 * model.width) + 2**30

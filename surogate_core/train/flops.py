@@ -68,7 +68,9 @@ class Work:
 
 
 def _of_block(model: Model, block: Block) -> tuple[int, int]:
-    """(multiplications of a token in the linear slots, features of all query heads), by running it on fake tensors."""
+    """(multiplications of a token in the linear slots and its experts, features of all query heads), by running it on
+    fake tensors.
+    """
     tokens, found = 2, [0, 0]
 
     def linear(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
@@ -83,13 +85,15 @@ def _of_block(model: Model, block: Block) -> tuple[int, int]:
     recorder = Kernel(op="attention", name="recorder", function=attention, supports=lambda device, dtype: True)
     table = KernelTable(device=here, kernels=(recorder,))
     slots = block.linear_slots(None)
-    specs = block.tensor_specs("", slots, train_base=False)
+    experts = block.expert_slots(None)
+    specs = block.tensor_specs("", slots, train_base=False, experts=experts)
     with FakeTensorMode(), torch.no_grad(), using(table):
         tensors = {spec.name: torch.empty(spec.shape) for spec in specs}
         tables = {**model.tables(torch.zeros(tokens, dtype=torch.int32), torch.float32)}
         tables["cu_seqlens"] = torch.zeros(2, dtype=torch.int32)
         block.bind(tensors, slots, gemm=linear, seed=None).outputs(torch.empty(tokens, model.width), tables)
-    return found[0], found[1]
+    active = sum(e.choices * e.inputs * e.outputs for e in experts)
+    return found[0] + active, found[1]
 
 
 @cache

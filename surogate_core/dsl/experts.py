@@ -1,0 +1,139 @@
+"""Projections that every expert of a mixture has: one slot with an axis of experts.
+
+Shape suffixes: N tokens, E experts, K experts of a token, R = N·K rows sorted by expert, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from surogate_core.dsl.dims import Dim
+from surogate_core.dsl.slots import Adapter
+from surogate_core.kernels import experts as ops
+from surogate_core.kernels.ops import region
+
+EXPERT = "{e}"
+"""The place of an expert's number in a name. A tensor of such a name has a first axis of experts."""
+
+
+def expanded(name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the tensors in a file that one tensor of the model is made of."""
+    if EXPERT not in name:
+        return {name: tuple(shape)}
+    return {name.replace(EXPERT, str(e)): tuple(shape[1:]) for e in range(shape[0])}
+
+
+def split(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors in a file that one tensor of the model is written as."""
+    if EXPERT not in name:
+        return [(name, value)]
+    return [(name.replace(EXPERT, str(e)), part) for e, part in enumerate(value.unbind())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSlot:
+    """One projection of all experts of a block, as planned for a run."""
+
+    name: str
+    """Attribute name in the block."""
+    module: str
+    """HF module path relative to the block, with `EXPERT` in the place of the number."""
+    count: int
+    """E, the number of experts."""
+    choices: int
+    """K, experts of a token."""
+    inputs: int
+    outputs: int
+    region: str
+    """Recompute switch that covers its output."""
+    adapter: Adapter | None
+    index: int
+    """Separates the dropout masks of the block's slots."""
+
+
+class Experts:
+    """A projection of all experts: weight [count, outputs, inputs]; `module` has ``{e}`` for the number."""
+
+    def __init__(self, module: str, count: Dim, choices: Dim, inputs: Dim, outputs: Dim, *, region: str):
+        assert EXPERT in module
+        self.module, self.count, self.choices = module, count, choices
+        self.inputs, self.outputs, self.region = inputs, outputs, region
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else bound.experts[self.name]
+
+    def slot(self, config: Mapping[str, Any], *, adapter: Adapter | None, index: int) -> ExpertSlot:
+        """The slot for a configuration."""
+        return ExpertSlot(
+            name=self.name,
+            module=self.module,
+            count=self.count.size(config),
+            choices=self.choices.size(config),
+            inputs=self.inputs.size(config),
+            outputs=self.outputs.size(config),
+            region=self.region,
+            adapter=adapter,
+            index=index,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of each token; see `kernels.experts.route`."""
+
+    weights_NK: Tensor
+    experts_NK: Tensor
+    order_R: Tensor
+    slot_NK: Tensor
+    ends_E: Tensor
+
+    @classmethod
+    def of(cls, logits_NE: Tensor, choices: int, *, renormalise: bool) -> Routes:
+        """The `choices` most probable experts of each token; `renormalise`: their weights sum to 1."""
+        return cls(*ops.route(logits_NE, choices, renormalise))
+
+    def combine(self, y_RO: Tensor) -> Tensor:
+        """[N, O]: the weighted sum of each token's rows."""
+        return ops.combine(y_RO, self.order_R, self.slot_NK, self.weights_NK)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundExperts:
+    """A slot with its tensors inside a block's forward."""
+
+    slot: ExpertSlot
+    tensors: Mapping[str, Tensor]
+    seed: Tensor | None
+
+    def tensor_list(self) -> list[Tensor]:
+        """Weights, and A and B where there is an adapter."""
+        names = ("weight", "lora_A", "lora_B") if self.slot.adapter else ("weight",)
+        return [self.tensors[name] for name in names]
+
+    def adapter(self) -> ops.ExpertAdapter | None:
+        """The adapter as the op takes it."""
+        adapter = self.slot.adapter
+        if adapter is None:
+            return None
+        return ops.ExpertAdapter(rank=adapter.rank, scale=adapter.scale, dropout=adapter.dropout, salt=self.slot.index)
+
+
+def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = False) -> Sequence[Tensor]:
+    """[R, O] of each slot. `x`: the tokens [N, I], or with `gathered` the sorted rows [R, I]."""
+    with region(slots[0].slot.region):
+        return ops.grouped_linears(
+            x,
+            None if gathered else routes.order_R,
+            None if gathered else routes.slot_NK,
+            routes.ends_E,
+            slots[0].seed,
+            [slot.adapter() for slot in slots],
+            *(tensor for slot in slots for tensor in slot.tensor_list()),
+        )
