@@ -127,7 +127,7 @@ def test_a_signal_saves_after_one_step_and_the_run_resumes(
 def test_a_restart_gives_the_same_bits(
     command: Callable[..., Command], records: Records, history: History, tmp_path: Path
 ) -> None:
-    run = command("max_steps=40", "max_restarts=1", "sequence_len=512")
+    run = command("max_steps=24", "max_restarts=1", "sequence_len=128")
     os.kill(run.wait_for_steps(6)[0], signal.SIGKILL)
     code, output = run.end()
     assert code == 0, output
@@ -135,7 +135,7 @@ def test_a_restart_gives_the_same_bits(
     assert [line["start_step"] > 0 for line in records(run.output, "run_start")] == [False, True]
     restarted = history(run.output)
     run.output.rename(tmp_path / "restarted")
-    code, output = command("max_steps=40", "sequence_len=512").end()
+    code, output = command("max_steps=24", "sequence_len=128").end()
     assert code == 0, output
     assert restarted == history(run.output)
 
