@@ -269,8 +269,8 @@ def sft(
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
         monitor: The monitors that receive the run's events.
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
-        log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0
-            reads none.
+        log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock, and
+            between two exchanges of the figures of all ranks; 0 turns both off.
         log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
         plugins: Which plugins may be imported.
         dataset: A data set that a plugin brings, such as embedded.
@@ -542,8 +542,8 @@ def pt(
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
         monitor: The monitors that receive the run's events.
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
-        log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0
-            reads none.
+        log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock, and
+            between two exchanges of the figures of all ranks; 0 turns both off.
         log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
         plugins: Which plugins may be imported.
         dataset: A data set that a plugin brings, such as embedded.

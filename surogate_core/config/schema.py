@@ -284,7 +284,9 @@ class RunConfig:
     report_to: list[Name] | None = None
     """Names of additional monitors, such as [wandb]; the same as adding them to `monitor`."""
     log_gpu_util: Steps = 100
-    """Steps between two readings of the GPU's utilization, memory, power, temperature and clock; 0 reads none."""
+    """Steps between two readings of the GPU's utilization, memory, power, temperature and clock, and between two
+    exchanges of the figures of all ranks; 0 turns both off.
+    """
     log_file: Name | None = None
     """The run's log as JSON lines; null is `output_dir/surogate.log`."""
 
