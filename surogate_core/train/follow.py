@@ -56,6 +56,8 @@ class Follower:
         while True:
             order, value = self._ranks.order()
             if order == Order.END:
+                if launched is not None:
+                    launched.read()  # rank 0 may end with an error while a step is on its way
                 return
             if order == Order.STEP:
                 self._ranks.steps_on()
