@@ -60,13 +60,13 @@ class Follower:
                     launched.read()  # rank 0 may end with an error while a step is on its way
                 return
             if order == Order.STEP:
-                self._ranks.steps_on()
+                self._ranks.step_begins()
                 made = batches.take()
                 previous, launched = launched, self._engine.train_step(made.batches, step=self._step, lr=value)
                 self._step += 1
                 if previous is not None:
                     previous.read()  # stay at most one step ahead of the device, as rank 0 does
-                self._ranks.stepped(self._step)
+                self._ranks.step_ends(self._step)
             elif order == Order.FIGURES:
                 self._ranks.figures(peak_memory(self._engine), self._engine.own_work.mean())
             else:

@@ -57,10 +57,8 @@ class Ranks:
         """
         for number, batch in enumerate(batches):
             # The ranks run `world` of them at a time.
-            if number % self.world == 0:
-                self._agree()
-                if self._signals.received is not None:
-                    raise Interrupted
+            if number % self.world == 0 and self._agree()[1]:
+                raise Interrupted
             yield batch
 
     def figures(self, peak_memory: int, work: float | None) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -71,16 +69,16 @@ class Ranks:
         mine = [_NOTHING] * (2 * self.world)
         mine[self._mesh.rank] = float(peak_memory)
         mine[self.world + self._mesh.rank] = _NOTHING if work is None else work
-        found = self._agree(*mine)
+        found, _ = self._agree(*mine)
         seconds = tuple(found[self.world :])
         return tuple(int(n) for n in found[: self.world]), seconds if _NOTHING not in seconds else ()
 
-    def stepped(self, step: int) -> None:
+    def step_ends(self, step: int) -> None:
         """Report to the supervisor that so many steps are done."""
         self._mesh.lifeline.beat(step)
         self._steps = step
 
-    def steps_on(self) -> None:
+    def step_begins(self) -> None:
         """Report to the supervisor that a step begins, if this rank did other work before."""
         if self._rests:
             self._mesh.lifeline.beat(self._steps)
@@ -91,15 +89,18 @@ class Ranks:
         self._mesh.lifeline.rest()
         self._rests = True
 
-    def _agree(self, *values: float) -> list[float]:
-        """The largest of the ranks' values; all ranks learn of a signal that reached any of them."""
-        if self._mesh.fabric is None:
-            return list(values)
+    def _agree(self, *values: float) -> tuple[list[float], bool]:
+        """The largest of the ranks' values, and whether a signal had reached any rank.
+
+        Every rank gets the same answer, also if a signal reaches this one during the exchange.
+        """
         received = self._signals.received
-        *values_of_all, number = self._mesh.largest([*values, _NOTHING if received is None else float(received)])
-        if received is None and number > 0:
+        if self._mesh.fabric is None:
+            return list(values), received is not None
+        *largest, number = self._mesh.largest([*values, _NOTHING if received is None else float(received)])
+        if number > 0 and self._signals.received is None:
             self._signals.received = signal.Signals(int(number))
-        return values_of_all
+        return largest, number > 0
 
 
 class Leader(Ranks):
@@ -114,7 +115,7 @@ class Leader(Ranks):
     def ordering(self, order: Order, value: float = 0.0) -> Iterator[None]:
         """Order the work that is done inside."""
         if order == Order.STEP:
-            self.steps_on()
+            self.step_begins()
         elif order != Order.FIGURES:
             self.rests()
         if self.world == 1:
@@ -158,5 +159,5 @@ class Led(Ranks):
 
     def order(self) -> tuple[Order, float]:
         """The next order of rank 0, and its number."""
-        order, value = self._agree(_NOTHING, _NOTHING)
+        (order, value), _ = self._agree(_NOTHING, _NOTHING)
         return Order(int(order)), value

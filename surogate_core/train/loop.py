@@ -247,7 +247,7 @@ class Loop:
             if previous:
                 self._report(previous)
             done = self.state.step
-            self.leader.stepped(done)
+            self.leader.step_ends(done)
             # Read once: a later signal belongs to the next step, so that the run never ends without saving.
             signalled = self.signals.received is not None
             evaluating, last = self._evaluation_due(done), done == self.total_steps

@@ -130,7 +130,7 @@ def test_the_supervisor_hears_when_a_step_may_take_any_time() -> None:
     for step in (1, 2):
         with leader.ordering(Order.STEP, 0.1):
             pass
-        leader.stepped(step)
+        leader.step_ends(step)
     with leader.ordering(Order.EVALUATE), leader.served(None):  # type: ignore[arg-type]
         pass
     with leader.ordering(Order.STEP, 0.1):
@@ -169,6 +169,22 @@ def test_a_signal_interrupts_the_evaluation_of_all_ranks_together(tmp_path: Path
     seen, done = led(lead, tmp_path)
     assert seen == 3, "the ranks agree before every round of one micro-batch each"
     assert done == ["evaluation begins"]
+
+
+def test_a_signal_during_the_exchange_waits_for_the_next_one() -> None:
+    """The other ranks have not heard of it, and go on."""
+    signals = StopSignals()
+
+    class Fabric:
+        def largest(self, values: Any) -> list[float]:
+            signals.received = signal.SIGTERM
+            return list(values)
+
+    fabric: Any = Fabric()
+    batches = Ranks(Mesh(world=2, fabric=fabric), signals).interruptible([tiny.batch([[1]])] * 3)
+    assert [next(batches).tokens for _ in range(2)] == [1, 1], "a round of two"
+    with pytest.raises(Interrupted):
+        next(batches)
 
 
 def test_a_full_disk_lets_the_others_go(tmp_path: Path) -> None:
