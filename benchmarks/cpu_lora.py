@@ -44,7 +44,7 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     from surogate_core.dsl.trace import Recompute
     from surogate_core.engine.assembly import EngineSettings
     from surogate_core.engine.engine import Engine
-    from surogate_core.engine.parameters import RandomSource
+    from surogate_core.engine.pieces import RandomSource
 
     device = torch.device("cpu")
     settings = EngineSettings(

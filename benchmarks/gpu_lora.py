@@ -39,7 +39,7 @@ from surogate_core.bundles import (
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.pieces import RandomSource
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.flops import Work, gemm_flops_per_second
 

@@ -29,7 +29,7 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.pieces import RandomSource
 from surogate_core.formats.nvfp4 import Operand, nvfp4_rounded
 from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable

@@ -34,7 +34,7 @@ from surogate_core.bundles import TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.pieces import RandomSource
 from surogate_core.kernels.registry import KernelTable
 
 GIB = 2**30

@@ -54,7 +54,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource, Source
+from surogate_core.engine.pieces import RandomSource, Source
 from surogate_core.engine.update import StepResult
 from surogate_core.train.drive import Ready, drive
 from surogate_core.train.loop import evaluation_due

@@ -34,7 +34,7 @@ from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Monitor
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.pieces import RandomSource
 from surogate_core.events import EvalEnd, RunEnd, RunInfo, RunStart, StepEnd
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.train.bus import EventBus

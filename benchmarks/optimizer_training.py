@@ -33,7 +33,7 @@ import numpy as np
 import parity_text
 import torch
 
-from surogate_core.engine.parameters import RandomSource
+from surogate_core.engine.pieces import RandomSource
 from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 

@@ -53,7 +53,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource, Source
+from surogate_core.engine.pieces import RandomSource, Source
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.drive import Ready, drive
 

@@ -24,7 +24,8 @@ from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.inputs import Inputs
 from surogate_core.engine.lanes import Lanes
 from surogate_core.engine.orders import Orders
-from surogate_core.engine.parameters import Parameters, Source
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.pieces import Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
@@ -110,7 +111,7 @@ class Engine:
         quantising = " and quantising" if any(p.rounded for p in self.plan.weights.packed.values()) else ""
         task = f"loading{quantising} weights"
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
-        self.parameters.rest_gradients(self.stores.gradients)
+        self.parameters.flat.rest_gradients(self.stores.gradients)
 
     def _prepare_steps(self, placement: Placement, progress: Progress) -> None:
         """The optimizer, and the micro-step and optimizer step that run without graphs."""
@@ -123,7 +124,7 @@ class Engine:
         )
         by_number = self.mesh.world > 1 or settings.exact
         self.losses = LossSum(settings.device, numbers=settings.micro_batches if by_number else 0)
-        self._lanes = Lanes(self.parameters.sums())
+        self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
         """Of several ranks: times the micro-steps that need no other rank."""
         self.sides = SideSums(self.plan.layers, settings.device)
@@ -137,7 +138,7 @@ class Engine:
             sides=self.sides,
             rounding_seed=self._rounding_seed,
             traffic=self.traffic,
-            cleared=self.parameters.sums_to_clear(streams=streams),
+            cleared=self.parameters.flat.sums_to_clear(streams=streams),
         )
         self.programs = ProgramBuilder(
             plan=self.plan,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
-from surogate_core.engine.parameters import Piece
+from surogate_core.engine.pieces import Piece
 from surogate_core.kernels.norms import long_norm
 
 

@@ -12,7 +12,7 @@ import torch
 
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.assembly import Assembly
-from surogate_core.engine.parameters import Piece, pieces
+from surogate_core.engine.pieces import Piece, pieces
 from surogate_core.engine.weight_plan import WeightPlan, plain_layers
 
 

@@ -11,7 +11,8 @@ import torch
 from surogate_core.bundles import FLAT_ALIGNMENT, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder

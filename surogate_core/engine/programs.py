@@ -24,7 +24,8 @@ from surogate_core.dsl.trace import (
     without_gradients,
 )
 from surogate_core.engine.assembly import EngineSettings
-from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.pieces import Piece
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.errors import SurogateError
 from surogate_core.kernels import registry

@@ -27,7 +27,7 @@ from surogate_core.mesh.sums import LANES
 
 if TYPE_CHECKING:
     from surogate_core.engine.orders import Orders
-    from surogate_core.engine.parameters import Piece
+    from surogate_core.engine.pieces import Piece
     from surogate_core.engine.placement import Placement
 
 Range = tuple[int, int]

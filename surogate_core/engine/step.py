@@ -16,7 +16,8 @@ from surogate_core.dsl.products import Product, add_products
 from surogate_core.dsl.sides import Role
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
-from surogate_core.engine.parameters import Parameters, Piece
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from surogate_core.bundles import WeightFormat
-from surogate_core.engine.parameters import Packed, Piece
+from surogate_core.engine.pieces import Packed, Piece
 
 
 def plan_format(

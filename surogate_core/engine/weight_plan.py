@@ -19,7 +19,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.assembly import Assembly
-from surogate_core.engine.parameters import Packed, Piece
+from surogate_core.engine.pieces import Packed, Piece
 from surogate_core.engine.weight_formats import plan_format
 
 

@@ -33,7 +33,7 @@ from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.parameters import Kept, RandomSource, Source, distinct, pieces
+from surogate_core.engine.pieces import Kept, RandomSource, Source, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.files.hub import commit_of, split_revision
 from surogate_core.hf.card import config_overrides

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ModelFamily, Recipe, RecipeSpec
-from surogate_core.engine.parameters import distinct, pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import MachineError, UserError
 from surogate_core.testing import tiny
 from surogate_core.testing.check import NotApplicable, ensure

@@ -29,7 +29,7 @@ from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.parameters import RandomSource, Source
+from surogate_core.engine.pieces import RandomSource, Source
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels import ops
 from surogate_core.kernels.attention import TORCH_PACK

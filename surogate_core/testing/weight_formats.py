@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surogate_core.bundles import WeightFormat, WeightFormatSpec
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.parameters import Source
+from surogate_core.engine.pieces import Source
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 

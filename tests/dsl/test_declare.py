@@ -11,7 +11,7 @@ from torch import Tensor
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter, TracedSlot
-from surogate_core.engine.parameters import distinct, pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import UserError
 
 D, F, V = Dim("width"), Dim("inner"), Dim("vocab")

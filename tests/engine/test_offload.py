@@ -162,7 +162,7 @@ def test_tensors_are_where_they_are_said_to_be() -> None:
     train(e, range(1))
     held = e.stores.residuals.nbytes()
     assert held["device"] == 0 < held["host"]
-    assert [name for name in e.parameters.specs if name in e.parameters._compute] == []
+    assert [name for name in e.parameters.specs if name in e.parameters.flat.compute] == []
 
 
 @pytest.mark.gpu

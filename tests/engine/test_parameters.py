@@ -1,9 +1,8 @@
-"""The flat groups: offsets, dtypes, decay, what is handed out; random values."""
+"""The flat groups: offsets, dtypes, decay, what is handed out."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ from surogate_model_qwen3.model import build
 from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import FLAT_ALIGNMENT
-from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
-from surogate_core.engine.parameters import Parameters, RandomSource, distinct, pieces
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.pieces import RandomSource, distinct, pieces
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.testing import tiny
 
 CPU = torch.device("cpu")
-SPEC = TensorSpec(name="w", hf_name="a.weight", shape=(300, 200), trainable=True, role="weight", init="normal")
 
 
 def make_parameters(
@@ -144,32 +143,3 @@ def test_every_tensor_comes_out_as_it_went_in() -> None:
 def test_a_source_of_the_wrong_shape_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"model\.embed_tokens\.weight"):
         make_engine(source=lambda spec: torch.zeros(2, 2))
-
-
-# ------------------------------------------------------------------------- random values
-
-
-def draw(seed: int = 0, spec: TensorSpec = SPEC, std: float = 0.02) -> torch.Tensor:
-    return RandomSource(seed=seed, std=std, device=CPU)(spec)
-
-
-def test_random_values_depend_on_the_seed_and_the_name_alone() -> None:
-    source = RandomSource(seed=0, std=0.02, device=CPU)
-    source(replace(SPEC, hf_name="other"))
-    torch.rand(7)
-    assert torch.equal(source(SPEC), draw())
-    assert not torch.equal(draw(1), draw())
-    assert not torch.equal(draw(spec=replace(SPEC, hf_name="b.weight")), draw())
-
-
-def test_random_values_have_the_spread_that_they_should() -> None:
-    value = draw()
-    count = value.numel()
-    assert abs(value.mean()) < 4 * 0.02 / count**0.5
-    assert value.std().item() == pytest.approx(0.02, rel=4 / (2 * count) ** 0.5)
-    down = draw(spec=replace(SPEC, init="lora_a", role="adapter"))
-    bound = 1 / SPEC.shape[1] ** 0.5
-    assert 0.99 * bound < down.max() <= bound
-    assert -bound <= down.min() < -0.99 * bound
-    assert (draw(spec=replace(SPEC, init="ones")) == 1).all()
-    assert (draw(spec=replace(SPEC, init="zeros")) == 0).all()

@@ -126,7 +126,7 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
         return {
             "weights": _kept(weights) if adapters else 0,
             "masters": sum(group.master.nbytes for group in parameters.groups),
-            "gradients": sum(sums.nbytes for sums in parameters.sums()),
+            "gradients": sum(sums.nbytes for sums in parameters.flat.sums()),
             "compute copies": sum(copy.nbytes for copy in copies),
             "partial sums": sum(t.nbytes for sums in [*engine._lanes._levels, engine._lanes._total] for t in sums),
             "received gradients": engine.traffic._staging.nbytes + (0 if received is None else received.nbytes),

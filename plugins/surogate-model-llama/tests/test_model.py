@@ -14,7 +14,7 @@ from surogate_model_llama.model import build
 from surogate_model_llama.presets import PRESETS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surogate_core.engine.parameters import distinct, pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import UserError
 
 PUBLISHED = {

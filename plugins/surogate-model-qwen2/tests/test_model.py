@@ -14,7 +14,7 @@ from surogate_model_qwen2.model import build
 from surogate_model_qwen2.presets import PRESETS
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from surogate_core.engine.parameters import distinct, pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import UserError
 
 PUBLISHED = {

@@ -1,0 +1,184 @@
+"""The flat groups: masters (fp32, or bf16) and fp32 gradients of many parameters in one tensor each.
+
+With them clipping, the optimizer and the refresh of compute copies are a few launches for any model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, ParamGroup
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.engine.pieces import Piece
+from surogate_core.engine.placement import Placement
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharding import ShardedGroup, Sharing
+
+
+class FlatGroups:
+    """Allocates the flat groups of a model's trained parameters, with the compute copies of their masters."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        pieces: Sequence[Piece],
+        *,
+        compute_dtype: Callable[[TensorSpec], torch.dtype],
+        master_dtype: torch.dtype,
+        weight_decay: float,
+        seed: Tensor | None,
+        placement: Placement,
+        sharing: Sharing | None,
+    ):
+        """`specs`: all tensors of the pieces. `compute_dtype`: of a tensor → dtype in which a piece receives it."""
+        self._pieces, self._compute_dtype, self._seed = pieces, compute_dtype, seed
+        self._master_dtype, self._placement, self._sharing = master_dtype, placement, sharing
+        self.sharded: ShardedGroup | None = None
+        """The group that several ranks share out."""
+        self.groups: list[ParamGroup] = []
+        self.host_groups: list[ParamGroup] = []
+        """The same groups for the CPU, if masters and gradients are in its memory."""
+        self._numbers: dict[str, int] = {}
+        """Name of a group → its number."""
+        self.master: dict[str, Tensor] = {}
+        """HF name → live master, but for those that are sharded."""
+        self.grad: dict[str, Tensor] = {}
+        """HF name → live fp32 gradient."""
+        self.host_grad: dict[str, Tensor] = {}
+        """The same for the CPU, if gradients are in its memory."""
+        self.compute: dict[str, Tensor] = {}
+        """HF name → what pieces compute with, where the store does not have it."""
+        self.streamed: dict[str, Tensor] = {}
+        """The CPU's live tensors of trained weights that use the store."""
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        """(compute copy, the range of masters from which it is cast)."""
+        self.host_copies: list[tuple[Tensor, Tensor]] = []
+        """The same for the CPU, if both are in its memory."""
+        trainable = [spec for spec in specs if spec.trainable]
+        self._add_group("decayed", [s for s in trainable if s.decayed], weight_decay)
+        self._add_group("undecayed", [s for s in trainable if not s.decayed], 0.0)
+
+    def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
+        if not members:
+            return
+        self._numbers[name] = len(self._numbers)
+        # Adapters and base weights may be computed in different dtypes, and a compute copy is
+        # one cast of a contiguous range: members are ordered by dtype.
+        members = sorted(members, key=lambda s: str(self._compute_dtype(s)))
+        shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
+        ranges: dict[torch.dtype, tuple[int, int]] = {}
+        size = 0
+        for spec in members:
+            dtype = self._compute_dtype(spec)
+            start = ranges.get(dtype, (size, size))[0]
+            shapes[spec.hf_name] = (size, spec.shape)
+            size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
+            ranges[dtype] = (start, size)
+        if name == "decayed" and self._sharing is not None and self._sharing.shards:
+            self._add_sharded(name, members, shapes, size, weight_decay)
+            return
+        # Beside a group that ranks share out the others are small, and stay on the device.
+        placement = self._placement if self.sharded is None else Placement.on(self._placement.device)
+        master, host_master = placement.zeros("master", size, self._master_dtype)
+        grad, host_grad = placement.zeros("gradients", size, torch.float32)
+        group = ParamGroup(
+            name=name,
+            master=master,
+            grad=grad,
+            shapes=shapes,
+            weight_decay=weight_decay,
+            hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
+            seed=self._seed,
+            number=self._numbers[name],
+        )
+        self.groups.append(group)
+        self.host_groups.append(replace(group, master=host_master, grad=host_grad))
+        # A store of shares has no live whole tensors: what blocks compute with is on the device.
+        apart = self._sharing is not None and self._sharing.shards_weights
+        copied = Placement.on(self._placement.device) if apart else placement
+        for dtype, (start, stop) in ranges.items():
+            compute, resting = master, host_master
+            if dtype != self._master_dtype or (apart and placement.moves("master")):
+                compute, resting = copied.trained_weights(stop - start, dtype)
+                self.copies.append((compute, master[start:stop]))
+                self.host_copies.append((resting, host_master[start:stop]))
+            streamed = copied.streams_trained(masters=compute is master)
+            for spec in members:
+                if self._compute_dtype(spec) == dtype:
+                    offset, shape = shapes[spec.hf_name]
+                    count = math.prod(shape)
+                    self.master[spec.hf_name] = master[offset : offset + count].view(shape)
+                    self.grad[spec.hf_name] = grad[offset : offset + count].view(shape)
+                    self.host_grad[spec.hf_name] = host_grad[offset : offset + count].view(shape)
+                    at = offset if compute is master else offset - start
+                    into, whole = (self.streamed, resting) if streamed else (self.compute, compute)
+                    into[spec.hf_name] = whole[at : at + count].view(shape)
+
+    def _add_sharded(
+        self,
+        name: str,
+        members: list[TensorSpec],
+        shapes: Mapping[str, tuple[int, tuple[int, ...]]],
+        size: int,
+        weight_decay: float,
+    ) -> None:
+        (dtype,) = {self._compute_dtype(spec) for spec in members}
+        assert self._sharing is not None
+        nothing = torch.empty(size, dtype=self._master_dtype, device="meta")
+        whole = ParamGroup(
+            name=name,
+            master=nothing,
+            grad=nothing,
+            shapes=shapes,
+            weight_decay=weight_decay,
+            seed=self._seed,
+            number=self._numbers[name],
+        )
+        group = self.sharded = ShardedGroup(
+            whole, self._pieces, self._sharing, self._placement, dtype=dtype, master_dtype=self._master_dtype
+        )
+        self.groups += group.groups
+        self.host_groups += group.groups
+        for key in group.whole_pieces:
+            self.compute |= group.copies_by_name(key)
+        self.grad |= group.sums_by_name()
+        self.host_grad |= group.sums_by_name()
+
+    def refresh(self, *, on_host: bool = False) -> None:
+        """Cast the masters to the compute copies (on the CPU if both are in host memory)."""
+        if self.sharded is not None:
+            self.sharded.refresh()
+        for copy, master in self.host_copies if on_host else self.copies:
+            copy.copy_(master)
+
+    def rest_gradients(self, store: GradientStore) -> None:
+        """Put the gradient sums of each piece's trainable tensors into their store."""
+        group = self.sharded
+        sharded = store if isinstance(store, ShardedGradients) else None
+        if sharded is not None and group is not None:
+            for key in group.parts:
+                sharded.put_owned(key, group.owned_sums(key))
+        for piece in self._pieces:
+            names = [s.hf_name for s in piece.specs if s.trainable]
+            if sharded is None or group is None:
+                store.put(piece.key, [self.host_grad[name] for name in names])
+            else:
+                sharded.put(piece.key, [group.places([n])[0] if n in group.shapes else self.grad[n] for n in names])
+
+    def sums_to_clear(self, *, streams: bool) -> list[Tensor]:
+        """The flat gradient sums that no store clears. `streams`: whether the sums are in a store of their own."""
+        if not streams:
+            return self.sums()
+        return [] if self.sharded is None else self.sums()[1:]
+
+    def sums(self) -> list[Tensor]:
+        """The flat gradient sums of this rank."""
+        if self.sharded is None:
+            return [group.grad for group in self.host_groups]
+        parts = {id(group) for group in self.sharded.groups}
+        return [self.sharded.sums, *(group.grad for group in self.groups if id(group) not in parts)]

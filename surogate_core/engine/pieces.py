@@ -1,0 +1,117 @@
+"""The pieces of a model with their tensors, and where the tensors' initial values come from."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
+from surogate_core.dsl.experts import ExpertSlot
+from surogate_core.dsl.sides import SideSpec
+from surogate_core.dsl.slots import LinearSlot
+from surogate_core.engine.schedule import EMBED, HEAD, layer_key
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A frozen weight in the form of its weight format."""
+
+    tensor: Tensor
+
+
+Source = Callable[[TensorSpec], Tensor | Kept]
+"""Returns the initial value of a tensor with its shape, in any float dtype, on any device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """How a recipe or a weight format keeps a frozen weight."""
+
+    pack: Callable[[Tensor], Tensor]
+    """The weight in the model's dtype → its kept form."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unpack: Callable[[Tensor, Tensor], None] | None = None
+    """(kept form, workspace [O, I] in the model's dtype): writes the weight into the workspace. Programs receive the
+    workspace, or the kept form if this is None.
+    """
+    rounded: bool = True
+    """Whether the kept form differs from the weight in value."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept form."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of the model that is compiled as one program: the embedding, a layer, or the head."""
+
+    key: str
+    specs: tuple[TensorSpec, ...]
+    block: Block | None = None
+    slots: tuple[LinearSlot, ...] = ()
+    sides: tuple[SideSpec, ...] = ()
+    experts: tuple[ExpertSlot, ...] = ()
+
+    def spec(self, name: str) -> TensorSpec:
+        """The tensor that the piece calls `name`."""
+        return next(spec for spec in self.specs if spec.name == name)
+
+
+def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, ...]:
+    """All pieces in order. With LoRA the base is frozen; without LoRA everything is trained."""
+    train_base = lora is None
+    found = [Piece(key=EMBED, specs=model.embed_specs(train_base=train_base))]
+    for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
+        slots, experts = block.linear_slots(lora), block.expert_slots(lora)
+        specs = block.tensor_specs(prefix, slots, train_base=train_base, experts=experts)
+        found.append(
+            Piece(
+                key=layer_key(index), specs=specs, block=block, slots=slots, sides=block.side_specs(), experts=experts
+            )
+        )
+    found.append(Piece(key=HEAD, specs=model.head_specs(train_base=train_base)))
+    return tuple(found)
+
+
+def distinct(found: tuple[Piece, ...]) -> Iterator[TensorSpec]:
+    """Every tensor once; a tied head shares the embedding's."""
+    seen: set[str] = set()
+    for piece in found:
+        for spec in piece.specs:
+            if spec.hf_name not in seen:
+                seen.add(spec.hf_name)
+                yield spec
+
+
+class RandomSource:
+    """Random initial values of each tensor from (seed, its name), so they do not depend on the order.
+
+    Matrices are normal with standard deviation `std`; LoRA A is uniform in ±1/√inputs, as in PEFT.
+    """
+
+    def __init__(self, *, seed: int, std: float, device: torch.device):
+        self.seed, self.std, self.device = seed, std, device
+
+    def __call__(self, spec: TensorSpec) -> Tensor:
+        # Generators differ between devices. Adapters are small enough to be drawn on the CPU, so a run on a trained
+        # base starts from the same values on every device.
+        device = torch.device("cpu") if spec.role == "adapter" else self.device
+        value = torch.empty(spec.shape, dtype=torch.float32, device=device)
+        if spec.init == "ones":
+            return value.fill_(1)
+        if spec.init == "zeros":
+            return value.zero_()
+        digest = hashlib.sha256(f"{self.seed}:{spec.hf_name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        if spec.init == "lora_a":
+            bound = 1 / math.sqrt(spec.shape[-1])
+            return value.uniform_(-bound, bound, generator=generator)
+        return value.normal_(0, self.std, generator=generator)
