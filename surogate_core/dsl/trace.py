@@ -292,6 +292,13 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     return base_op(made_by) in VIEWS or (made_by.meta.get("custom") or {}).get("region") in recompute.regions
 
 
+def _is_choice(node: fx.Node) -> bool:
+    """Whether an op decided something by these values (`kernels.ops.choice`): computed again, it might decide
+    otherwise.
+    """
+    return bool((node.meta.get("custom") or {}).get("choice"))
+
+
 def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
     """The nodes computed `again` that are the only needed outputs of their op, and a small part of its output.
 
@@ -368,9 +375,10 @@ def _spared(joint: fx.GraphModule, recompute: Recompute) -> list[fx.Node]:
             todo.extend(node.all_input_nodes)
         return kept, within
 
-    found, within = walk(set())
+    choices = {node for node in forward if _is_choice(node)}
+    found, within = walk(choices)
     if spared := _crumbs(within & forward):
-        found, within = walk(spared)
+        found, within = walk(spared | choices)
     return [n for n in nodes if n in found]
 
 
@@ -437,14 +445,18 @@ def _returned(forward: fx.GraphModule) -> list[fx.Node]:
 
 
 def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float) -> list[fx.Node]:
-    """The nodes to keep within the budget, from `kept` or in their place; if none fits, those of whole-block
-    recomputation.
+    """The nodes to keep within the budget, from `kept` or in their place, and the choices, which are small; if none
+    fits, those of whole-block recomputation.
     """
     behind = _closure(kept)
     forward = _forward_of(joint) | behind
+    always = frozenset(n for n in kept if _is_choice(n))
+    free = [n for n in kept if n not in always]
     others = [n for n in joint.graph.nodes if n in behind and n not in kept and _is_result(n)]
-    found = set(chosen(kept, others, budget, lambda keep: _within(joint, keep) & forward))
-    return [n for n in joint.graph.nodes if n in found] or _spared(joint, Recompute(block=True))
+    found = set(chosen(free, others, budget, lambda keep: _within(joint, keep | always) & forward))
+    if not found:
+        return _spared(joint, Recompute(block=True))
+    return [n for n in joint.graph.nodes if n in found | always]
 
 
 def _is_result(node: fx.Node) -> bool:
@@ -522,6 +534,9 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
     marked: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node not in forward or node.op != "call_function":
+            continue
+        if _is_choice(node):
+            node.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, "ac_graph_id": 0}
             continue
         sources = [n for n in node.all_input_nodes if base_op(n) not in _EMPTY]
         follows = base_op(node) in {*VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.kernels.ops import dropout_mask
+from surogate_core.kernels.ops import choice, dropout_mask
 from surogate_core.kernels.registry import op
 
 
@@ -37,7 +37,8 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     slot_R = torch.empty_like(order_R).scatter(0, order_R, rows)
     bounds = torch.arange(count, device=flat_R.device, dtype=flat_R.dtype)
     ends_E = torch.searchsorted(flat_R[order_R], bounds, right=True)
-    return order_R.int(), slot_R.int().view(experts_NK.shape), ends_E.int()
+    with choice():
+        return order_R.int(), slot_R.view(experts_NK.shape).int(), ends_E.int()
 
 
 class _Route(Function):
@@ -45,8 +46,11 @@ class _Route(Function):
     def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
         probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
         # A stable sort: of equal probabilities the expert with the lowest number comes first.
-        ordered, numbers = torch.sort(probabilities_NE, dim=-1, descending=True, stable=True)
-        weights_NK, experts_NK = ordered[:, :count], numbers[:, :count].int()
+        numbers = torch.sort(probabilities_NE, dim=-1, descending=True, stable=True).indices
+        with choice():
+            experts_NK = numbers[:, :count].int()
+        # Not the sort's values, which a recomputation would sort again for.
+        weights_NK = probabilities_NE.gather(1, experts_NK.long())
         if renormalise:
             weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
         order_R, slot_NK, ends_E = sort_by_expert(experts_NK, logits_NE.shape[1])

@@ -27,6 +27,11 @@ def region(name: str) -> AbstractContextManager[Any]:
     return fx_traceback.annotate({"region": name})
 
 
+def choice() -> AbstractContextManager[Any]:
+    """Marks the traced nodes by which an op decides, such as a token's experts: they are never computed again."""
+    return fx_traceback.annotate({"choice": True})
+
+
 def _wide(x: Tensor) -> Tensor:
     """At least fp32; float64 stays."""
     return x if x.dtype == torch.float64 else x.float()
