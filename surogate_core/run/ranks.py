@@ -77,7 +77,8 @@ def facts_of(base: Base, material: Material, registry: Registry, checkpoint: Che
         "the held-out rows": data.eval.digest if data.eval is not None else None,
         "the step of the checkpoint": checkpoint.step if checkpoint is not None else None,
     }
-    facts |= {f"plugin {plugin['name']}": plugin["version"] for plugin in registry.plugin_set()}
+    for plugin in registry.plugin_set(digests=True):
+        facts[f"plugin {plugin['name']}"] = f"{plugin['version']}, code {plugin.get('sha256', 'unknown')[:12]}"
     return facts | {f"key {key}": value for key, value in flat_values(recorded(base.config))}
 
 
