@@ -20,6 +20,8 @@ class Silence:
         """`seconds`: the shortest silence that counts; 0 for no watch."""
         self._seconds = seconds
         self._last: list[Pulse | None] = [None] * world
+        self._advanced = [False] * world
+        """Whether a rank has finished a step here. The first one compiles, and may begin at a resumed step."""
         self._steps: deque[float] = deque(maxlen=64)
         self._since = 0.0
 
@@ -37,7 +39,9 @@ class Silence:
         for rank, pulse in enumerate(pulses):
             last = self._last[rank]
             if last is not None and last.limit < 0 and pulse.limit < 0 and pulse.step > last.step:
-                self._steps.append((pulse.at - last.at) / (pulse.step - last.step))
+                if self._advanced[rank]:
+                    self._steps.append((pulse.at - last.at) / (pulse.step - last.step))
+                self._advanced[rank] = True
             self._last[rank] = pulse
         late = [rank for rank, pulse in enumerate(pulses) if self._is_late(pulse, now)]
         if not late:

@@ -28,6 +28,16 @@ def test_the_limit_is_a_minute_or_twenty_steps() -> None:
     assert watched(seconds=0).limit() == float("inf")
 
 
+def test_a_resumed_run_of_slow_steps_is_not_silent() -> None:
+    """Its first report may have the step 0, and 500 steps in the time of one are no pace."""
+    silence = Silence(60.0, 2)
+    for step, at in ((0, 1.0), (501, 101.0)):
+        assert silence.late(pulses((step, at, True), (step, at, True)), at) is None
+    assert silence.late(pulses((501, 101.0, True), (501, 101.0, True)), 200.0) is None
+    silence.late(pulses((502, 201.0, True), (502, 201.0, True)), 201.0)
+    assert silence.limit() == 2000.0
+
+
 def test_the_rank_that_is_behind_is_named() -> None:
     silence = watched()
     found = pulses((6, 6.0, True), (5, 5.0, True))
