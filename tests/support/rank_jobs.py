@@ -110,7 +110,7 @@ def rank_0_is_stopped(job: RankJob, rank: int, mesh: Any) -> None:
 def falls_silent(job: RankJob, rank: int, mesh: Any) -> None:
     for step in range(1, 20 if rank == 0 else 12):
         lifeline_of(mesh).beat(step)
-        time.sleep(0.005)
+        time.sleep(0.05)
     if rank == 0:
         # What may take any time is no silence.
         lifeline_of(mesh).rest()
