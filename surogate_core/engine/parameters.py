@@ -16,7 +16,7 @@ from surogate_core.dsl.experts import split
 from surogate_core.dsl.slots import Join, Panel
 from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
-from surogate_core.engine.pieces import Kept, Packed, Piece, Source, distinct
+from surogate_core.engine.pieces import InFile, Kept, Packed, Piece, Source, distinct
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
@@ -123,7 +123,9 @@ class Parameters:
         missing, waiting = set(self.specs), list(self.pieces)
         for done, spec in enumerate(self.specs.values(), start=1):
             value = source(spec)
-            if isinstance(value, Kept):
+            if isinstance(value, InFile):
+                self._read_master(spec, value)
+            elif isinstance(value, Kept):
                 packed = self.packed[spec.hf_name]
                 assert packed.unpack is not None
                 assert tuple(value.tensor.shape) == packed.shape, f"{spec.hf_name}: {value.tensor.shape}"
@@ -154,6 +156,12 @@ class Parameters:
             self.sharded.set(name, value)
         else:
             self.flat.master[name].copy_(value)
+
+    def _read_master(self, spec: TensorSpec, file: InFile) -> None:
+        if self.sharded is not None and spec.hf_name in self.sharded.shapes:
+            self.sharded.read_from(spec.hf_name, file.read)
+        else:
+            file.read(0, self.flat.master[spec.hf_name].view(-1))
 
     def _hand_over(self, piece: Piece, last: Mapping[str, str]) -> None:
         """Put a piece's tensors into the weights store, which owns them from then on."""

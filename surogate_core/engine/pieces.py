@@ -24,8 +24,18 @@ class Kept:
     tensor: Tensor
 
 
-Source = Callable[[TensorSpec], Tensor | Kept]
-"""Returns the initial value of a tensor with its shape, in any float dtype, on any device."""
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """A weight that is read in parts, so that a rank reads only what it keeps."""
+
+    read: Callable[[int, Tensor], None]
+    """(first element, flat tensor of any float dtype and device): reads as many elements into it."""
+
+
+Source = Callable[[TensorSpec], Tensor | Kept | InFile]
+"""Returns the initial value of a tensor with its shape, in any float dtype, on any device; `InFile` only for a trained
+one, on one of several ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ range of it, and each rank owns a part of each range, so that a piece is reduced
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -302,13 +302,17 @@ class ShardedGroup:
 
     def read(self, name: str, file: Mapping[str, Tensor]) -> None:
         """Read this rank's part of a master from a checkpoint."""
-        if not isinstance(file, TensorFile):
+        if isinstance(file, TensorFile):
+            self.read_from(name, partial(file.read_part, name))
+        else:
             self.set(name, file[name])
-            return
+
+    def read_from(self, name: str, read: Callable[[int, Tensor], None]) -> None:
+        """Read this rank's part of a master. `read`: (first element of the tensor, where to)."""
         offset = self.shapes[name][0]
         for part, (a, b) in self._overlaps(name):
             at = part.at + a - part.own[0]
-            file.read_part(name, a - offset, self.master[at : at + b - a])
+            read(a - offset, self.master[at : at + b - a])
 
     def whole(self, name: str) -> Tensor:
         """A whole master; all ranks take part."""

@@ -190,20 +190,21 @@ class TensorFile(Mapping[str, "Tensor"]):
             flat[first : first + part.numel()].copy_(part)
 
     def read_part(self, name: str, first: int, target: Tensor) -> None:
-        """Copy the elements from number `first` on into `target` (contiguous, of the file's dtype, any device)."""
+        """Copy the elements from number `first` on into `target` (contiguous, any device); floats are cast."""
         import torch
 
         info = self.infos[name]
-        assert target.dtype == info.torch_dtype
         assert target.is_contiguous()
-        flat = target.view(-1)
-        if flat.device.type == "cpu":
-            self._read(info.begin + first * flat.itemsize, flat)
+        assert target.dtype == info.torch_dtype or (target.dtype.is_floating_point and info.dtype in FLOATS)
+        flat, size = target.view(-1), info.torch_dtype.itemsize
+        assert info.begin + (first + flat.numel()) * size <= info.end, f"{name} has fewer elements"
+        if flat.device.type == "cpu" and flat.dtype == info.torch_dtype:
+            self._read(info.begin + first * size, flat)
             return
-        step = _STAGING_BYTES // flat.itemsize
+        step = _STAGING_BYTES // size
         for start in range(0, flat.numel(), step):
-            part = torch.empty(min(step, flat.numel() - start), dtype=flat.dtype)
-            self._read(info.begin + (first + start) * flat.itemsize, part)
+            part = torch.empty(min(step, flat.numel() - start), dtype=info.torch_dtype)
+            self._read(info.begin + (first + start) * size, part)
             flat[start : start + part.numel()].copy_(part)
 
     def _read(self, offset: int, flat: Tensor) -> None:

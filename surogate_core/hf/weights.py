@@ -142,6 +142,14 @@ class ModelDir:
             return
         self._files[self._where[name]].copy_into(name, target)
 
+    def read_part(self, name: str, first: int, target: Tensor) -> None:
+        """Read the elements from number `first` on into a flat `target`; not of a quantised weight."""
+        self._files[self._where[name]].read_part(name, first, target)
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a weight is."""
+        return self._parts(name) is not None
+
     def check(self, expected: Mapping[str, Iterable[int]]) -> tuple[str, ...]:
         """Compare the headers with the tensors that the model needs (name → shape); returns the names that it does not
         need.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.pieces import Kept, RandomSource, Source, distinct, pieces
+from surogate_core.engine.pieces import InFile, Kept, RandomSource, Source, distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.files.hub import commit_of, split_revision
 from surogate_core.hf.card import config_overrides
@@ -502,7 +503,7 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
     return weight_format.adopts(scheme.block)
 
 
-def _plain(value: Tensor | Kept) -> Tensor:
+def _plain(value: Tensor | Kept | InFile) -> Tensor:
     assert isinstance(value, Tensor), "experts are not kept in a weight format"
     return value
 
@@ -522,11 +523,21 @@ def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedMode
     if weight_format is not None and _adopts(config, registry, resolved, weight_format):
         adopt = weight_format.adopt
 
-    def source(spec: TensorSpec) -> Tensor | Kept:
+    # One rank reads whole tensors, which is faster.
+    in_parts = assembly.settings.ranks > 1 and assembly.settings.zero_level > 0
+
+    def source(spec: TensorSpec) -> Tensor | Kept | InFile:
+        if spec.trainable and in_parts and _in_file(spec.hf_name):
+            return InFile(partial(weights.read_part, spec.hf_name))
         if EXPERT in spec.hf_name and (spec.role != "adapter" or (given and given.start)):
             names = expanded(spec.hf_name, spec.shape).items()
             return torch.stack([_plain(one(replace(spec, hf_name=n, shape=shape))) for n, shape in names])
         return one(spec)
+
+    def _in_file(name: str) -> bool:
+        """Whether a tensor is in a file as it is used."""
+        folds = any(adapter.adapts(name) for adapter in stack)
+        return EXPERT not in name and not folds and not weights.is_quantised(name)
 
     def one(spec: TensorSpec) -> Tensor | Kept:
         if spec.role == "adapter":

@@ -12,8 +12,10 @@ from tiny_qwen3 import StrictStore
 from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Stores, TensorKind
+from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
+from surogate_core.engine.pieces import InFile
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.mesh.virtual import VirtualFabric, VirtualRanks, in_threads
 from surogate_core.testing import tiny
@@ -260,3 +262,37 @@ def test_a_warm_up_leaves_nothing_in_the_first_loss() -> None:
         return steps(engine, 1, micro_batches=8)[0]
 
     assert first_loss(warm=True) == first_loss(warm=False)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_rank_reads_only_what_it_keeps(level: int) -> None:
+    """Of the sharded weights; norms are on every rank."""
+    whole = tiny.random_source()
+
+    def work(fabric: VirtualFabric) -> tuple[int, dict[str, Tensor]]:
+        read = 0
+
+        def source(spec: TensorSpec) -> InFile:
+            def part(first: int, target: Tensor) -> None:
+                nonlocal read
+                read += target.numel() if spec.decayed else 0
+                value = whole(spec)
+                assert isinstance(value, Tensor)
+                target.copy_(value.flatten()[first : first + target.numel()])
+
+            return InFile(part)
+
+        assembly = tiny.assembly(
+            tiny.SMALL_CONFIG, build=tiny.SmallModel, ranks=fabric.world, zero_level=level, micro_batches=8
+        )
+        engine = Engine(assembly, source, mesh=fabric.mesh())
+        return read, whole_state(engine)
+
+    results = in_threads(4, work)
+    trained_elements = sum(read for read, _ in results)
+    (alone,) = in_threads(1, lambda fabric: whole_state(engine_of(fabric, micro_batches=8, zero_level=level)))
+    matrices = [t for n, t in alone.items() if n.startswith("trainable") and "norm" not in n and "final" not in n]
+    assert trained_elements == sum(t.numel() for t in matrices)
+    for name, tensor in alone.items():
+        if name.startswith("trainable"):
+            assert torch.equal(results[0][1][name], tensor), name

@@ -15,7 +15,7 @@ from huggingface_hub import errors
 from safetensors.torch import save_file
 
 from surogate_core.errors import MachineError, UserError
-from surogate_core.files.tensorfile import TensorFile, TensorWriter
+from surogate_core.files.tensorfile import TensorFile, TensorWriter, write_tensors
 from surogate_core.hf.weights import INDEX, SINGLE, ModelDir
 from surogate_core.run.assemble import unused_note
 
@@ -363,3 +363,12 @@ def test_tensors_without_use_are_told(
     assert bias in note
     assert unused_note(["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], tied=True) is None
     assert "a, b, c and 1 more" in str(unused_note(list("abcd"), tied=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_part_of_a_tensor_is_read_and_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(60, dtype=torch.bfloat16).view(5, 12)
+    write_tensors(tmp_path / "some.safetensors", {"a": torch.zeros(3), "w": values})
+    target = torch.zeros(17, dtype=dtype)
+    TensorFile(tmp_path / "some.safetensors").read_part("w", 9, target)
+    assert torch.equal(target, values.flatten()[9:26].to(dtype))
