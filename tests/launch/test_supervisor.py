@@ -45,6 +45,11 @@ def start(tmp_path: Path, installed: Registry, monkeypatch: pytest.MonkeyPatch) 
         assert not is_alive(int(file.read_text())), file.name
 
 
+def test_the_time_from_a_fault_to_the_end() -> None:
+    """Ten seconds, of which a stopped process takes the most to be noticed."""
+    assert child.STOPPED + supervisor.WINDOW + supervisor.GRACE < 10
+
+
 def is_alive(pid: int) -> bool:
     try:
         return state(pid) != "Z"
@@ -112,7 +117,7 @@ def test_a_stopped_rank_0_ends_its_record(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_silent_rank_ends_the_run_and_shows_where_it_is(start: Start, tmp_path: Path) -> None:
-    message = r"(?s)rank 1 .* has been in step 12 for 1 seconds; rank 0 had finished it\..*waits_in_vain"
+    message = r"(?s)rank 1 .* has been in step 12 for \d+ seconds; rank 0 had finished it\..*waits_in_vain"
     with pytest.raises(RankError, match=message) as raised:
         start("falls_silent", silence=1)
     assert raised.value.exit_code == 1
