@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,10 @@ from surogate_core.mesh.lifeline import SECOND_THOUGHT, Pulses
 
 log = structlog.get_logger(__name__)
 
+PREFIX = "surogate-run-"
+"""Begins the name of the directory that the processes of a run share, below the one for temporary files."""
+LEFT_OVER_SECONDS = 3600.0
+"""Age from which such a directory without a supervisor is deleted."""
 POLL = 0.05
 WINDOW = 0.3
 """Seconds after a failure in which the failures of other ranks are collected, to find the first one."""
@@ -90,10 +95,11 @@ class _Attempt:
         """Start and watch the ranks: the exit code or the first failure. All processes are gone by then."""
         with ExitStack() as stack:
             try:
-                kept = tempfile.TemporaryDirectory(prefix="surogate-run-", ignore_cleanup_errors=True)
+                kept = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
                 self._shared = Path(stack.enter_context(kept))
                 stack.callback(os.close, _kept_from_cleaners(self._shared))
                 stack.callback(self._end_all)
+                _remove_left_over(self._shared)
                 self._start()
             except OSError as error:
                 raise MachineError(
@@ -198,7 +204,22 @@ class _Attempt:
 
 def _kept_from_cleaners(directory: Path) -> int:
     """A descriptor with a lock on the directory: systemd-tmpfiles deletes old files, but not under a lock."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return descriptor
+
+
+def _remove_left_over(beside: Path) -> None:
+    """Delete the directories of this user's supervisors that were killed."""
+    for directory in beside.parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            status = directory.lstat()
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < LEFT_OVER_SECONDS:
+                continue
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a supervisor has its lock
+                shutil.rmtree(directory)
+            finally:
+                os.close(descriptor)

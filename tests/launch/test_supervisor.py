@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,6 +218,21 @@ def test_ranks_sleep_and_die_with_their_supervisor(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- the machine
+
+
+def test_directories_of_killed_supervisors_are_deleted(start: Start, tmp_path: Path) -> None:
+    old, young, held = (tmp_path / "temporary" / f"surogate-run-{name}" for name in ("old", "young", "held"))
+    for directory in (old, young, held):
+        directory.mkdir()
+        (directory / "job.json").touch()
+    for directory in (old, held):
+        os.utime(directory, (1, 1))
+    lock = supervisor._kept_from_cleaners(held)
+    assert start("leaves_a_thread") == 3
+    assert [directory.exists() for directory in (old, young, held)] == [False, True, True]
+    os.close(lock)
+    shutil.rmtree(young)
+    shutil.rmtree(held)
 
 
 def test_a_missing_temporary_directory_is_the_machines_fault(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
