@@ -46,6 +46,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that is dead and that nobody has waited for is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def ranks_below(pid: int) -> dict[int, int]:
     """Rank → process of a run that a process started, by the RANK in their environment.
 
@@ -104,7 +113,7 @@ def one(number: signal.Signals, options: argparse.Namespace) -> dict[str, Any]:
                             os.kill(pid, signal.SIGKILL)
             said.seek(0)
             result["message"] = said.read()[-2000:].strip()
-        left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in family if is_running(pid)]
         logs = sorted(str(p.relative_to(directory)) for p in directory.rglob("*.log"))
     facts = {"processes_left": left, "logs": logs, "gpu_processes": gpu_processes()}
     return {"signal": number.name, **result, **facts, **_memory_freed(used_before)}
