@@ -248,7 +248,8 @@ def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, ra
     if config.cpu_training:
         streamed = weights + (size.get("compute copies", 0) or masters)
         update = 2 * masters + gradients + 2 * size.get("optimizer state", 0)
-        seconds += times * 2 * (streamed + gradients) / bus + cpu_cost * update / HOST
+        # All processes share the bandwidth of the host's memory.
+        seconds += times * 2 * (streamed + gradients) / bus + cpu_cost * prediction.ranks * update / HOST
     return seconds
 
 

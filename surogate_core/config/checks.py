@@ -89,18 +89,13 @@ def several(v: Values) -> bool:
 
 
 SEVERAL: tuple[Rule, ...] = (
-    Rule(
-        name="cpu_training_on_several_gpus",
-        key="cpu_training",
-        wrong=lambda v: several(v) and v["cpu_training"],
-        message="is not available with several GPUs.",
-        fix="gpus: 1; or cpu_training: false, which `zero_level: 3` or the `offload_*` keys may make fit",
-    ),
     *(
         Rule(
             name=f"{key}_without_level",
             key=key,
-            wrong=lambda v, key=key: several(v) and v[key] and v["zero_level"] == 0 and not v["lora"],  # type: ignore[misc]
+            wrong=lambda v, key=key: (  # type: ignore[misc]
+                several(v) and v[key] and v["zero_level"] == 0 and not (v["lora"] or v["cpu_training"])
+            ),
             message="is set while `zero_level` is 0, which shares out nothing.",
             fix=f"zero_level: {level}, or {key}: false",
         )

@@ -228,7 +228,9 @@ class RunConfig:
     persistent_quants: bool = False
     """Keep frozen weights quantised. Always so with a quantising recipe or a qlora key; otherwise an error."""
     cpu_training: bool = False
-    """Keep weights, masters, gradients and optimizer state off the device; the CPU runs the optimizer step."""
+    """Keep weights, masters, gradients and optimizer state off the device; the CPU runs the optimizer step.
+    Several GPUs share all of it out, as with `zero_level=3`.
+    """
     launcher: Selection = field(default_factory=lambda: _default("launcher"))
     """The launcher, which starts the processes of the run."""
 

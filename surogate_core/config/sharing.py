@@ -14,15 +14,18 @@ from surogate_core.errors import ConfigError, Problem
 def level(config: RunConfig) -> int:
     """The ZeRO level of the trained state; 0 with `lora`, whose trained state every rank keeps.
 
-    It does not depend on the number of GPUs, because the order of an exact sum follows it.
+    It does not depend on the number of GPUs, because the order of an exact sum follows it. With `cpu_training` each
+    process keeps its part of everything in host memory, and its CPU updates that part.
     """
+    if config.cpu_training and not config.lora:
+        return 3
     asked = max(config.zero_level, 2 if config.shard_gradients else 0, 3 if config.shard_weights else 0)
     return 0 if config.lora else asked
 
 
 def shards_weights(config: RunConfig) -> bool:
     """Whether each rank keeps only its part of the weights between their uses."""
-    return config.shard_weights or config.zero_level == 3
+    return config.shard_weights or 3 in (config.zero_level, level(config))
 
 
 def shares_more(config: RunConfig, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
@@ -54,9 +57,12 @@ def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
 
 def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Problem | None:
     """The mistake of sharing out the masters of an optimizer that needs whole matrices."""
-    level = values["zero_level"]
-    if not optimizer.whole_matrices or values["gpus"] == 1 or values["lora"] is True or not level:
+    level, on_cpu = values["zero_level"], values["cpu_training"] is True
+    if not optimizer.whole_matrices or values["gpus"] == 1 or values["lora"] is True or not (level or on_cpu):
         return None
+    if on_cpu:
+        message = f"shares out the masters among several GPUs, and optimizer {optimizer.name} needs whole matrices."
+        return Problem(key="cpu_training", message=message, fix="gpus: 1, or cpu_training: false with zero_level: 0")
     message = f"is {level}, which shares out the masters, and optimizer {optimizer.name} needs whole matrices."
     return Problem(key="zero_level", message=message, fix="zero_level: 0")
 
@@ -101,4 +107,9 @@ def notes(config: RunConfig) -> list[str]:
                 f"{', '.join(whole)}: no effect with lora, every GPU keeps the adapters and their optimizer state. "
                 f"shard_weights=true shares out the frozen base."
             )
+    elif config.cpu_training and config.zero_level != 3:
+        found.append(
+            "cpu_training: with several GPUs it shares out weights, gradients, masters and optimizer state, "
+            "as zero_level=3 does."
+        )
     return found

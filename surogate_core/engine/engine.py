@@ -71,7 +71,12 @@ class Engine:
         else:
             grow_segments()
         self.plan = EnginePlan.of(assembly, device=self.settings.device)
-        placement = Placement(offloader=assembly.offloader, stores=assembly.stores, device=self.settings.device)
+        placement = Placement(
+            offloader=assembly.offloader,
+            stores=assembly.stores,
+            device=self.settings.device,
+            updates_on_cpu=self.settings.update_on_cpu,
+        )
         self._allocate(placement)
         self._load(source, progress)
         self._prepare_steps(placement, progress)

@@ -82,8 +82,9 @@ class FlatGroups:
         if name == "decayed" and self._sharing is not None and self._sharing.shards:
             self._add_sharded(name, members, shapes, size, weight_decay)
             return
-        # Beside a group that ranks share out the others are small, and stay on the device.
-        placement = self._placement if self.sharded is None else Placement.on(self._placement.device)
+        # The other groups are small. They stay on the device, unless the CPU updates them.
+        here = self.sharded is not None and not self._placement.updates_on_cpu
+        placement = Placement.on(self._placement.device) if here else self._placement
         master, host_master = placement.zeros("master", size, self._master_dtype)
         grad, host_grad = placement.zeros("gradients", size, torch.float32)
         group = ParamGroup(
@@ -143,7 +144,7 @@ class FlatGroups:
             whole, self._pieces, self._sharing, self._placement, dtype=dtype, master_dtype=self._master_dtype
         )
         self.groups += group.groups
-        self.host_groups += group.groups
+        self.host_groups += group.host_groups
         for key in group.whole_pieces:
             self.compute |= group.copies_by_name(key)
         self.grad |= group.sums_by_name()
@@ -152,7 +153,7 @@ class FlatGroups:
     def refresh(self, *, on_host: bool = False) -> None:
         """Cast the masters to the compute copies (on the CPU if both are in host memory)."""
         if self.sharded is not None:
-            self.sharded.refresh()
+            self.sharded.refresh(on_host=on_host)
         for copy, master in self.host_copies if on_host else self.copies:
             copy.copy_(master)
 

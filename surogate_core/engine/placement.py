@@ -26,6 +26,8 @@ class Placement:
     stores: Stores | None
     """The stores that the offloader built; None if nothing is allocated, as for a prediction."""
     device: torch.device
+    updates_on_cpu: bool = False
+    """Whether the CPU runs the optimizer step, so that all masters and gradients are in its memory."""
 
     @classmethod
     def on(cls, device: torch.device) -> Placement:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -135,6 +135,8 @@ class ShardedGroup:
 
     `sums` are the gradients of the whole group at level 1, else of this rank's part. What blocks compute with, the
     copies, are whole up to level 2; at level 3 they are this rank's part of a layer.
+
+    `groups` are the parts for the optimizer, `host_groups` the same ones for the CPU, if they are in its memory.
     """
 
     def __init__(
@@ -158,8 +160,9 @@ class ShardedGroup:
             parts.append(part)
             at += part.count
         self.parts = {part.key: part for part in parts}
-        self.master = placement.zeros("master", at, master_dtype)[0]
-        self.sums = placement.zeros("gradients", self.elements if sharing.level == 1 else at, torch.float32)[0]
+        self.master, self._host_master = placement.zeros("master", at, master_dtype)
+        sums = self.elements if sharing.level == 1 else at
+        self.sums, self._host_sums = placement.zeros("gradients", sums, torch.float32)
         self._whole_sums = sharing.level == 1
         self.whole_pieces = tuple(key for key in self.parts if sharing.level < 3 or key in (EMBED, HEAD))
         """Keys of the pieces whose copies are whole on every rank."""
@@ -167,7 +170,10 @@ class ShardedGroup:
         self._resting: dict[str, Tensor] = {}
         """The copies of this rank's parts as their store keeps them; in host memory they are the CPU's tensors."""
         self._allocate_copies(placement, dtype)
-        self.groups = [group for part in parts for group in self._groups(part, whole)]
+        self.groups: list[ParamGroup] = []
+        self.host_groups: list[ParamGroup] = []
+        for part in parts:
+            self._add_groups(part, whole)
 
     def _allocate_copies(self, placement: Placement, dtype: torch.dtype) -> None:
         """Whole pieces stay on the device, parts are in the offloader's place."""
@@ -180,11 +186,10 @@ class ShardedGroup:
             self._copies |= zip(cut, copies.split([*cut.values()]), strict=True)
             self._resting |= zip(cut, resting.split([*cut.values()]), strict=True)
 
-    def _groups(self, part: Part, whole: ParamGroup) -> list[ParamGroup]:
-        """A part as groups of the optimizer, cut where rounding begins to draw other numbers."""
+    def _add_groups(self, part: Part, whole: ParamGroup) -> None:
+        """Add a part as groups of the optimizer, cut where rounding begins to draw other numbers."""
         start, stop = part.own
         cuts = [start, *range((start // PERIOD + 1) * PERIOD, stop, PERIOD), stop]
-        found = []
         for low, high in pairwise(cuts):
             if low == high:
                 continue
@@ -196,21 +201,21 @@ class ShardedGroup:
                 if a < b:
                     shapes[name] = (a - low, (b - a,))
                     sizes[name] = count
-            sums = self.sums[low:high] if self._whole_sums else self.sums[local]
-            found.append(
-                ParamGroup(
-                    name=f"{self.name}@{part.key}.{low // PERIOD}",
-                    master=self.master[local],
-                    grad=sums,
-                    shapes=shapes,
-                    weight_decay=whole.weight_decay,
-                    seed=whole.seed,
-                    number=whole.number,
-                    first=low,
-                    sizes=sizes,
-                )
+            of_sums = slice(low, high) if self._whole_sums else local
+            group = ParamGroup(
+                name=f"{self.name}@{part.key}.{low // PERIOD}",
+                master=self.master[local],
+                grad=self.sums[of_sums],
+                shapes=shapes,
+                weight_decay=whole.weight_decay,
+                seed=whole.seed,
+                number=whole.number,
+                first=low,
+                sizes=sizes,
             )
-        return found
+            self.groups.append(group)
+            on_host = replace(group, master=self._host_master[local], grad=self._host_sums[of_sums])
+            self.host_groups.append(on_host)
 
     # ------------------------------------------------------------------------ by piece
 
@@ -275,10 +280,13 @@ class ShardedGroup:
         start, stop = self.parts[key].owners[0][0], self.parts[key].owners[-1][1]
         return [(n, (offset - start, shape)) for n, (offset, shape) in self.shapes.items() if start <= offset < stop]
 
-    def refresh(self) -> None:
-        """Cast this rank's masters to its compute copies."""
+    def refresh(self, *, on_host: bool = False) -> None:
+        """Cast this rank's masters to its compute copies. `on_host`: the CPU casts those that are in its memory."""
         for key, part in self.parts.items():
-            self.own_copies(key).copy_(self.master[part.local])
+            if on_host and key in self._resting:
+                self._resting[key].copy_(self._host_master[part.local])
+            else:
+                self.own_copies(key).copy_(self.master[part.local])
 
     # ------------------------------------------------------------------------- by name
 

@@ -107,8 +107,9 @@ class Shares:
         if self.level == 0:
             return 0
         whole = sum(self.decayed) if self.level < 3 else self.decayed[0] + self.decayed[-1]
-        # Shared masters are separate from the copies even in the model's dtype; whole ones are not.
-        replicated = self.undecayed if self.settings.dtype != self.settings.master_dtype else 0
+        # Shared masters are separate from the copies even in the model's dtype, others only if the CPU updates them.
+        apart = self.settings.dtype != self.settings.master_dtype or self.settings.update_on_cpu
+        replicated = self.undecayed if apart else 0
         return (whole + replicated) * self.settings.dtype.itemsize
 
     @property

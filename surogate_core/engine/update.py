@@ -69,7 +69,7 @@ def norm_of(
     settings = assembly.settings
     if sharing.shards or (sharing.exact and sharing.level):
         return _segment_norm(parameters, sharing, traffic)
-    if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients:
+    if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients and sharing.mesh.world == 1:
         trained = [spec.hf_name for spec in parameters.specs.values() if spec.trainable]
         return StreamedNorm(parameters.pieces, trained, settings.device)
     return FlatNorm(parameters.host_groups if settings.update_on_cpu else parameters.groups)
@@ -153,10 +153,10 @@ class Update:
         itself.
         """
         settings, on_host = self._settings, self._settings.update_on_cpu
+        self._traffic.reduce_rest(overlapped=self.overlapped)
         if on_host and settings.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._traffic.reduce_rest(overlapped=self.overlapped)
-        norm = self._norm.read()
+        norm = self._norm.read().to(self._lr.device)
         clip = torch.ones_like(norm)
         if settings.max_grad_norm > 0:
             clip = (settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)

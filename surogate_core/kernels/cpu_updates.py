@@ -18,7 +18,7 @@ from torch import Tensor
 from surogate_core.bundles import Kernel, KernelPack, ParamGroup
 from surogate_core.kernels.ops import hashed
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.kernels.rounding import PERIOD, master_key, stochastic_bf16
+from surogate_core.kernels.rounding import PERIOD, master_key, place, stochastic_bf16
 
 
 def _no_compiler(device: torch.device) -> str | None:
@@ -44,6 +44,7 @@ def _update(
     second: Tensor,
     rates: Tensor,
     key: Tensor,
+    at: Tensor,
     beta1: float,
     beta2: float,
     epsilon: float,
@@ -55,7 +56,7 @@ def _update(
     v = second * beta2 + gradient * gradient * (1 - beta2)
     wide = master.float() * (1 - lr * weight_decay)
     wide = wide - lr / c1 * m / (v.sqrt() / root + epsilon)
-    counter = torch.arange(master.numel(), dtype=torch.int32)
+    counter = torch.arange(master.numel(), dtype=torch.int32) + at
     rounded = stochastic_bf16(wide, hashed(counter ^ key))
     first.copy_(torch.where(keep, first, m))
     second.copy_(torch.where(keep, second, v))
@@ -76,9 +77,11 @@ def adamw_update(
     epsilon: float,
 ) -> None:
     """As `kernels.updates.adamw_update` on bf16 masters: equal to the rounding of fp32, with the same random bits."""
-    assert group.first % PERIOD == 0, "random numbers are counted from the beginning of a period"
     c1, c2 = (1 - torch.tensor([beta1, beta2], dtype=torch.float64) ** count).unbind()
     rates = torch.stack([clip, lr, c1, c2.sqrt(), torch.tensor(group.weight_decay), skip]).float()
+    first_number = place(group, 0)[1]
+    assert first_number == 0 or first_number + group.master.numel() <= PERIOD, "a part is within one period"
+    at = torch.tensor(first_number, dtype=torch.int32)
     for start in range(0, group.master.numel(), PERIOD):
         part = slice(start, start + PERIOD)
         _compiled()(
@@ -88,6 +91,7 @@ def adamw_update(
             second[part],
             rates,
             master_key(group, start),
+            at,
             beta1,
             beta2,
             epsilon,

@@ -323,10 +323,15 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
     offloader: OffloaderSpec = registry.get("offload", config.offload.name)
     kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
     stepped = kinds & {"master", "gradients", "optimizer"}
-    if stepped and not offloader.addressable and not config.cpu_training and resolve_device(config).type == "cuda":
+    alone = config.cpu_training and config.gpus == 1
+    if stepped and not offloader.addressable and not alone and resolve_device(config).type == "cuda":
         message = f"{offloader.name} keeps {', '.join(sorted(stepped))} in memory that no GPU can address."
-        problem = Problem(key="offload", message=message, fix=f"cpu_training: true, or offload: {offloader_of_keys()}")
-        raise ConfigError([problem])
+        fix = f"offload: {offloader_of_keys()}"
+        if config.gpus == 1:
+            fix = f"cpu_training: true, or {fix}"
+        else:
+            message += " Several GPUs write gradients there."
+        raise ConfigError([Problem(key="offload", message=message, fix=fix)])
     if offloader.place != "device" and (wrong := sharing.misplaced(config, kinds)):
         raise ConfigError([wrong])
     return replace(offloader, kinds=kinds)

@@ -285,7 +285,6 @@ CONTRADICTIONS = {
     "offloaded_quants_made_anew": ["offload_quants=true", "lora=true"],
     "quants_of_trained_weights": ["persistent_quants=true", "recipe=fp8-hybrid", "lora=false"],
     "epochs_without_effect": ["epoch_adjustment=true", "max_steps=10"],
-    "cpu_training_on_several_gpus": ["gpus=2", "cpu_training=true"],
     "shard_gradients_without_level": ["gpus=2", "lora=false", "zero_level=0", "shard_gradients=true"],
     "shard_weights_without_level": ["gpus=2", "lora=false", "zero_level=0", "shard_weights=true"],
     "exact_sums_of_other_numbers": ["gpus=3", "exact_reduction=true"],

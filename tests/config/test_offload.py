@@ -94,5 +94,7 @@ def test_a_gpu_does_not_step_in_files(load: Any, registry: Registry, monkeypatch
         assert "in memory that no GPU can address" in problem.message
         assert problem.fix == "cpu_training: true, or offload: host"
     assert resolve_offloader(load("offload=disk", "cpu_training=true"), registry).name == "disk"
+    with pytest.raises(ConfigError, match="Several GPUs"):
+        resolve_offloader(load("offload=disk", "cpu_training=true", "gpus=2"), registry)
     quants = ["offload=disk", "offload_quants=true", "persistent_quants=true", "lora=true", "recipe=fp8-hybrid"]
     assert resolve_offloader(load(*quants), registry).kinds == {"weights"}

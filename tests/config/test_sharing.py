@@ -25,6 +25,8 @@ Problems = Callable[..., list[Problem]]
         (["shard_gradients=true"], 2, False),
         (["shard_weights=true"], 3, True),
         (["zero_level=3"], 3, True),
+        (["cpu_training=true"], 3, True),
+        (["lora=true", "cpu_training=true"], 0, False),
         (["lora=true", "zero_level=2"], 0, False),
         (["lora=true", "shard_weights=true"], 0, True),
         (["lora=true", "zero_level=3"], 0, True),
@@ -56,7 +58,9 @@ def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems) -> No
         (problem,) = problems(*keys, "gpus=2", f"zero_level={level}")
         assert (problem.key, problem.fix) == ("zero_level", "zero_level: 0")
         assert "normuon" in problem.message
-    assert load(*keys, "gpus=1").zero_level == 1
+    (problem,) = problems(*keys, "gpus=2", "zero_level=0", "cpu_training=true")
+    assert (problem.key, problem.fix.split(",")[0]) == ("cpu_training", "gpus: 1")
+    assert load(*keys, "gpus=1", "cpu_training=true").zero_level == 1
     assert load(*keys, "gpus=2", "zero_level=0").zero_level == 0
 
 
@@ -82,7 +86,7 @@ def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, regi
         sharing.check(replace(config, gpus=3), registry.get("optimizer", config.optimizer.name))
 
     check("optimizer=adamw")
-    for keys, match in (("optimizer=normuon", "normuon"), ("cpu_training=true", "cpu_"), ("exact_reduction=true", "8")):
+    for keys, match in (("optimizer=normuon", "normuon"), ("exact_reduction=true", "8")):
         with pytest.raises(ConfigError, match=match):
             check(keys)
 
@@ -93,6 +97,8 @@ def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, regi
         (["gpus=1"], None),
         (["gpus=1", "zero_level=3", "shard_weights=true"], "zero_level=3, shard_weights: no effect with gpus=1"),
         (["gpus=2", "zero_level=3"], None),
+        (["gpus=2", "cpu_training=true"], "as zero_level=3 does"),
+        (["gpus=2", "cpu_training=true", "zero_level=3"], None),
         (["gpus=2", "lora=true", "shard_gradients=true"], "shard_gradients: no effect with lora"),
         (["gpus=2", "lora=true", "zero_level=2"], "zero_level=2: no effect with lora"),
         (["gpus=2", "lora=true", "zero_level=3"], None),

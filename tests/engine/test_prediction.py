@@ -79,6 +79,7 @@ def test_what_the_allocator_does_not_split_off(mib: float, taken: float) -> None
 
 
 HOST = replace(host.surogate_offloader(), kinds=frozenset({"weights", "master", "optimizer"}))
+ALL = replace(host.surogate_offloader(), kinds=frozenset({"weights", "master", "optimizer", "gradients"}))
 RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "lora": (True, 2, {"exact": True}),
     "level 0": (False, 3, {"zero_level": 0}),
@@ -88,6 +89,19 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "level 3": (False, 3, {"zero_level": 3, "shard_weights": True}),
     "shared base": (True, 2, {"shard_weights": True}),
     "level 3 on the host": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": HOST}),
+    "cpu_training": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": ALL, "update_on_cpu": True}),
+    "cpu_training in bf16": (
+        False,
+        4,
+        {
+            "zero_level": 3,
+            "shard_weights": True,
+            "offloader": ALL,
+            "update_on_cpu": True,
+            "dtype": torch.bfloat16,
+            "master_dtype": torch.bfloat16,
+        },
+    ),
     "shared base on the host": (True, 4, {"shard_weights": True, "offloader": HOST}),
 }
 

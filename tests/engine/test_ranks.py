@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_offload_host.store import HostStores
 from tiny_qwen3 import StrictStore
 from torch import Tensor
 
-from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Stores, TensorKind
+from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Store, Stores, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
@@ -129,7 +130,9 @@ class _HostStores(Stores):
     def __init__(self) -> None:
         self.live: set[int] = set()
 
-    def store(self, kind: TensorKind) -> _LiveStore:
+    def store(self, kind: TensorKind) -> Store:
+        if kind == "gradients":
+            return HostStores(torch.device("cpu")).store(kind)
         made = _LiveStore(kind)
         made.stores = self
         return made
@@ -156,6 +159,40 @@ def test_what_is_shared_out_may_be_in_host_memory(case: str) -> None:
         other_figures, other_state = trained(world, exact=True, offloader=host, **CASES[case])
         assert other_figures == figures, f"{world} ranks"
         tiny.ensure_same_bits(other_state, state, f"{world} ranks")
+
+
+ON_CPU = ("lora", "lora on a sharded base", "level 3", "level 3, head not tied", "level 3 in 8 bits, bf16 masters")
+QUICK_ON_CPU = {("lora", 2), ("level 3, head not tied", 2)}
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        pytest.param(case, world, marks=[] if (case, world) in QUICK_ON_CPU else pytest.mark.slow)
+        for case in ON_CPU
+        for world in (1, 2, 4)
+    ],
+)
+def test_each_ranks_cpu_updates_its_part(case: str, world: int) -> None:
+    """All that the optimizer reads and writes is in host memory. It runs the kernels of the device here, a CPU."""
+    kinds: frozenset[TensorKind] = frozenset({"weights", "gradients", "master", "optimizer"})
+    host = OffloaderSpec(name="host", kinds=kinds, place="host", build=lambda *a: _HostStores(), allocates=True)
+
+    def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor], int]:
+        engine = engine_of(fabric, micro_batches=8, exact=True, offloader=host, update_on_cpu=True, **CASES[case])
+        figures, groups = steps(engine, 3, micro_batches=8), engine.update._groups
+        stores = engine.assembly.stores
+        assert isinstance(stores, _HostStores)
+        for tensor in (t for group in groups for t in (group.master, group.grad)):
+            assert tensor.untyped_storage()._cdata in stores.live
+        return figures, whole_state(engine), sum(group.master.numel() for group in groups)
+
+    expected, state = alone(case)
+    found = in_threads(world, work)
+    assert all(figures == expected for figures, _, _ in found)
+    tiny.ensure_same_bits(found[0][1], state, f"{world} ranks")
+    if "lora" not in case and world == 4:
+        assert max(count for _, _, count in found) < sum(count for _, _, count in found) / 2
 
 
 @pytest.mark.slow_cases("lora", "level 1", "level 3")

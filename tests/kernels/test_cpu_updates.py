@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from surogate_core.bundles import ParamGroup
 from surogate_core.kernels import cpu_updates
 from surogate_core.kernels.ops import random_bits
 from surogate_core.kernels.registry import KernelTable, using
-from surogate_core.kernels.rounding import SALTS, stochastic_bf16
+from surogate_core.kernels.rounding import PERIOD, SALTS, stochastic_bf16
 from surogate_core.kernels.updates import adamw_update
 
 CPU = torch.device("cpu")
@@ -66,6 +67,17 @@ def test_against_float64(scale: float, n: int) -> None:
             assert (rounded != g.master).float().mean() < 5e-3
             assert ((g.master.double() - wide).abs() <= wide.abs() * 2**-7 + 1e-12).all()
     assert table.chosen == {("adamw_update", "float32"): "inductor"}
+
+
+@pytest.mark.parametrize("first", [256, PERIOD - 1024, PERIOD + 512])
+def test_a_part_of_a_group_has_the_random_bits_of_its_elements(first: int) -> None:
+    g = replace(group(256), first=first)
+    again = replace(g, master=g.master.clone())
+    for each in (g, again):
+        kernels = [cpu_updates.COMPILED_UPDATES] if each is g else []
+        with torch.no_grad(), using(KernelTable.build(CPU, kernels)):
+            adamw_update(torch.zeros(256), torch.zeros(256), each, **scalars(1), **RATES)
+    assert (g.master != again.master).float().mean() < 1e-2
 
 
 def test_a_skipped_step_changes_nothing_and_fp32_masters_are_left_to_torch() -> None:
