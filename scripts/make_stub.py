@@ -61,7 +61,7 @@ TYPES = {
     "monitor": "_Choices",
 }
 TYPES |= {"plugins": "Mapping[str, Any]", "report_to": "str | list[str] | None"}
-TYPES |= dict.fromkeys(("optimizer", "recipe", "offload", "launcher", "dataset"), "_Choice")
+TYPES |= dict.fromkeys(("optimizer", "recipe", "offload", "launcher", "fabric", "dataset"), "_Choice")
 """The keys whose type in the schema is not the one that is passed."""
 PATHS = ("output_dir", "checkpoint_dir", "adapter_path", "tokenizer", "data_cache_dir", "log_file", "offload_dir")
 

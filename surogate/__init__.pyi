@@ -105,6 +105,7 @@ def sft(
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
     exact_reduction: Literal["auto"] | bool = ...,
+    fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
     validation_split_ratio: float = ...,
@@ -247,6 +248,8 @@ def sft(
             which it is kept.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
+        fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
+            connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
             fields.
         validation_datasets: Held-out data, same form; empty takes `validation_split_ratio` of the training
@@ -378,6 +381,7 @@ def pt(
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
     exact_reduction: Literal["auto"] | bool = ...,
+    fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
     validation_split_ratio: float = ...,
@@ -520,6 +524,8 @@ def pt(
             which it is kept.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
+        fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
+            connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
             fields.
         validation_datasets: Held-out data, same form; empty takes `validation_split_ratio` of the training

@@ -51,6 +51,14 @@ def surogate_launcher() -> bundles.Launcher:
 
 
 @hookimpl
+def surogate_fabric() -> list[bundles.FabricSpec]:
+    """Copy engines and NCCL between GPUs, gloo between CPUs, and the choice among all that there are."""
+    from surogate_core.mesh.offers import FABRICS
+
+    return [*FABRICS]
+
+
+@hookimpl
 def surogate_offloader() -> bundles.OffloaderSpec:
     """No offloading."""
     from surogate_core.engine.stores import NO_OFFLOAD

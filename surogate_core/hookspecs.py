@@ -90,5 +90,10 @@ def surogate_launcher() -> Offer[b.Launcher]:
 
 
 @hookspec
+def surogate_fabric() -> Offer[b.FabricSpec]:
+    """Fabrics: how the ranks of a run move data among each other."""
+
+
+@hookspec
 def surogate_monitor() -> Offer[b.MonitorSpec]:
     """Monitors: receive the run's events, may answer with a control."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
-from surogate_core.bundles.fabrics import Fabric
+from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
 from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
 from surogate_core.bundles.models import ModelFamily
@@ -33,6 +33,8 @@ __all__ = [
     "DatasetFormat",
     "Evaluation",
     "Fabric",
+    "FabricContext",
+    "FabricSpec",
     "Flat",
     "FormatChoice",
     "GradientStore",
@@ -78,6 +80,7 @@ Bundle = (
     | KernelPack
     | TaskSpec
     | Launcher
+    | FabricSpec
     | MonitorSpec
 )
 
@@ -92,6 +95,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),
     "launcher": ("surogate_launcher", Launcher),
+    "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),
 }
 """Kind (= the config group, where there is one) → its hook and its bundle's type."""

@@ -2,48 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles.options import NoOptions
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
     from torch import Tensor
 
 
-class Fabric(Protocol):
-    """The collectives of one rank, on tensors of its compute device.
+class Fabric:
+    """The collectives of one rank, on tensors of its compute device; what `FabricSpec.build` returns.
 
     All ranks call the same ones in the same order, with equal shapes and dtypes. Each runs in the order of the current
     stream, and a CUDA graph can capture it once it has run outside of a graph with the same sizes.
     """
 
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
+    rank: int
+    """Number of this rank."""
+    world: int
+    """Number of ranks, N."""
+    note: str = ""
+    """What the user should know of the connection, in one sentence; empty if nothing."""
+
+    def connect(self) -> None:
+        """Open the communication. All ranks call it before the first collective, when all of them are there.
+
+        Raises `MachineError` on every rank if one of them cannot; nothing is open then.
+        """
+
+    def zeros(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """[elements] zeros in memory of the compute device that the fabric moves faster than other memory.
+
+        None if it has no such memory. All ranks allocate alike, in the same order, before and after `connect`. Not
+        every tensor of a collective is in such memory.
+        """
+        return None
 
     @property
-    def world(self) -> int:
-        """Number of ranks, N."""
+    def memory(self) -> int:
+        """Bytes on the compute device that `zeros` allocated beside torch's allocator."""
+        return 0
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
         """Send `parts[r]`, [K] each, to every rank r; `received_NK[r]` becomes what rank r sent here.
 
         What is in this rank's own row is undefined.
         """
+        raise NotImplementedError
 
     def gather(self, parts: Sequence[Tensor]) -> None:
         """Fill `parts[r]` with the values that rank r has there, for all r. Lengths may differ, and may be 0."""
+        raise NotImplementedError
 
     def add(self, values: Tensor) -> None:
         """Add the ranks' values in place.
 
         At most one rank's value of an element is not zero, so the sum has no order.
         """
+        raise NotImplementedError
 
     def maximum(self, values: Tensor) -> None:
         """Take the maximum over the ranks in place. int32."""
+        raise NotImplementedError
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each number over the ranks, on the host."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """End the communication. All graphs that captured it are gone by now."""
+        """End the communication, if `connect` opened it. All graphs that captured it are gone by now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricContext:
+    """What a fabric of one rank is built from."""
+
+    rank: int
+    """Number of this rank."""
+    world: int
+    """Number of ranks, at least 2."""
+    local_world: int
+    """Number of ranks on this machine."""
+    device: torch.device
+    """The compute device of this rank."""
+    store: dist.Store
+    """A key-value store of the ranks, in which all keys are the fabric's own."""
+    gather: Callable[[Any], list[Any]]
+    """A JSON value of this rank → the values of all ranks, by rank. All ranks call it in the same order."""
+    offers: Sequence[FabricSpec] = ()
+    """All fabrics of the run's plugins, for one that chooses among them."""
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks are on one machine."""
+        return self.world == self.local_world
+
+
+def _anywhere(device_type: str, one_machine: bool) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricSpec:
+    """A fabric: moves data among the ranks of a run."""
+
+    name: str
+    """The value of `fabric`."""
+    build: Callable[[Any, FabricContext], Fabric]
+    """(options, what it is built from) → the fabric of this rank, which opens nothing before `connect`. Called in runs
+    of several ranks only."""
+    supports: Callable[[str, bool], bool] = _anywhere
+    """(`cuda` or `cpu`, whether all ranks are on one machine) → whether it can connect such ranks."""
+    priority: int | None = None
+    """`fabric=auto` takes the highest priority that supports the ranks and connects: copy_engines has 20, nccl and gloo
+    10. None: only its name chooses it."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""

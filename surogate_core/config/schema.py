@@ -245,6 +245,8 @@ class RunConfig:
     """Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in which it is kept."""
     exact_reduction: Literal["auto"] | bool = "auto"
     """Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with `lora`."""
+    fabric: Selection = field(default_factory=lambda: _default("fabric"))
+    """How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that connects them."""
 
     # ----------------------------------------------------------------------------- data
     datasets: list[dict[str, Any]] = field(default_factory=list)

@@ -22,7 +22,7 @@ from surogate_core.errors import PluginError, Problem
 from surogate_core.files.paths import too_long
 from surogate_core.plugins.registry import Registry
 
-SELECTIONS = ("optimizer", "recipe", "offload", "launcher")
+SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric")
 """Keys whose value is a `Selection` of the kind of the same name."""
 
 

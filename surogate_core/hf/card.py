@@ -22,7 +22,7 @@ OVERRIDES = "base_config_overrides.json"
 OF_THE_PLACE = frozenset(
     """
     run_name output_dir checkpoint_dir offload_dir data_cache_dir log_file resume_from_checkpoint monitor plugins
-    launcher dataloader_num_workers
+    launcher fabric dataloader_num_workers
     """.split()  # noqa: SIM905
 )
 """Keys that affect no weight: places and monitors of a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +58,7 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
         atomic.ensure_writable(logs, key="output_dir")
     plan = Plan(
         job=sent,
-        environments=[_environment(os.environ, rank, world, gpus) for rank in range(world)],
+        environments=[environment(os.environ, rank, world, gpus) for rank in range(world)],
         logs=logs,
         silence=options.silence,
     )
@@ -91,7 +91,8 @@ def processes(wanted: int, device: str, gpus: int) -> int:
     return wanted or max(gpus, 1)
 
 
-def _environment(before: Mapping[str, str], rank: int, world: int, gpus: list[str]) -> dict[str, str]:
+def environment(before: Mapping[str, str], rank: int, world: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The environment of a rank of this machine. `gpus`: those of all ranks, none on a CPU."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     found = {**before, **{name: str(value) for name, value in own.items()}}
     if gpus:

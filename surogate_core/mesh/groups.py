@@ -10,36 +10,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from surogate_core.bundles.fabrics import Fabric, FabricContext
+
 PATIENCE = timedelta(days=7)
 """Time-out of every wait. The supervisor, not a clock, ends a run whose rank died: others may wait for a disk."""
 
 
-class GroupFabric:
-    """The fabric over the default process group; `connect` opens it, `close` closes it."""
+class GroupFabric(Fabric):
+    """The fabric over the default process group."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, context: FabricContext):
+        self._context, self._device = context, context.device
+        self.rank, self.world = context.rank, context.world
+        self._open = False
 
-    @classmethod
-    def connect(cls, store: dist.Store, *, rank: int, world: int, device: torch.device) -> GroupFabric:
-        """Open the process group: gloo for tensors of the CPU, and NCCL for those of the GPU."""
-        gpu = device.type == "cuda"
+    def connect(self) -> None:
+        """As `Fabric.connect`: gloo for tensors of the CPU, and NCCL for those of the GPU."""
+        gpu = self._device.type == "cuda"
         if gpu:
             # NCCL would register the buffers of captured collectives, each as one allocation. torch's expandable
             # segments consist of many, and replays would hang (pytorch issue 158029).
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
+            store=self._context.store,
+            rank=self.rank,
+            world_size=self.world,
             timeout=PATIENCE,
             # Explicit: torch would guess the device from the rank, and each rank's own GPU is its first.
-            device_id=device if gpu else None,
+            device_id=self._device if gpu else None,
         )
-        _greet(device)
-        return cls(device)
+        self._open = True
+        _greet(self._device)
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
         """As `Fabric.exchange`."""
@@ -75,9 +77,10 @@ class GroupFabric:
         return found
 
     def close(self) -> None:
-        """End the process group."""
-        if dist.is_initialized():
+        """As `Fabric.close`."""
+        if self._open and dist.is_initialized():
             dist.destroy_process_group()
+        self._open = False
 
 
 def _greet(device: torch.device) -> None:

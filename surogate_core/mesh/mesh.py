@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import MachineError
+from surogate_core.mesh.delegate import Delegate
 from surogate_core.mesh.lifeline import Lifeline
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from surogate_core.bundles.fabrics import Fabric
-    from surogate_core.mesh.peers import PeerMemory
+    from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
 
 
 _OVER = "the run is over"
@@ -30,49 +30,16 @@ class CalledOff(Exception):  # noqa: N818
     """Rank 0 has ended the run before its first step."""
 
 
-class Later:
+class Later(Delegate):
     """The fabric of a mesh that will be connected before it is used."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-
-    @property
-    def rank(self) -> int:
-        """As `Fabric.rank`."""
-        return self._mesh.rank
-
-    @property
-    def world(self) -> int:
-        """As `Fabric.world`."""
-        return self._mesh.world
+        self.rank, self.world = mesh.rank, mesh.world
 
     def _now(self) -> Fabric:
         assert self._mesh.fabric is not None, "the ranks are connected before the first collective"
         return self._mesh.fabric
-
-    def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
-        """As `Fabric.exchange`."""
-        self._now().exchange(parts, received_NK)
-
-    def gather(self, parts: Sequence[Tensor]) -> None:
-        """As `Fabric.gather`."""
-        self._now().gather(parts)
-
-    def add(self, values: Tensor) -> None:
-        """As `Fabric.add`."""
-        self._now().add(values)
-
-    def maximum(self, values: Tensor) -> None:
-        """As `Fabric.maximum`."""
-        self._now().maximum(values)
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """As `Fabric.largest`."""
-        return self._now().largest(values)
-
-    def close(self) -> None:
-        """As `Fabric.close`."""
-        self._now().close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,10 +64,9 @@ class Mesh:
     """A lock of such ranks: tracing is not safe in two threads."""
     lifeline: Lifeline = field(default_factory=Lifeline)
     """Where this rank reports progress, and hears that another one has failed."""
-    note: str = ""
-    """What the user should know of the connection; empty if nothing."""
     _gathered: int = field(default=0, repr=False)
-    _peer_memory: PeerMemory | None = field(default=None, repr=False)
+    _built: Fabric | None = field(default=None, repr=False)
+    """The fabric before it is connected, which has memory already."""
 
     @property
     def leads(self) -> bool:
@@ -151,43 +117,71 @@ class Mesh:
             found.append(json.loads(self.store.get(key)))
         return found
 
+    def choose(
+        self, build: Callable[[FabricContext], Fabric], device: torch.device, offers: Sequence[FabricSpec] = ()
+    ) -> None:
+        """Have `build` make the fabric, before anything else needs it; otherwise it is the core's `auto`.
+
+        `offers`: the fabrics of all plugins. Raises what `build` raises. For ranks with a store.
+        """
+        import torch.distributed as dist
+
+        from surogate_core.bundles.fabrics import FabricContext
+
+        assert self.store is not None
+        assert self._built is None
+        self._built = build(
+            FabricContext(
+                rank=self.rank,
+                world=self.world,
+                local_world=self.local_world,
+                device=device,
+                store=dist.PrefixStore("fabric", self.store),
+                gather=self.gather,
+                offers=offers,
+            )
+        )
+
+    def _fabric_on(self, device: torch.device) -> Fabric:
+        """The fabric, connected or not."""
+        if self._built is None:
+            from surogate_core.bundles.options import NoOptions
+            from surogate_core.mesh.offers import FABRICS, auto
+
+            self.choose(partial(auto, NoOptions()), device, FABRICS)
+        assert self._built is not None
+        return self._built
+
     def connect(self, device: torch.device) -> None:
         """Open the collectives. All ranks call it; none waits for unbounded work before the others are here."""
         if self.store is None or self.fabric is not None:
             return
-        from surogate_core.mesh.groups import GroupFabric
-
+        found = self._fabric_on(device)
         self.gather(None)  # all are here: from now on, a long wait is a fault
         self.lifeline.hurry(CONNECTING_SECONDS)
-        self.fabric = GroupFabric.connect(self.store, rank=self.rank, world=self.world, device=device)
+        found.connect()
         self.lifeline.rest()
-        if self._peer_memory is None:
-            return
-        from surogate_core.mesh.peers import PeerFabric
-
-        try:
-            self._peer_memory.share()
-            self.fabric = PeerFabric(device, self._peer_memory)
-        except MachineError as error:
-            self.note = f"The GPUs cannot write into each other's memory, so NCCL moves all data, slower: {error}"
+        self.fabric = found
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[elements] zeros that the fabric moves as fast as it can. All ranks allocate alike, in the same order."""
         import torch
 
-        shared = self.store is not None and self.world == self.local_world and not self.note
-        if device.type != "cuda" or not shared or not elements:
-            return torch.zeros(elements, dtype=dtype, device=device)
-        if self._peer_memory is None:
-            from surogate_core.mesh.peers import PeerMemory
-
-            self._peer_memory = PeerMemory(device, rank=self.rank, gather=self.gather)
-        return self._peer_memory.zeros(elements, dtype)
+        found = None
+        if elements and device.type != "meta" and self.store is not None:
+            found = (self.fabric or self._fabric_on(device)).zeros(elements, dtype)
+        return torch.zeros(elements, dtype=dtype, device=device) if found is None else found
 
     @property
     def memory(self) -> int:
-        """Bytes of GPU memory that `zeros` allocated beside torch's allocator."""
-        return 0 if self._peer_memory is None else self._peer_memory.nbytes
+        """Bytes of the device's memory that `zeros` allocated beside torch's allocator."""
+        found = self.fabric or self._built
+        return 0 if found is None else found.memory
+
+    @property
+    def note(self) -> str:
+        """What the user should know of the connection; empty if nothing."""
+        return "" if self.fabric is None else self.fabric.note
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over the ranks, on the host; needs `connect`."""
@@ -195,8 +189,7 @@ class Mesh:
 
     def close(self) -> None:
         """End the collectives."""
-        if self._peer_memory is not None:
-            self._peer_memory.close()
-        if self.fabric is not None:
-            self.fabric.close()
-            self.fabric = None
+        found = self.fabric or self._built
+        if found is not None:
+            found.close()
+        self.fabric = self._built = None

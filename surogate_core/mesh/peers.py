@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surogate_core.bundles.fabrics import FabricContext
 from surogate_core.errors import MachineError
 from surogate_core.mesh import driver
 from surogate_core.mesh.groups import GroupFabric
@@ -132,13 +133,37 @@ class PeerMemory:
 class PeerFabric(GroupFabric):
     """`GroupFabric`, but large exchanges and gathers whose target is in `PeerMemory` go by copy engines."""
 
-    def __init__(self, device: torch.device, memory: PeerMemory):
-        super().__init__(device)
-        self._memory = memory
-        flags = memory.zeros(CHANNELS * 2 * self.world, torch.int32)
-        self._flags = memory.addresses(flags)
+    def __init__(self, context: FabricContext):
+        super().__init__(context)
+        self._memory = PeerMemory(context.device, rank=context.rank, gather=context.gather)
+        self._flags: list[int] | None = None
         self._channels: dict[int, int] = {}
         """Stream → its flags. All ranks use streams in the same order."""
+
+    def connect(self) -> None:
+        """As `Fabric.connect`. Raises `MachineError` if the GPUs cannot write into each other's memory."""
+        super().connect()
+        try:
+            self._memory.share()
+            flags = self._memory.zeros(CHANNELS * 2 * self.world, torch.int32)
+        except MachineError as error:
+            self.close()
+            raise MachineError(f"the GPUs cannot write into each other's memory: {error}") from None
+        self._flags = self._memory.addresses(flags)
+
+    def zeros(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """As `Fabric.zeros`."""
+        return self._memory.zeros(elements, dtype)
+
+    @property
+    def memory(self) -> int:
+        """As `Fabric.memory`."""
+        return self._memory.nbytes
+
+    def close(self) -> None:
+        """As `Fabric.close`."""
+        self._memory.close()
+        super().close()
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
         """As `Fabric.exchange`."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from surogate_core.bundles.fabrics import Fabric
 from surogate_core.mesh.mesh import Mesh
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class VirtualRanks:
         return found
 
 
-class VirtualFabric:
+class VirtualFabric(Fabric):
     """The fabric of one virtual rank."""
 
     def __init__(self, ranks: VirtualRanks, rank: int):
@@ -75,9 +76,6 @@ class VirtualFabric:
             swap=lambda value: self._ranks.swap(self.rank, value),
             turn=self._ranks.turn,
         )
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def in_threads(world: int, work: Callable[[VirtualFabric], T]) -> list[T]:

@@ -47,6 +47,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "task": Kind(what="the task", file="steps", use="surogate task=@NAME@"),
     "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
+    "fabric": Kind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
     "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
     "kernels": Kind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),
 }

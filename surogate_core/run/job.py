@@ -90,11 +90,8 @@ class Job:
             self.watch.placed(config.place)
         if fresh or rank:
             open_run_log(config, rank)
-        from surogate_core.run.links import check_collectives
         from surogate_core.run.run import train
 
-        if world > 1:
-            check_collectives(config)
         code = train(config, registry, watch=self.watch, mesh=met)
         # After an error nothing is closed: that would wait for the other ranks.
         met.close()

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from surogate_core.errors import MachineError
+from surogate_core.errors import ConfigError, Problem
 from surogate_core.run.assemble import resolve_device
 
 if TYPE_CHECKING:
+    from surogate_core.bundles import FabricSpec
     from surogate_core.config.schema import RunConfig
     from surogate_core.mesh.mesh import Mesh
+    from surogate_core.plugins.registry import Registry
 
 
-def check_collectives(config: RunConfig) -> None:
-    """Raise `MachineError` if this torch cannot connect several processes on the run's device."""
-    gpu = resolve_device(config).type == "cuda"
-    name, there = ("NCCL", dist.is_nccl_available) if gpu else ("gloo", dist.is_gloo_available)
-    if not dist.is_available() or not there():
-        raise MachineError(
-            f"gpus={config.gpus}: torch {torch.__version__} has no {name}, which connects the processes of a run. "
-            f"Fix: gpus=1, or a torch for Linux from PyTorch's own index."
-        )
+def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
+    """Have the ranks connected by the fabric that the configuration names.
+
+    Raises `ConfigError` if it cannot connect them on the run's device, and `MachineError` if none can.
+    """
+    if mesh.store is None:
+        return
+    device, specs = resolve_device(config), registry.all("fabric")
+    spec: FabricSpec = specs[config.fabric.name]
+    one_machine = mesh.local_world == mesh.world
+    if not spec.supports(device.type, one_machine):
+        what = "GPUs" if device.type == "cuda" else "processes on the CPU"
+        where = "" if one_machine else " of several machines"
+        message = f"{spec.name} cannot connect {what}{where} here."
+        raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
+    mesh.choose(partial(spec.build, config.fabric.options), device, list(specs.values()))
 
 
 def slow_links(mesh: Mesh, device: torch.device) -> list[str]:

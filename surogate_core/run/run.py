@@ -25,7 +25,7 @@ from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
-from surogate_core.run.links import slow_links
+from surogate_core.run.links import choose_fabric, slow_links
 from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
@@ -67,8 +67,10 @@ def train(config: RunConfig, registry: Registry, *, watch: Watch | None = None, 
     `mesh`: the ranks of the run, one of which this process is; one rank if it is left out.
     """
     mesh = mesh or Mesh()
+    config = replace(config, gpus=mesh.world)
+    choose_fabric(config, registry, mesh)
     try:
-        return _Run(replace(config, gpus=mesh.world), registry, watch=watch, mesh=mesh).main()
+        return _Run(config, registry, watch=watch, mesh=mesh).main()
     finally:
         # A sweep, and a program that trains twice, start the next run in this process.
         give_back()

@@ -29,6 +29,7 @@ _MODULES = {
     "kernels": "kernels",
     "offload": "offloaders",
     "launcher": "launchers",
+    "fabric": "fabrics",
 }
 """Kind → the module of its checks."""
 

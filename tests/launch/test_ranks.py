@@ -243,7 +243,7 @@ def test_more_processes_than_gpus(joining: Joining, installed: Any, monkeypatch:
 def test_each_rank_has_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: set(range(13)), raising=False)
     monkeypatch.setattr(local, "LOOPBACK", tmp_path)
-    found = local._environment({"HOME": "/h"}, 3, 4, ["0", "1", "2", "3"])
+    found = local.environment({"HOME": "/h"}, 3, 4, ["0", "1", "2", "3"])
     assert found == {
         "HOME": "/h",
         "RANK": "3",
@@ -257,4 +257,4 @@ def test_each_rank_has_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path
     }
     # What the user has set stays.
     given = {"OMP_NUM_THREADS": "9", "NCCL_SOCKET_IFNAME": "eth0"}
-    assert local._environment(given, 0, 4, []).items() >= given.items()
+    assert local.environment(given, 0, 4, []).items() >= given.items()

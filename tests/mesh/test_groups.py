@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surogate_core.bundles.fabrics import Fabric
+from surogate_core.bundles.fabrics import Fabric, FabricContext
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import reduce_parts
 from surogate_core.engine.sharded_gradients import ShardedGradients
@@ -23,6 +23,12 @@ from surogate_core.mesh.virtual import in_threads
 
 CPU = torch.device("cpu")
 WORLD = 3
+
+
+def context(store: dist.Store, rank: int, world: int, device: torch.device) -> FabricContext:
+    return FabricContext(
+        rank=rank, world=world, local_world=world, device=device, store=store, gather=lambda value: [value]
+    )
 
 
 def _collectives(fabric: Fabric) -> list[Tensor]:
@@ -70,14 +76,12 @@ def test_nccl_registers_no_buffers_of_graphs(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **b: seen.append(os.environ.get("NCCL_GRAPH_REGISTER")))
     monkeypatch.setattr(groups, "_greet", lambda device: None)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     for device, given in (("cpu", None), ("cuda", None), ("cuda", "1")):
         if given is not None:
             monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
-        GroupFabric.connect(dist.HashStore(), rank=0, world=2, device=torch.device(device))
+        GroupFabric(context(dist.HashStore(), 0, 2, torch.device(device))).connect()
     assert seen == [None, "0", "1"]
 
 
@@ -88,9 +92,9 @@ def test_processes_over_gloo_have_the_bits_of_virtual_ranks(tmp_path: Path) -> N
         "sys.path.insert(0, sys.argv[1])\n"
         "import test_groups as t\n"
         "from torch.distributed import FileStore\n"
-        "from surogate_core.mesh.groups import GroupFabric\n"
         "rank, world, place = int(sys.argv[2]), t.WORLD, sys.argv[3]\n"
-        "fabric = GroupFabric.connect(FileStore(place + '/store', world), rank=rank, world=world, device=t.CPU)\n"
+        "fabric = t.GroupFabric(t.context(FileStore(place + '/store', world), rank, world, t.CPU))\n"
+        "fabric.connect()\n"
         "torch.save(t._collectives(fabric), f'{place}/{rank}')\n"
         "fabric.close()\n"
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,64 +12,65 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surogate_core.errors import MachineError
-from surogate_core.mesh import groups, peers
+from surogate_core.bundles import Fabric, FabricContext
 from surogate_core.mesh.mesh import CalledOff, Mesh
 
+CPU = torch.device("cpu")
 
-class _NoPeers:
-    """Memory that no other process can map."""
 
-    nbytes = 0
+class Own(Fabric):
+    """A fabric with memory of its own, which moves nothing."""
 
-    def __init__(self, *a: Any, **b: Any):
-        self.asked = 0
+    def __init__(self, context: FabricContext):
+        self.context, self.allocated, self.state = context, 0, "built"
+
+    def connect(self) -> None:
+        self.state = "connected"
 
     def zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        self.asked += 1
+        self.allocated += elements * dtype.itemsize
         return torch.zeros(elements, dtype=dtype)
 
-    def share(self) -> None:
-        raise MachineError("mapping another GPU's memory failed: CUDA error 217")
+    @property
+    def memory(self) -> int:
+        return self.allocated
 
     def close(self) -> None:
-        pass
+        self.state = "closed"
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU, whose tensors are the CPU's."""
-    plain = torch.zeros
-    monkeypatch.setattr(peers, "PeerMemory", _NoPeers)
-    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **b: plain(*a, **b))
-    return torch.device("cuda")
-
-
-def test_without_access_to_each_other_the_run_goes_on_and_says_so(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Group:
-        def close(self) -> None:
-            pass
-
-    found = Group()
-    monkeypatch.setattr(groups.GroupFabric, "connect", lambda *a, **b: found)
-    mesh = Mesh(rank=0, world=2, local_world=2, store=dist.HashStore(), swap=lambda value: [value, value])
-    mesh.zeros(4, torch.float32, cuda)
-    memory: Any = mesh._peer_memory
-    assert memory.asked == 1
-    mesh.connect(cuda)
-    assert mesh.fabric is found
-    assert "NCCL moves all data, slower: mapping another GPU's memory failed" in mesh.note
-    mesh.zeros(4, torch.float32, cuda)  # what is allocated after that, such as a store's buffers
-    assert memory.asked == 1
+def test_the_fabric_allocates_before_and_after_it_is_connected() -> None:
+    mesh = Mesh(rank=0, world=2, local_world=1, store=dist.HashStore(), swap=lambda value: [value, value])
+    built: list[Own] = []
+    mesh.choose(lambda context: built.append(Own(context)) or built[0], CPU)  # type: ignore[func-returns-value]
+    (fabric,) = built
+    assert (fabric.context.rank, fabric.context.world, fabric.context.one_machine) == (0, 2, False)
+    assert mesh.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
+    assert mesh.zeros(0, torch.bfloat16, CPU).tolist() == []
+    assert mesh.zeros(5, torch.bfloat16, torch.device("meta")).is_meta
+    assert (fabric.state, mesh.fabric, mesh.memory) == ("built", None, 6)
+    mesh.connect(CPU)
+    mesh.zeros(1, torch.float32, CPU)
+    assert (fabric.state, mesh.fabric, mesh.memory) == ("connected", fabric, 10)
     mesh.close()
+    assert (fabric.state, mesh.fabric, mesh.memory) == ("closed", None, 0)
 
 
-def test_ranks_of_several_machines_share_no_memory(cuda: torch.device) -> None:
-    mesh = Mesh(rank=0, world=4, local_world=2, store=dist.HashStore())
-    assert mesh.zeros(3, torch.float32, cuda).tolist() == [0, 0, 0]
-    assert mesh._peer_memory is None
+def test_one_rank_builds_no_fabric() -> None:
+    """Nor does it import any."""
+    code = (
+        "import sys, torch\n"
+        "from surogate_core.mesh.mesh import Mesh\n"
+        "mesh = Mesh()\n"
+        "mesh.zeros(3, torch.float32, torch.device('cpu'))\n"
+        "mesh.connect(torch.device('cpu'))\n"
+        "assert mesh.fabric is None and mesh.largest([1.0]) == [1.0]\n"
+        "mesh.close()\n"
+        "print([name for name in sys.modules if name.startswith('surogate_core.mesh')])\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    modules = {f"surogate_core.mesh{name}" for name in ("", ".delegate", ".lifeline", ".mesh")}
+    assert set(ast.literal_eval(found)) == modules
 
 
 def test_what_waits_for_rank_0_is_called_off() -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from surogate_core.bundles import FabricContext
 from surogate_core.errors import MachineError
 from surogate_core.mesh import peers
 from surogate_core.mesh.groups import GroupFabric
-from surogate_core.mesh.peers import PeerFabric, PeerMemory
+from surogate_core.mesh.peers import PeerFabric
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 
 CPU = torch.device("cpu")
@@ -68,9 +70,28 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(
         peers, "_Bytes", lambda at, n: np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(at), shape=(n,))
     )
-    monkeypatch.setattr(GroupFabric, "__init__", lambda self, device: setattr(self, "_device", device))
+    monkeypatch.setattr(GroupFabric, "connect", lambda self: None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+    return found
+
+
+def fabric_of(virtual: VirtualFabric) -> PeerFabric:
+    gather = virtual.mesh().gather
+    context = FabricContext(
+        rank=virtual.rank,
+        world=virtual.world,
+        local_world=virtual.world,
+        device=CPU,
+        store=dist.HashStore(),
+        gather=gather,
+    )
+    return PeerFabric(context)
+
+
+def zeros(fabric: PeerFabric, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    found = fabric.zeros(elements, dtype)
+    assert found is not None
     return found
 
 
@@ -81,13 +102,10 @@ def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver)
 
     def work(virtual: VirtualFabric) -> None:
         random.seed(virtual.rank)
-        memory = PeerMemory(CPU, rank=virtual.rank, gather=virtual.mesh().gather)
-        received = memory.zeros(world * 50, torch.float32).view(world, 50)
-        by_rank = memory.zeros(sum(lengths), torch.bfloat16).split(lengths)
-        memory.share()
-        fabric = PeerFabric.__new__(PeerFabric)
-        fabric.rank, fabric.world = virtual.rank, world
-        fabric.__init__(CPU, memory)  # type: ignore[misc]
+        fabric = fabric_of(virtual)
+        received = zeros(fabric, world * 50, torch.float32).view(world, 50)
+        by_rank = zeros(fabric, sum(lengths), torch.bfloat16).split(lengths)
+        fabric.connect()
         own, columns = virtual.rank, torch.arange(50.0)
         for turn in range(20):
             fabric.exchange([1000.0 * turn + 100 * own + 10 * rank + columns for rank in range(world)], received)
@@ -101,11 +119,12 @@ def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver)
             time.sleep(random.random() * 1e-3)
             assert [part.unique().tolist() for part in by_rank] == [[10 * turn + rank] for rank in range(world)]
         # After the ranks are connected, as the stores' buffers. The last ranks own nothing.
-        later = memory.zeros(128, torch.uint8).split([128, *[0] * (world - 1)])
+        later = zeros(fabric, 128, torch.uint8).split([128, *[0] * (world - 1)])
         later[virtual.rank].fill_(7)
         fabric.gather(later)
         assert later[0].eq(7).all()
-        memory.close()
+        assert fabric.memory == 4 * peers.GRANULE  # three tensors and the flags
+        fabric.close()
 
     in_threads(world, work)
 
@@ -114,9 +133,9 @@ def test_if_one_rank_cannot_all_hear_of_it(driver: FakeDriver) -> None:
     driver.maps = False
 
     def work(virtual: VirtualFabric) -> None:
-        memory = PeerMemory(CPU, rank=virtual.rank, gather=virtual.mesh().gather)
-        memory.zeros(8, torch.float32)
-        with pytest.raises(MachineError, match="CUDA error 217"):
-            memory.share()
+        fabric = fabric_of(virtual)
+        zeros(fabric, 8, torch.float32)
+        with pytest.raises(MachineError, match=r"cannot write into each other's memory: .* CUDA error 217"):
+            fabric.connect()
 
     in_threads(3, work)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import odd_fabrics
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from surogate_core.cli.main import main
 from surogate_core.data.encoded import Encoded
 from surogate_core.engine.stores import DeviceGradients
 from surogate_core.errors import MachineError, PluginError, UserError
+from surogate_core.mesh.offers import FABRICS
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.discovery import installed_plugins
 from surogate_core.testing import (
@@ -23,6 +26,7 @@ from surogate_core.testing import (
     NotApplicable,
     checks,
     datasets,
+    fabrics,
     kernels,
     launchers,
     models,
@@ -33,6 +37,7 @@ from surogate_core.testing import (
     recipes,
     tiny,
 )
+from surogate_core.testing.suites import bundle_checks
 
 # Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
 torch.set_num_threads(1)
@@ -73,9 +78,22 @@ def test_our_own_plugins_conform(check: Check) -> None:
 def test_the_core_conforms() -> None:
     found = checks("core", registry())
     subjects = {"offload none", "kernels torch", "objective cross_entropy", "launcher local", "task sft", "task pt"}
-    assert {c.subject for c in found} == subjects
+    fabrics = {f"fabric {spec.name}" for spec in FABRICS}
+    assert {c.subject for c in found} == subjects | fabrics
     for check in found:
-        check.run()
+        if check.subject not in fabrics:
+            check.run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", FABRICS, ids=lambda spec: spec.name)
+def test_the_cores_fabrics_conform(spec: bundles.FabricSpec) -> None:
+    """On CPUs; tests/mesh/test_gpu.py has those of GPUs."""
+    for check in bundle_checks("fabric", spec):
+        try:
+            check.run()
+        except NotApplicable as reason:
+            pytest.skip(str(reason))
 
 
 # ------------------------------------------------------------------------- what breaks a rule
@@ -386,6 +404,40 @@ def test_objectives_that_break_a_rule_are_caught(loss: Any, check: Any, message:
 def test_launchers_that_break_a_rule_are_caught(launch: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(message)):
         launchers.returns_the_exit_code(bundles.Launcher(name="x", launch=launch))
+
+
+@pytest.mark.slow
+def test_fabrics_that_break_a_rule_are_caught() -> None:
+    spec = bundles.FabricSpec(name="x", build=odd_fabrics.Careless)
+    fabrics.opens_between_processes(spec)
+    for check in fabrics.CHECKS[1:]:
+        with pytest.raises(AssertionError, match="rank|of its memory are not zeros"):
+            check(spec)
+    with pytest.raises(AssertionError, match=r"ends with 1: .*MachineError: there is no cable"):
+        fabrics.opens_between_processes(bundles.FabricSpec(name="x", build=odd_fabrics.Unplugged))
+
+
+@pytest.mark.slow
+def test_a_fabric_that_another_one_replaces_conforms() -> None:
+    spec = bundles.FabricSpec(name="x", build=odd_fabrics.second_choice)
+    for check in fabrics.CHECKS:
+        check(spec)
+
+
+def test_a_fabric_that_other_processes_cannot_find_is_named() -> None:
+    def build(options: Any, context: Any) -> Any:
+        raise AssertionError
+
+    for hidden in (build, lambda options, context: None):
+        with pytest.raises(AssertionError, match="`build` must be a function or class of a module"):
+            fabrics.opens_between_processes(bundles.FabricSpec(name="x", build=hidden))
+
+
+def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabrics, "SECONDS", 0.1)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert "the ranks hang: they are not done after 0.1 s" in fabrics._wait([process], tmp_path)
+        process.kill()
 
 
 def test_a_launcher_that_forgets_a_rank_is_caught() -> None:

@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from surogate_core.config.resolve import load_run_config
-from surogate_core.errors import MachineError
+from surogate_core.config.schema import RunConfig
+from surogate_core.errors import ConfigError
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.links import check_collectives, no_peer_access, slow_links
+from surogate_core.run.links import choose_fabric, no_peer_access, slow_links
 
 
-def test_a_torch_without_collectives_is_named(installed: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_run_config(["model=qwen3", "device=cpu", "gpus=2"], registry=installed)
-    check_collectives(config)
-    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
-    with pytest.raises(MachineError, match=r"gpus=2: torch .* has no gloo, .* Fix: gpus=1"):
-        check_collectives(config)
+def test_the_named_fabric_is_built_with_its_options(installed: Registry) -> None:
+    mesh = Mesh(rank=1, world=2, local_world=2, store=dist.HashStore())
+    choose_fabric(configured(installed, "fabric=gloo"), installed, mesh)
+    assert type(mesh._built).__name__ == "GroupFabric"
+    mesh = Mesh(rank=1, world=2, local_world=2, store=dist.HashStore())
+    choose_fabric(configured(installed), installed, mesh)
+    assert type(mesh._built).__name__ == "Auto"
+
+
+def test_a_fabric_that_cannot_connect_the_ranks_is_refused(installed: Registry) -> None:
+    for local_world, where in ((2, ""), (1, " of several machines")):
+        mesh = Mesh(rank=0, world=2, local_world=local_world, store=dist.HashStore())
+        with pytest.raises(ConfigError) as error:
+            choose_fabric(configured(installed, "fabric=copy_engines"), installed, mesh)
+        assert f"fabric: copy_engines cannot connect processes on the CPU{where} here." in str(error.value)
+        assert "fabric: auto" in str(error.value)
+
+
+def test_one_rank_asks_for_no_fabric(installed: Registry) -> None:
+    mesh = Mesh()
+    choose_fabric(configured(installed, "fabric=copy_engines"), installed, mesh)
+    assert mesh._built is None
+
+
+def configured(registry: Registry, *overrides: str) -> RunConfig:
+    return load_run_config(["model=qwen3", "device=cpu", "gpus=2", *overrides], registry=registry)
 
 
 def test_gpus_without_peer_access_are_named_once() -> None:
