@@ -411,7 +411,7 @@ def test_fabrics_that_break_a_rule_are_caught() -> None:
     spec = bundles.FabricSpec(name="x", build=odd_fabrics.Careless)
     fabrics.opens_between_processes(spec)
     for check in fabrics.CHECKS[1:]:
-        with pytest.raises(AssertionError, match="rank|of its memory are not zeros"):
+        with pytest.raises(AssertionError, match=r"rank|of its memory are not zeros"):
             check(spec)
     with pytest.raises(AssertionError, match=r"ends with 1: .*MachineError: there is no cable"):
         fabrics.opens_between_processes(bundles.FabricSpec(name="x", build=odd_fabrics.Unplugged))
