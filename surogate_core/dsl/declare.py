@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
-from surogate_core.dsl.experts import BoundExperts, Experts, ExpertSlot
+from surogate_core.dsl.experts import BoundExperts, Experts, ExpertSlot, Fused, fused_tensors
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
@@ -387,6 +387,16 @@ class Model:
             for _ in range(stack.count.size(self.config)):
                 yield stack.prefix.format(i=number), block
                 number += 1
+
+    def expert_slots(self) -> dict[str, tuple[ExpertSlot, ...]]:
+        """Layer's prefix → the projections of its experts, without adapters; only layers that have experts."""
+        found = {prefix: block.expert_slots(None) for prefix, block in self.blocks(0)}
+        return {prefix: slots for prefix, slots in found.items() if slots}
+
+    def fused_tensors(self) -> dict[str, Fused]:
+        """Name → the tensors of experts that some files keep as one tensor."""
+        by_layer = self.expert_slots().items()
+        return {name: one for prefix, slots in by_layer for name, one in fused_tensors(prefix, slots).items()}
 
     def embed_specs(self, *, train_base: bool) -> tuple[TensorSpec, ...]:
         """The embedding's tensor."""

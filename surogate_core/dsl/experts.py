@@ -35,6 +35,15 @@ def split(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A tensor that some programs write in the place of those of the experts: [E, rows of all its projections, I]."""
+
+    shape: tuple[int, int, int]
+    parts: tuple[tuple[str, tuple[int, int]], ...]
+    """(name, shape) of the tensors that it holds, in the order of their data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlot:
     """One projection of all experts of a block, as planned for a run."""
 
@@ -50,18 +59,53 @@ class ExpertSlot:
     outputs: int
     region: str
     """Recompute switch that covers its output."""
+    fused: str | None
+    """Name, relative to the block, of the tensor that holds this weight of all experts in some files."""
     adapter: Adapter | None
     index: int
     """Separates the dropout masks of the block's slots."""
 
 
-class Experts:
-    """A projection of all experts: weight [count, outputs, inputs]; `module` has ``{e}`` for the number."""
+def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
+    """Name → the tensors that a block's experts have in files that keep all experts of a layer in one tensor."""
+    groups: dict[str, list[ExpertSlot]] = {}
+    for slot in slots:
+        if slot.fused is not None:
+            groups.setdefault(prefix + slot.fused, []).append(slot)
+    return {
+        name: Fused(
+            shape=(group[0].count, sum(slot.outputs for slot in group), group[0].inputs),
+            parts=tuple(
+                (f"{prefix}{slot.module}.weight".replace(EXPERT, str(e)), (slot.outputs, slot.inputs))
+                for e in range(group[0].count)
+                for slot in group
+            ),
+        )
+        for name, group in groups.items()
+    }
 
-    def __init__(self, module: str, count: Dim, choices: Dim, inputs: Dim, outputs: Dim, *, region: str):
+
+class Experts:
+    """A projection of all experts: weight [count, outputs, inputs]; `module` has ``{e}`` for the number.
+
+    `fused`: the name under which some files have this weight of all experts as one tensor [count, rows, inputs].
+    Projections with the same name follow each other in its rows, in the order of their declaration.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        count: Dim,
+        choices: Dim,
+        inputs: Dim,
+        outputs: Dim,
+        *,
+        region: str,
+        fused: str | None = None,
+    ):
         assert EXPERT in module
         self.module, self.count, self.choices = module, count, choices
-        self.inputs, self.outputs, self.region = inputs, outputs, region
+        self.inputs, self.outputs, self.region, self.fused = inputs, outputs, region, fused
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -79,6 +123,7 @@ class Experts:
             inputs=self.inputs.size(config),
             outputs=self.outputs.size(config),
             region=self.region,
+            fused=self.fused,
             adapter=adapter,
             index=index,
         )

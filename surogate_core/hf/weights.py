@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
@@ -19,6 +20,8 @@ from surogate_core.hf.prequantised import Scheme
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from surogate_core.dsl.experts import Fused
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -72,6 +75,34 @@ class ModelDir:
                 f"{path / INDEX}: the shards are not those of this index:\n{_listed(absent)}\n{_COPY_AGAIN}"
             )
         return cls(path, config, files, where)
+
+    def with_experts(self, fused: Mapping[str, Fused]) -> ModelDir:
+        """The directory with the tensors of each expert, for those that are parts of one tensor of all experts.
+
+        Raises `UserError` that lists every such tensor of another shape, or of a dtype that is no plain float.
+        """
+        here = {name: one for name, one in fused.items() if name in self._where}
+        if not here:
+            return self
+        problems = []
+        views: dict[str, dict[str, TensorInfo]] = {}
+        for name, one in here.items():
+            info, file = self.info(name), self._where[name]
+            if info.dtype not in FLOATS or info.shape != one.shape:
+                problems.append(
+                    f"{name} is {info.dtype} {list(info.shape)} in {file}, the model needs {list(one.shape)} of "
+                    f"{', '.join(FLOATS)}"
+                )
+                continue
+            views.setdefault(file, {}).update(_parts_of(info, one))
+        if problems:
+            raise _another_model(self.path, problems)
+        files = dict(self._files)
+        for file, parts in views.items():
+            files[file] = copy.copy(files[file])
+            files[file].infos = {**parts, **{n: i for n, i in files[file].infos.items() if n not in here}}
+        where = {name: file for name, file in self._where.items() if name not in here}
+        return ModelDir(self.path, self.config, files, {**{n: f for f, parts in views.items() for n in parts}, **where})
 
     @property
     def commit(self) -> str | None:
@@ -165,7 +196,8 @@ class ModelDir:
                 problems += self._wrong_parts(parts, *shape)
                 continue
             if name not in self._where:
-                near = difflib.get_close_matches(name, spare, n=1, cutoff=0.8)
+                # Only what is shown: of two models with experts, the names number tens of thousands.
+                near = difflib.get_close_matches(name, spare, n=1, cutoff=0.8) if len(problems) < _SHOWN else []
                 problems.append(f"{name} is missing" + (f"; the nearest name is {near[0]}" if near else ""))
                 continue
             info, file = self.info(name), self._where[name]
@@ -176,14 +208,7 @@ class ModelDir:
             elif list(info.shape) != (wanted := list(shape)):
                 problems.append(f"{name} has shape {list(info.shape)} in {file}, the model needs {wanted}")
         if problems:
-            fix = "use the config.json and the weights of one and the same model."
-            if quantised:
-                fix = "name the model that these weights were quantised from."
-            raise UserError(
-                f"{self.path}: the weights are not those of the model that config.json describes:\n"
-                f"{_listed(problems)}\n"
-                f"Fix: {fix}"
-            )
+            raise _another_model(self.path, problems, quantised=quantised)
         return tuple(spare)
 
     def _wrong_parts(self, parts: Mapping[str, str], outputs: int, inputs: int) -> list[str]:
@@ -313,6 +338,26 @@ def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[st
             f"{needed_by}: {len(problems)} weight files cannot be used:\n{_listed(problems)}\n{_COPY_AGAIN}"
         )
     return files
+
+
+def _parts_of(info: TensorInfo, fused: Fused) -> dict[str, TensorInfo]:
+    """The tensors of the experts within the bytes of one tensor."""
+    found, begin = {}, info.begin
+    size = (info.end - info.begin) // math.prod(info.shape)
+    for name, shape in fused.parts:
+        end = begin + size * math.prod(shape)
+        found[name] = TensorInfo(shape=shape, dtype=info.dtype, begin=begin, end=end)
+        begin = end
+    return found
+
+
+def _another_model(path: Path, problems: list[str], *, quantised: bool = False) -> UserError:
+    fix = "use the config.json and the weights of one and the same model."
+    if quantised:
+        fix = "name the model that these weights were quantised from."
+    return UserError(
+        f"{path}: the weights are not those of the model that config.json describes:\n{_listed(problems)}\nFix: {fix}"
+    )
 
 
 def _no_weights(path: Path) -> UserError:

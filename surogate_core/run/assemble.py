@@ -154,6 +154,8 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         values = covering(values, config.sequence_len)
     family = _family(chosen.name, values, families, title)
     model = family.build(values)
+    if weights is not None:
+        weights = weights.with_experts(model.fused_tensors())
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
     adapter = None
     if config.adapter_path is not None:
@@ -349,8 +351,18 @@ def resolve_recipe(config: RunConfig, registry: Registry, device: torch.device) 
 def weight_format_spec(config: RunConfig, registry: Registry, model: Model) -> WeightFormatSpec | None:
     """The storage format of frozen projections; None if they do not change.
 
-    Without such a key, projections of a quantised checkpoint stay in its format, if a plugin offers it.
+    Without such a key, projections of a quantised checkpoint stay in its format, if a plugin offers it; those of a
+    model with experts are dequantised. Raises `ConfigError` if a key asks for a format for a model with experts.
     """
+    if slots := next(iter(model.expert_slots().values()), ()):
+        if config.weight_format is None:
+            return None
+        problem = Problem(
+            key="qlora_format",
+            message=f"{config.weight_format}: experts ({slots[0].module} …) are not available in a weight format.",
+            fix="lora: true without a weight format, or a model without experts",
+        )
+        raise ConfigError([problem])
     if config.weight_format is not None:
         spec: WeightFormatSpec = registry.get("quant", config.weight_format)
         return spec
@@ -413,6 +425,16 @@ def weight_format_notes(
             f"merge_adapter: the base of the merged model is what {weight_format.name} made of it, unpacked to {dtype}."
         )
     return [note for note in notes if note]
+
+
+def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, device: torch.device) -> list[str]:
+    """A note about experts that the recipe leaves as they are."""
+    slots = next(iter(resolved.model.expert_slots().values()), ())
+    if not slots or recipe.plain:
+        return []
+    dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
+    names = ", ".join(slot.module for slot in slots)
+    return [f"recipe {config.recipe.name}: experts ({names}) are multiplied in {dtype}."]
 
 
 def assemble(
@@ -508,11 +530,6 @@ def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weig
     return weight_format.adopts(scheme.block)
 
 
-def _plain(value: Tensor | Kept | InFile) -> Tensor:
-    assert isinstance(value, Tensor), "experts are not kept in a weight format"
-    return value
-
-
 def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
     """The source of the initial values: random numbers, or files with the adapter folded in."""
     device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
@@ -534,10 +551,17 @@ def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedMode
     def source(spec: TensorSpec) -> Tensor | Kept | InFile:
         if spec.trainable and in_parts and _in_file(spec.hf_name):
             return InFile(partial(weights.read_part, spec.hf_name))
-        if EXPERT in spec.hf_name and (spec.role != "adapter" or (given and given.start)):
-            names = expanded(spec.hf_name, spec.shape).items()
-            return torch.stack([_plain(one(replace(spec, hf_name=n, shape=shape))) for n, shape in names])
-        return one(spec)
+        if EXPERT not in spec.hf_name or (spec.role == "adapter" and not (given and given.start)):
+            return one(spec)
+        whole = None
+        for number, (name, shape) in enumerate(expanded(spec.hf_name, spec.shape).items()):
+            value = one(replace(spec, hf_name=name, shape=shape))
+            assert isinstance(value, Tensor), "experts are not kept in a weight format"
+            if whole is None:
+                whole = value.new_empty(spec.shape)
+            whole[number].copy_(value)
+        assert whole is not None
+        return whole
 
     def _in_file(name: str) -> bool:
         """Whether a tensor is in a file as it is used."""

@@ -26,6 +26,7 @@ from surogate_core.run.assemble import (
     ResolvedModel,
     check_commit,
     check_weights,
+    expert_notes,
     pinned,
     resolve_device,
     resolve_dtype,
@@ -108,6 +109,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     device = resolve_device(config)
     recipe = resolve_recipe(config, registry, device)
     notes = [recipe.note] if recipe.note else []
+    notes += expert_notes(config, resolved, recipe, device)
     keys = weight_format_keys(config, registry, resolved.model)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
     notes += sharing.notes(config)

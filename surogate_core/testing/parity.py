@@ -62,7 +62,7 @@ class Pair:
         model = architecture(config)
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(torch.randn_like(p) * (0.1 if p.ndim == 2 else 0.3))
+                p.add_(torch.randn_like(p) * (0.1 if p.ndim > 1 else 0.3))
         return cls(reference=model, build=build, documents=tiny.documents(lengths, seed=100))
 
     @property
@@ -73,7 +73,11 @@ class Pair:
     def state(self) -> dict[str, Tensor]:
         """The tensors of a safetensors file; a tied head is not among them."""
         tied = self.reference.config.tie_word_embeddings
-        return {k: v.clone() for k, v in self.reference.state_dict().items() if not (tied and "lm_head" in k)}
+        state = {k: v.clone() for k, v in self.reference.state_dict().items() if not (tied and "lm_head" in k)}
+        return tiny.in_files(state, self._built())
+
+    def _built(self) -> Model:
+        return self.build(self.reference.config.to_dict())
 
     def engine(self, extra: Mapping[str, Tensor] | None = None, **settings: Any) -> Engine:
         """An engine with the same weights."""
@@ -104,6 +108,7 @@ class Pair:
         loss.backward()
         expected = {name: p.grad for name, p in self.reference.named_parameters()}
         ensure(all(g is not None and g.norm() > 0 for g in expected.values()), "a gradient of zero tests nothing")
+        expected = tiny.in_files(expected, self._built())
         engine = self.engine(recompute=recompute, head_chunks=2)
         batch = tiny.batch(self.documents, tokens=self.tokens)
         found, wanted = engine.evaluate([batch])[0], loss.item()

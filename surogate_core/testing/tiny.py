@@ -5,6 +5,7 @@ Shape suffixes: N tokens, D features.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,6 +26,7 @@ from surogate_core.bundles import (
 )
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.experts import EXPERT, expanded, split
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
@@ -202,8 +204,27 @@ def random_source(seed: int = 0, *, std: float = 0.2, device: str = "cpu") -> So
 
 
 def tensor_source(tensors: Mapping[str, Tensor]) -> Source:
-    """The given tensors by HF name."""
-    return lambda spec: tensors[spec.hf_name].detach()
+    """The given tensors by HF name; those of experts one by one."""
+
+    def source(spec: TensorSpec) -> Tensor:
+        if EXPERT not in spec.hf_name:
+            return tensors[spec.hf_name].detach()
+        return torch.stack([tensors[name].detach() for name in expanded(spec.hf_name, spec.shape)])
+
+    return source
+
+
+def in_files(tensors: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+    """Tensors of transformers' class by the names that files have, where each expert has its own."""
+    fused, found = model.fused_tensors(), {}
+    for name, value in tensors.items():
+        if name not in fused:
+            found[name] = value
+            continue
+        parts = fused[name].parts
+        values = value.reshape(-1).split([math.prod(shape) for _, shape in parts])
+        found |= {part: one.view(shape) for (part, shape), one in zip(parts, values, strict=True)}
+    return found
 
 
 def lora(rank: int = 4, *, scale: float = 2.0, dropout: float = 0.0, targets: Sequence[str] = ("all",)) -> LoRA:
@@ -328,11 +349,12 @@ def train(
 
 
 def gradients(made: Engine, found: Sequence[MicroBatch], *, step: int = 0) -> dict[str, Tensor]:
-    """The gradient of every trained tensor by HF name, of the mean loss over the micro-batches."""
+    """The gradient of every trained tensor by HF name, of the mean loss over the micro-batches; experts one by one."""
     for group in made.parameters.groups:
         group.grad.zero_()
     made.accumulate(found, step=step)
-    return {name: g.clone() for name, g in made.parameters.gradients_by_name().items()}
+    by_name = made.parameters.gradients_by_name().items()
+    return {name: part.clone() for spec_name, gradient in by_name for name, part in split(spec_name, gradient)}
 
 
 def snapshot(made: Engine) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import mixture
 import pytest
 import torch
 from surogate_offload_host.store import HostStores
@@ -88,6 +89,14 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": EIGHT_BIT,
         "master_dtype": torch.bfloat16,
         "dtype": torch.bfloat16,
+    },
+    "experts, level 1": {"zero_level": 1, "build": mixture.Mixture, "config": mixture.CONFIG},
+    "experts, level 3": {"zero_level": 3, "build": mixture.Mixture, "config": mixture.CONFIG},
+    "experts, lora on a sharded base": {
+        "lora": tiny.lora(dropout=0.1),
+        "shard_weights": True,
+        "build": mixture.Mixture,
+        "config": mixture.CONFIG,
     },
 }
 

@@ -1,0 +1,34 @@
+"""Surogate plugin: the Qwen3 mixture-of-experts model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from surogate_core import bundles, hookimpl
+
+if TYPE_CHECKING:
+    from surogate_core.dsl import Model
+
+SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the options `model=qwen3-moe…` are."""
+    return "pkg://surogate_model_qwen3_moe.conf"
+
+
+@hookimpl
+def surogate_model_family() -> bundles.ModelFamily:
+    """Qwen3 with a mixture of experts."""
+    from surogate_model_qwen3_moe.presets import PRESETS
+
+    return bundles.ModelFamily(name="qwen3-moe", hf_model_types=("qwen3_moe",), build=_build, presets=PRESETS)
+
+
+def _build(config: Mapping[str, Any]) -> Model:
+    # torch is imported when a model is built, not when a configuration is checked.
+    from surogate_model_qwen3_moe.model import build
+
+    return build(config)

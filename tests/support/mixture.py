@@ -1,0 +1,53 @@
+"""A small model with experts, for the tests of the engine: one layer with a dense feed-forward, the others sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project
+from surogate_core.kernels import ops
+from surogate_core.testing import tiny
+
+CONFIG: Mapping[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": True,
+}
+D, I = Dim("hidden_size"), Dim("intermediate_size")  # noqa: E741
+E, CHOICES = Dim("num_experts"), Dim("num_experts_per_tok")
+
+
+class Sparse(Block):
+    """Experts without attention."""
+
+    eps, choices = tiny.EPS, CHOICES
+    norm = Param("norm.weight", D)
+    router = Param("router.weight", E, D, init="normal", role="weight")
+    gate = Experts("experts.{e}.gate_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
+    up = Experts("experts.{e}.up_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
+    down = Experts("experts.{e}.down_proj", E, CHOICES, I, D, region="ffn", fused="experts.down_proj")
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        h = ops.rms_norm(x, self.norm, self.eps)
+        routes = Routes.of(h @ self.router.t(), self.choices, renormalise=True)
+        gate, up = project(h, routes, self.gate, self.up)
+        (y,) = project(ops.swiglu(gate, up), routes, self.down, gathered=True)
+        return x + routes.combine(y)
+
+
+class Mixture(tiny.SmallModel):
+    """The first layer is dense."""
+
+    layers = Stack(Sparse, Dim("num_hidden_layers"), "layers.{i}.")
+
+    def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
+        dense, sparse = tiny.SmallBlock(self.config, max_seqlen), Sparse(self.config, max_seqlen)
+        for i in range(self.config["num_hidden_layers"]):
+            yield f"layers.{i}.", sparse if i else dense
