@@ -50,6 +50,7 @@ C = Dim("num_experts_per_tok")
 V = Dim("vocab_size")
 LAYERS = Dim("num_hidden_layers")
 SPARSE_STEP = Dim("decoder_sparse_step", default=1)
+RENORMALISE = Setting("norm_topk_prob", default=False)
 DENSE_LAYERS = Setting("mlp_only_layers", default=())
 BIAS = Setting("attention_bias", default=False)
 EPS = Setting("rms_norm_eps", default=1e-6)
@@ -98,7 +99,7 @@ class DenseBlock(AttentionBlock):
 class SparseBlock(AttentionBlock):
     """A layer with experts. Every token goes to its C most probable experts, whatever their load."""
 
-    choices, renormalise = C, Setting("norm_topk_prob", default=False)
+    choices, renormalise = C, RENORMALISE
     router = Param("mlp.gate.weight", E, D, init="normal", role="weight")
     gate = Experts("mlp.experts.{e}.gate_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     up = Experts("mlp.experts.{e}.up_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
@@ -166,6 +167,10 @@ def _check_layers(model: Qwen3Moe) -> None:
         raise UserError(
             f"config.json: `num_experts_per_tok` ({choices}) is larger than `num_experts` ({experts}). "
             f"Fix: set it to {experts} or less."
+        )
+    if not isinstance(RENORMALISE.value(config), bool):
+        raise UserError(
+            f"config.json: `norm_topk_prob` is {RENORMALISE.value(config)!r}. Fix: set it to true or false."
         )
     if config.get("output_router_logits"):
         raise UserError(
