@@ -59,14 +59,14 @@ class Fabric:
         raise NotImplementedError
 
     def add(self, values: Tensor) -> None:
-        """Add the ranks' values in place.
+        """Add the ranks' values in place: fp32 or fp64, of any shape.
 
         At most one rank's value of an element is not zero, so the sum has no order.
         """
         raise NotImplementedError
 
     def maximum(self, values: Tensor) -> None:
-        """Take the maximum over the ranks in place. int32."""
+        """Take the maximum over the ranks in place: int32, of any shape."""
         raise NotImplementedError
 
     def largest(self, values: Sequence[float]) -> list[float]:

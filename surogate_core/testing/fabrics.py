@@ -61,8 +61,8 @@ class Buffers:
         self.one_only = parts([size if rank == 0 else 0 for rank in range(world)])
         self.equal = parts([size] * world, torch.uint8)
         self.scattered = [torch.zeros(size, device=device) for _ in range(world)]
-        self.added = torch.zeros(world * size, device=device)
-        self.most = torch.zeros(size, device=device)
+        self.added = [torch.zeros(world, size, dtype=t, device=device) for t in (torch.float32, torch.float64)]
+        self.most = torch.zeros(2, size, device=device)
         self._gathered = (self.unequal, self.one_only, self.scattered)
 
     def are_zeros(self) -> bool:
@@ -79,25 +79,27 @@ class Buffers:
         for part in (*self.sent, *(parts[rank] for parts in self._gathered)):
             part.copy_(normal(part))
         self.equal[rank].copy_(normal(self.equal[rank]).mul(64).abs().clamp(max=255))
-        self.added.zero_()
-        self.added.view(len(self.sent), -1)[rank].copy_(normal(self.most))
+        for added in self.added:
+            added.zero_()
+            added[rank].copy_(normal(added[rank]))
         self.most.copy_(normal(self.most).abs())
         if rank == turn % len(self.sent):
-            self.most[:1].fill_(float("nan"))
+            self.most[1, :1].fill_(float("nan"))
 
     def run(self, fabric: Fabric) -> None:
         """Every collective once."""
         fabric.exchange(self.sent, self.received_NK)
         for parts in (*self._gathered, self.equal):
             fabric.gather(parts)
-        fabric.add(self.added)
+        for added in self.added:
+            fabric.add(added)
         fabric.maximum(self.most.view(torch.int32))
 
     def results(self, rank: int) -> dict[str, int]:
         """Collective → a checksum of its result: the weighted sum of its bytes as integers."""
         received = [row for r, row in enumerate(self.received_NK) if r != rank]
         gathered = [part for parts in (*self._gathered, self.equal) for part in parts]
-        found = {"exchange": received, "gather": gathered, "add": [self.added], "maximum": [self.most]}
+        found = {"exchange": received, "gather": gathered, "add": self.added, "maximum": [self.most]}
         return {name: sum((n + 1) * _checksum(t) for n, t in enumerate(tensors)) for name, tensors in found.items()}
 
 
