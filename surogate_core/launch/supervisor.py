@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,7 +34,7 @@ from surogate_core.mesh.lifeline import SECOND_THOUGHT, Pulses
 
 log = structlog.get_logger(__name__)
 
-PREFIX = "surogate-run-"
+PREFIX = ".surogate-supervisor-"
 """Begins the name of the directory that the processes of a run share, below the one for temporary files."""
 LEFT_OVER_SECONDS = 3600.0
 """Age from which such a directory without a supervisor is deleted."""
@@ -212,14 +212,23 @@ def _kept_from_cleaners(directory: Path) -> int:
 
 def _remove_left_over(beside: Path) -> None:
     """Delete the directories of this user's supervisors that were killed."""
-    for directory in beside.parent.glob(f"{PREFIX}*"):
+    for directory in beside.parent.glob(f"{PREFIX}{'?' * (len(beside.name) - len(PREFIX))}"):
         with suppress(OSError):
-            status = directory.lstat()
-            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < LEFT_OVER_SECONDS:
-                continue
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a supervisor has its lock
-                shutil.rmtree(directory)
+                if _is_left_over(directory, os.fstat(descriptor)):
+                    for file in directory.iterdir():
+                        file.unlink()
+                    directory.rmdir()
             finally:
                 os.close(descriptor)
+
+
+def _is_left_over(directory: Path, status: os.stat_result) -> bool:
+    """Whether a supervisor made the directory long ago, and it has nothing but files of supervisors and workers."""
+    old = time.time() - status.st_mtime >= LEFT_OVER_SECONDS
+    if not old or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        return False
+    with os.scandir(directory) as entries:
+        return all(entry.is_file(follow_symlinks=False) and worker.SHARED.fullmatch(entry.name) for entry in entries)

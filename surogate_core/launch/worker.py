@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 JOB, STORE, PULSES, OUTCOME, STACKS = "job.json", "store", "pulses", "outcome-{}.json", "stacks-{}.txt"
 """Files of the directory that the supervisor and its workers share."""
+SHARED = re.compile(r"job\.json|store|pulses|outcome-\d+\.(json|part)|stacks-\d+\.txt")
+"""The names of all of these files, also of one that is half-written."""
 
 DONE, REFUSED, PLUGIN, BUG = "done", "refused", "plugin", "bug"
 """Kinds of outcome: the work returned a code, raised an error of the input, the machine or a plugin, or had a bug."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from surogate_core.launch import supervisor
 from surogate_core.mesh.lifeline import RankError
 from surogate_core.plugins.registry import load_plugins
 
@@ -61,7 +62,7 @@ class Command:
         """The exit code and all output; nothing is left behind."""
         output, _ = self.process.communicate(timeout=120)
         assert not self.ranks()
-        assert not list(self._temporary.glob("surogate-run-*"))
+        assert not list(self._temporary.glob(f"{supervisor.PREFIX}*"))
         return self.process.returncode, output
 
 

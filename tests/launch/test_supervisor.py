@@ -220,19 +220,36 @@ def test_ranks_sleep_and_die_with_their_supervisor(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- the machine
 
 
-def test_directories_of_killed_supervisors_are_deleted(start: Start, tmp_path: Path) -> None:
-    old, young, held = (tmp_path / "temporary" / f"surogate-run-{name}" for name in ("old", "young", "held"))
-    for directory in (old, young, held):
-        directory.mkdir()
-        (directory / "job.json").touch()
-    for directory in (old, held):
+def test_only_directories_of_killed_supervisors_are_deleted(start: Start, tmp_path: Path) -> None:
+    def make(name: str, *files: str) -> Path:
+        directory = tmp_path / "temporary" / f"{supervisor.PREFIX}{name}"
+        directory.mkdir(mode=0o700)
+        for file in files:
+            (directory / file).parent.mkdir(exist_ok=True)
+            (directory / file).touch()
         os.utime(directory, (1, 1))
+        return directory
+
+    files = ("job.json", "store", "pulses", "outcome-0.json", "outcome-11.part", "stacks-1.txt")
+    gone = [make("aaaaaaaa", *files), make("bbbbbbbb")]
+    young, held, public = (make(name * 8, *files) for name in "yhp")
+    os.utime(young)
+    public.chmod(0o755)
+    # Others may choose such names: an output directory, a file, a link, a directory with a name of ours.
+    kept = [young, held, public, make("mine", *files), make("cccccccc", *files, "checkpoint-100/model.safetensors")]
+    kept += [make("dddddddd", *files, "rank-1.log"), make("eeeeeeee", "store/model.safetensors")]
+    link = young.with_name(f"{supervisor.PREFIX}llllllll")
+    link.symlink_to(tmp_path / "run")
+    before = [sorted(directory.rglob("*")) for directory in kept]
     lock = supervisor._kept_from_cleaners(held)
     assert start("leaves_a_thread") == 3
-    assert [directory.exists() for directory in (old, young, held)] == [False, True, True]
+    assert not any(directory.exists() for directory in gone)
+    assert [sorted(directory.rglob("*")) for directory in kept] == before
+    assert link.is_symlink()
     os.close(lock)
-    shutil.rmtree(young)
-    shutil.rmtree(held)
+    link.unlink()
+    for directory in kept:
+        shutil.rmtree(directory)
 
 
 def test_a_missing_temporary_directory_is_the_machines_fault(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
