@@ -111,6 +111,28 @@ def test_every_checkpoint_continues_on_any_number_of_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode", [LORA, ("lora=false", "optimizer=adamw", "master_dtype=bf16")], ids=["lora", "all weights"]
+)
+def test_the_cpu_of_each_rank_updates_its_part(
+    mode: tuple[str, ...], tmp_path: Path, base: list[str], ranks: World, history: History, digests: Digests
+) -> None:
+    """Two equal runs are equal, and one rank continues them without `cpu_training`."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    keys = [*base, *mode, *KEYS, "gradient_accumulation_steps=2"]
+    for run in (first, second):
+        assert ranks.run(2, run, *keys, "cpu_training=true") == (0, [0])
+    assert history(second) == history(first)
+    assert digests(second / "checkpoint-4") == digests(first / "checkpoint-4")
+    alone = of_step(first, 2, tmp_path / "alone")
+    ranks.run(1, alone, *keys)
+    for mine, theirs in zip(history(alone), history(first), strict=True):
+        assert mine[0] == theirs[0]
+        numbers = [number for number in theirs[1:] if number is not None]
+        assert [number for number in mine[1:] if number is not None] == pytest.approx(numbers, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_best_weights_are_those_of_one_rank(
     tmp_path: Path, base: list[str], ranks: World, digests: Digests, records: Records
 ) -> None:
