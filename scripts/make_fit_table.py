@@ -53,6 +53,7 @@ SHARED_METHODS = {
     "all weights, `zero_level: 2`": ("lora=false", "zero_level=2"),
     "all weights, `zero_level: 3`": ("lora=false", "zero_level=3"),
     "all weights, `zero_level: 3`, `master_dtype: bf16`": ("lora=false", "zero_level=3", "master_dtype=bf16"),
+    "all weights, `cpu_training`": METHODS["all weights, `cpu_training`"],
 }
 NUMBERS = (1, 2, 4, 8)
 """Numbers of GPUs."""

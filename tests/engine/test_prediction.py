@@ -90,6 +90,7 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "shared base": (True, 2, {"shard_weights": True}),
     "level 3 on the host": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": HOST}),
     "cpu_training": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": ALL, "update_on_cpu": True}),
+    "shared base, cpu_training": (True, 2, {"shard_weights": True, "offloader": ALL, "update_on_cpu": True}),
     "cpu_training in bf16": (
         False,
         4,
@@ -117,6 +118,7 @@ def _kept(weights: Any) -> int:
 
 
 @pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2", "shared base on the host")
+@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training")
 @pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
     micro_batches = 12 if ranks == 3 else 8
