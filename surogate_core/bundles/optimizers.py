@@ -69,7 +69,10 @@ class Optimizer(Protocol):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """The live state tensors by name; loading copies into them in place."""
+        """The live state tensors by name; loading copies into them in place.
+
+        State of a group is named ``GROUP.…``, and what all groups share has no group's name in it.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,8 @@ class OptimizerSpec:
     """Its usual learning rates as a multiple of AdamW's, for the warning about a rate far outside of them."""
     adapters: bool = True
     """Whether it supports adapters; otherwise it is refused with `lora`."""
-    whole_matrices: bool = False
-    """Whether an update needs the whole matrix; otherwise each rank may update any range of a parameter, in units of
-    `FLAT_ALIGNMENT` elements. With it several GPUs keep masters and state whole (`zero_level=0`).
+    whole_matrices: bool = True
+    """Whether an update needs the whole matrix: then several GPUs keep masters and state whole (`zero_level=0`). False
+    promises that each rank may update any range of a parameter, in units of `FLAT_ALIGNMENT` elements, with the same
+    result, and that state which is named ``GROUP.…`` lists the group's elements in order along its first dimension.
     """

@@ -29,12 +29,14 @@ from surogate_core.engine.pieces import Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.sharded_state import ShardedState
 from surogate_core.engine.sharded_weights import begin_pass
-from surogate_core.engine.sharding import ShardedState, Sharing
+from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, SideSums, StoreSet
 from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
+from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.mesh.mesh import Mesh
 
@@ -288,6 +290,12 @@ class Engine:
         return torch.from_numpy(sequence.generate_state(len(self.plan.layers), np.uint32).view(np.int32))
 
     def _accumulate(self, batches: Sequence[MicroBatch | Counts], *, step: int, loss_weight: float) -> None:
+        planned = self.settings.micro_batches
+        if self.mesh.world > 1 and len(batches) != planned:
+            raise UserError(
+                f"step {step} has {len(batches)} micro-batches, and several GPUs need {planned} in every step. "
+                f"Fix: gpus=1, or a task whose steps are equally long."
+            )
         share = self.sharing.share(len(batches))
         together = max(1, LOSSES_IN_FP32 // len(self.programs.chunks()))
         for micro_step, number in enumerate(share.numbers):
@@ -298,7 +306,8 @@ class Engine:
             scale = 1 / (loss_weight or 1)
             self.inputs.load(batch, self.seeds(step, number), scale, side_scale=1 / len(batches))
             self._run_micro_step(micro_step == 0, micro_step == len(share.numbers) - 1, not self._sums_hold)
-            self.losses.keep(number)
+            if len(batches) == self.settings.micro_batches:
+                self.losses.keep(number)
             self._sums_hold = not self._lanes.after(share, micro_step)
 
     def _run_micro_step(self, first: bool, last: bool, fresh: bool) -> None:
@@ -317,8 +326,6 @@ class Engine:
         Those that other ranks run may be their counts. The loss is averaged over the label tokens of all of them, by
         their weights.
         """
-        planned = self.settings.micro_batches
-        assert self.losses.by_number is None or len(batches) == planned, f"{len(batches)} micro-batches, not {planned}"
         loss_weight = sum(b.loss_weight for b in batches)
         self._accumulate(batches, step=step, loss_weight=loss_weight)
         self.update.set(lr=lr, step=step)
@@ -335,9 +342,9 @@ class Engine:
     def accumulate(self, batches: Sequence[MicroBatch], *, step: int = 0) -> float:
         """Run the micro-steps of a step without its update: gradients stay in the groups. Returns the mean loss."""
         loss_weight = sum(b.loss_weight for b in batches)
-        self.losses.take()
+        self.update.take_loss()
         self._accumulate(batches, step=step, loss_weight=loss_weight)
-        return self.losses.take().item() / (loss_weight or 1)
+        return self.update.take_loss().item() / (loss_weight or 1)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
+from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.lanes import Share
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD
@@ -128,6 +129,35 @@ class Part:
     def local(self) -> slice:
         """Their place in the rank's own flat tensors."""
         return slice(self.at, self.at + self.count)
+
+
+CHUNK = 2**24
+"""Elements that are gathered at a time for a file: 64 MiB of fp32."""
+
+
+def chunks(start: int, stop: int) -> list[Range]:
+    """A range in pieces of at most `CHUNK`."""
+    cuts = [*range(start, stop, CHUNK), stop]
+    return list(pairwise(cuts))
+
+
+def gathered_range(
+    fabric: Fabric | None, own: Tensor, owners: Sequence[Range], wanted: Range, *, rank: int, like: Tensor
+) -> Tensor:
+    """The elements `wanted` of a flat tensor of which each rank has those that `owners` says; all ranks take part.
+
+    `own`: this rank's, flat. `like`: gives the dtype and the device of the result.
+    """
+    assert fabric is not None
+    start, stop = wanted
+    found = like.new_empty(stop - start)
+    cut = [(max(a, start), max(min(b, stop), max(a, start))) for a, b in owners]
+    low, high = cut[rank]
+    if low < high:
+        found[low - start : high - start].copy_(own[low - owners[rank][0] : high - owners[rank][0]])
+    parts = [found[min(a, stop) - start : min(b, stop) - start] for a, b in cut]
+    fabric.gather(parts)
+    return found
 
 
 class ShardedGroup:
@@ -322,110 +352,22 @@ class ShardedGroup:
             at = part.at + a - part.own[0]
             read(a - offset, self.master[at : at + b - a])
 
-    def whole(self, name: str) -> Tensor:
-        """A whole master; all ranks take part."""
-        offset, shape = self.shapes[name]
-        stop = offset + math.prod(shape)
-        found = torch.empty(stop - offset, dtype=self.master.dtype, device=self.device)
-        for part, (a, b) in self._overlaps(name):
-            at = part.at + a - part.own[0]
-            found[a - offset : b - offset].copy_(self.master[at : at + b - a])
-        fabric = self._mesh.fabric
-        assert fabric is not None
-        for part in self.parts.values():
-            cut = [(max(a, offset), min(b, stop)) for a, b in part.owners]
-            if any(a < b for a, b in cut):
-                fabric.gather([found[a - offset : max(a, b) - offset] for a, b in cut])
-        return found.view(shape)
+    def _range(self, part: Part, start: int, stop: int) -> Tensor:
+        """Masters of a piece, whoever owns them; all ranks take part."""
+        return gathered_range(
+            self._mesh.fabric,
+            self.master[part.local],
+            part.owners,
+            (start, stop),
+            rank=self._mesh.rank,
+            like=torch.empty(0, dtype=self.master.dtype, device=self.device),
+        )
 
     def deferred(self, orders: Orders) -> dict[str, Deferred]:
         """Name → its whole master, made when rank 0 reads it."""
-        return {
-            name: orders.deferred(shape, self.master.dtype, [partial(self.whole, name)])
-            for name, (_, shape) in self.shapes.items()
-        }
-
-
-class ShardedState:
-    """An optimizer's state as one rank holds it, in the form in which one rank alone would.
-
-    State tensors that are named after a group list its elements in order, so a whole one is those of the ranks' parts,
-    piece by piece and rank by rank.
-    """
-
-    def __init__(self, group: ShardedGroup, state: Mapping[str, Tensor], mesh: Mesh, orders: Orders):
-        self._mesh = mesh
-        names = {g.name for g in group.groups}
-        # The numbers of a part's groups are those of the periods in which they are.
-        places = [
-            f"{group.name}@{part.key}.{number}"
-            for part in group.parts.values()
-            for number in range(-(-group.elements // PERIOD))
-        ]
-        self._places = places
-        self._device = group.device
-        self._replicated = {name: t for name, t in state.items() if not any(name.startswith(f"{n}.") for n in names)}
-        self._own: dict[str, dict[str, Tensor]] = {}
-        """Name of a whole state tensor → name of a part's group → its tensor here."""
-        for name, tensor in state.items():
-            owner = next((n for n in names if name.startswith(f"{n}.")), None)
-            if owner is not None:
-                self._own.setdefault(group.name + name[len(owner) :], {})[owner] = tensor
-        self._exchange_sizes(group)
-        self._deferred = {name: self._defer(name, orders) for name in self._suffixes}
-
-    def _exchange_sizes(self, group: ShardedGroup) -> None:
-        """What parts of each state tensor each rank has: all ranks take part."""
-        told = {
-            name: {place: [len(t), *t.shape[1:]] for place, t in own.items()}
-            | {"": [str(next(iter(own.values())).dtype)]}
-            for name, own in self._own.items()
-        }
-        by_rank = self._mesh.gather(told)
-        self._suffixes = sorted({name for told in by_rank for name in told})
-        self._rows: dict[str, list[list[int]]] = {}
-        """Name → for each part's group, the rows of each rank."""
-        self._tails: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name in self._suffixes:
-            some = next(told[name] for told in by_rank if name in told)
-            place = next(key for key in some if key)
-            self._tails[name] = (tuple(some[place][1:]), getattr(torch, some[""][0].removeprefix("torch.")))
-            self._rows[name] = [[told.get(name, {}).get(place, [0])[0] for told in by_rank] for place in self._places]
-
-    def _defer(self, name: str, orders: Orders) -> Deferred:
-        tail, dtype = self._tails[name]
-        rows = self._rows[name]
-        works = [partial(self._of_part, name, i) for i, counts in enumerate(rows) if any(counts)]
-        return orders.deferred((sum(map(sum, rows)), *tail), dtype, works)
-
-    def _of_part(self, name: str, number: int) -> Tensor:
-        """A part's rows of all ranks; all take part."""
-        tail, dtype = self._tails[name]
-        counts, fabric = self._rows[name][number], self._mesh.fabric
-        assert fabric is not None
-        found = torch.empty((sum(counts), *tail), dtype=dtype, device=self._device)
-        by_rank = found.split(counts)
-        if counts[self._mesh.rank]:
-            by_rank[self._mesh.rank].copy_(self._own[name][self._places[number]])
-        fabric.gather([rows.view(-1) for rows in by_rank])
+        found = {}
+        for name, (offset, shape) in self.shapes.items():
+            part = next(p for p in self.parts.values() if p.owners[0][0] <= offset < p.owners[-1][1])
+            works = [partial(self._range, part, a, b) for a, b in chunks(offset, offset + math.prod(shape))]
+            found[name] = orders.deferred(shape, self.master.dtype, works)
         return found
-
-    def tensors(self) -> dict[str, Tensor | Deferred]:
-        """All state by the names that it has on one rank."""
-        return {**self._replicated, **self._deferred}
-
-    def read(self, file: Mapping[str, Tensor]) -> None:
-        """Read this rank's state from a checkpoint."""
-        for name, tensor in self._replicated.items():
-            tensor.copy_(file[name])
-        rank = self._mesh.rank
-        for name in self._suffixes:
-            at, tail = 0, math.prod(self._tails[name][0])
-            for place, counts in zip(self._places, self._rows[name], strict=True):
-                if counts[rank]:
-                    first, target = at + sum(counts[:rank]), self._own[name][place]
-                    if isinstance(file, TensorFile):
-                        file.read_part(name, first * tail, target)
-                    else:
-                        target.copy_(file[name][first : first + counts[rank]])
-                at += sum(counts)

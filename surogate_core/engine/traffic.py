@@ -135,10 +135,12 @@ class Traffic:
             self._fabric.add(values)
 
     def largest(self, values: Tensor) -> None:
-        """The maximum over the ranks in place, of fp32 values that are not negative; NaN is above all."""
+        """The maximum over the ranks in place, of fp32 values; NaN is above all."""
         if not self._alone:
-            # NCCL's maximum of floats drops NaN. The sign of a NaN would put it below.
-            self._fabric.maximum(values.abs_().view(torch.int32))
+            # NCCL's maximum of floats drops NaN. As integers, the patterns of negative floats are in reverse order.
+            ordered = _in_order(values.view(torch.int32)).masked_fill_(values.isnan(), 2**31 - 1)
+            self._fabric.maximum(ordered)
+            values.view(torch.int32).copy_(_in_order(ordered))
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in their order."""
@@ -148,6 +150,11 @@ class Traffic:
         rows[self._fabric.rank].copy_(values)
         self._fabric.gather(list(rows.unbind()))
         return rows.sum(0)
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """Patterns of fp32 values as integers in the order of the values, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _cut(flat: Tensor, ranks: int) -> Sequence[Tensor]:

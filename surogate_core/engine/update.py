@@ -163,7 +163,7 @@ class Update:
         skip = (~torch.isfinite(norm)).float()
         with using(self._kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
-        self._figures[:2].copy_(torch.stack((self._loss().float(), norm.to(settings.device))))
+        self._figures[:2].copy_(torch.stack((self.take_loss().float(), norm.to(settings.device))))
         if self.rows is not None:
             self._traffic.largest(self.rows.observed)
             if isinstance(self.rows.state, RangedState):
@@ -177,15 +177,14 @@ class Update:
         for sums in self._cleared:
             sums.zero_()
 
-    def _loss(self) -> Tensor:
-        """0-d float64: the sum of the step's losses over all ranks."""
-        by_number, rest = self._losses.by_number, self._losses.take()
-        if by_number is None:
-            return rest
-        # The rest is no micro-batch's of the step, but of a warm-up before it.
-        self._traffic.add(by_number)
-        total = by_number.sum()
-        by_number.zero_()
+    def take_loss(self) -> Tensor:
+        """0-d float64: the sum of the step's losses over all ranks; resets it."""
+        by_number, total = self._losses.by_number, self._losses.take()
+        if by_number is not None:
+            self._traffic.add(by_number)
+            # The rest is of micro-batches without a number, which only one rank has.
+            total = total + by_number.sum()
+            by_number.zero_()
         return total
 
     def spoil(self) -> None:

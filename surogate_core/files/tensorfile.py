@@ -231,11 +231,14 @@ class Deferred:
     """Makes the elements in order, in pieces of any size."""
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """The whole tensor, in host memory."""
         import torch
 
-        found = [part.reshape(-1) for part in self.parts()]
-        return (found[0] if len(found) == 1 else torch.cat(found)).view(self.shape)
+        whole, at = torch.empty(self.numel(), dtype=self.dtype), 0
+        for part in self.parts():
+            whole[at : at + part.numel()].copy_(part.reshape(-1))
+            at += part.numel()
+        return whole.view(self.shape)
 
     def clone(self) -> Tensor:
         """As of a tensor: its values now."""

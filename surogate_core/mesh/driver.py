@@ -24,7 +24,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     address, size, stream = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
     library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), size]
-    library.cuMemFree_v2.argtypes = [address]
     library.cuMemcpyAsync.argtypes = [address, address, size, stream]
     library.cuMemsetD8_v2.argtypes = [address, ctypes.c_ubyte, size]
     library.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(IpcHandle), address]
@@ -46,11 +45,6 @@ def allocate(nbytes: int) -> int:
     _check(_library().cuMemAlloc_v2(ctypes.byref(found), nbytes), f"allocating {nbytes} bytes of GPU memory")
     _check(_library().cuMemsetD8_v2(found, 0, nbytes), "clearing GPU memory")
     return found.value
-
-
-def free(address: int) -> None:
-    """Free what `allocate` gave."""
-    _library().cuMemFree_v2(address)
 
 
 def export(address: int) -> bytes:

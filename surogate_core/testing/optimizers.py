@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.testing import tiny
-from surogate_core.testing.check import ensure
+from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.hostreads import no_host_reads
 
 SHAPES = {"decayed": ((256, 64), (64, 128)), "undecayed": ((64,), (33,))}
@@ -241,6 +243,62 @@ def trains_and_resumes(spec: OptimizerSpec) -> None:
     tiny.ensure_resumes(lambda: tiny.engine(optimizer=spec))
 
 
+def _cut(group: ParamGroup, cuts: list[int]) -> list[ParamGroup]:
+    """Copies of the parts of a group between the cuts, as several ranks have them."""
+    found = []
+    for number, (start, stop) in enumerate(pairwise([0, *cuts, group.master.numel()])):
+        shapes, sizes = {}, {}
+        for name, (offset, shape) in group.shapes.items():
+            count = math.prod(shape)
+            low, high = max(offset, start), min(offset + count, stop)
+            if low < high:
+                shapes[name], sizes[name] = (low - start, (high - low,)), count
+        found.append(
+            replace(
+                group,
+                name=f"{group.name}@{number}",
+                master=group.master[start:stop].clone(),
+                grad=group.grad[start:stop].clone(),
+                shapes=shapes,
+                sizes=sizes,
+                hidden=group.hidden & shapes.keys(),
+                first=start,
+            )
+        )
+    return found
+
+
+def takes_parts_of_parameters(spec: OptimizerSpec) -> None:
+    """Without `whole_matrices`, groups cut anywhere are updated to the same bits, and their state adds up to the whole
+    group's.
+    """
+    if spec.whole_matrices:
+        raise NotApplicable("it needs whole matrices, and says so")
+    made, groups = _made(spec)
+    parts = {g.name: _cut(g, [256, 40 * 256] if g.name == "decayed" else []) for g in groups}
+    others = [part for found in parts.values() for part in found]
+    again = spec.build(others, spec.options())
+    for number in range(3):
+        _gradients(groups, number)
+        for group in groups:
+            for part in parts[group.name]:
+                part.grad.copy_(group.grad[part.first : part.first + part.grad.numel()])
+        scalars = {name: torch.tensor(value) for name, value in (("lr", 1e-2), ("clip", 0.5), ("skip", 0.0))}
+        made.step(**scalars)
+        again.step(**scalars)
+    state = again.state()
+    for group in groups:
+        masters = torch.cat([part.master for part in parts[group.name]])
+        ensure(torch.equal(masters, group.master), f"the masters of parts of {group.name} differ from the whole ones")
+        for name, whole in made.state().items():
+            if not name.startswith(f"{group.name}."):
+                continue
+            names = [part.name + name[len(group.name) :] for part in parts[group.name]]
+            pieces = [state[n] for n in names if n in state]
+            same = bool(pieces) and torch.equal(torch.cat(pieces), whole)
+            ensure(same, f"the state of parts, {', '.join(names)}, does not add up to {name}")
+
+
 CHECKS = (
     steps,
     multiplies_gradients_by_clip,
@@ -250,5 +308,6 @@ CHECKS = (
     keeps_state,
     rounds_masters,
     states_its_size,
+    takes_parts_of_parameters,
     trains_and_resumes,
 )

@@ -183,8 +183,8 @@ PLAIN = PlainProduct()
 CROSS_ENTROPY = Objective(
     name="cross_entropy", token_loss=lambda logits, labels, columns: ops.cross_entropy(logits, labels)
 )
-DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0)
-ADAMW = OptimizerSpec(name="textbook-adamw", build=TextbookAdamW)
+DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0, whole_matrices=False)
+ADAMW = OptimizerSpec(name="textbook-adamw", build=TextbookAdamW, whole_matrices=False)
 
 
 def random_source(seed: int = 0, *, std: float = 0.2, device: str = "cpu") -> Source:

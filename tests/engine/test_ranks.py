@@ -18,6 +18,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.pieces import InFile
+from surogate_core.errors import PluginError, UserError
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.mesh.virtual import VirtualFabric, VirtualRanks, in_threads
 from surogate_core.testing import tiny
@@ -342,3 +343,55 @@ def test_a_rank_reads_only_what_it_keeps(level: int) -> None:
     for name, tensor in alone.items():
         if name.startswith("trainable"):
             assert torch.equal(results[0][1][name], tensor), name
+
+
+class _NamedBehind(tiny.TextbookAdamW):
+    """State named after a group at the end, of which one rank's part would be taken for the whole."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {".".join(reversed(name.rsplit(".", 1))): tensor for name, tensor in super().state().items()}
+
+
+def test_state_that_cannot_be_put_together_is_refused_by_name() -> None:
+    spec = OptimizerSpec(name="named", build=_NamedBehind)
+    with pytest.raises(PluginError, match=r"first\.decayed@"):
+        in_threads(2, lambda fabric: engine_of(fabric, micro_batches=2, zero_level=1, optimizer=spec))
+
+
+def test_one_rank_takes_steps_of_any_length_and_several_refuse_them() -> None:
+    def work(fabric: VirtualFabric) -> list[float]:
+        engine = engine_of(fabric, micro_batches=4, exact=True, lora=tiny.lora())
+        batches = tiny.batches(0, 2)
+        return [engine.train_step(batches, step=step, lr=0.0).read()[0] for step in range(2)]
+
+    (losses,) = in_threads(1, work)
+    plain = tiny.engine(tiny.SMALL_CONFIG, build=tiny.SmallModel, lora=tiny.lora())
+    expected = plain.train_step(tiny.batches(0, 2), step=0, lr=0.0).read()[0]
+    assert losses == pytest.approx([expected] * 2, rel=1e-6)
+    with pytest.raises(UserError, match="2 micro-batches, and several GPUs need 4"):
+        in_threads(2, work)
+
+
+def test_accumulating_tells_the_mean_loss_of_all_ranks() -> None:
+    def work(fabric: VirtualFabric) -> float:
+        engine = engine_of(fabric, micro_batches=4, exact=True, lora=tiny.lora())
+        return engine.accumulate(tiny.batches(0, 4))
+
+    (alone,) = in_threads(1, work)
+    assert alone > 1
+    assert in_threads(2, work) == [alone, alone]
+
+
+def test_the_largest_figures_of_recipes_keep_their_signs_and_nan() -> None:
+    nan = float("nan")
+    by_rank = [[-1.0, 2.0, -0.5, nan], [-2.0, 3.0, nan, 1.0]]
+
+    def work(fabric: VirtualFabric) -> list[float]:
+        engine = engine_of(fabric, micro_batches=2, lora=tiny.lora())
+        values = torch.tensor(by_rank[fabric.rank])
+        engine.traffic.largest(values)
+        return values.tolist()
+
+    for found in in_threads(2, work):
+        assert found[:2] == [-1.0, 3.0]
+        assert all(value != value for value in found[2:])

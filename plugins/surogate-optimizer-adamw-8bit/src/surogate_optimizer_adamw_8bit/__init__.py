@@ -48,6 +48,7 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
         options=AdamW8bitOptions,
         state_bytes_per_parameter=STATE_BYTES,
         rule="adamw",
+        whole_matrices=False,
         cpu_cost=CPU_COST,
         master_dtypes=("fp32", "bf16"),
     )

@@ -43,6 +43,7 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
         options=AdamWOptions,
         state_bytes_per_parameter=8.0,
         rule="adamw",
+        whole_matrices=False,
         master_dtypes=("fp32", "bf16"),
     )
 

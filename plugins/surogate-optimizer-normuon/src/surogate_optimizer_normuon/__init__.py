@@ -52,7 +52,6 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
         state_bytes_per_parameter=4.0,
         master_dtypes=("fp32", "bf16"),
         rate_scale=30.0,
-        whole_matrices=True,
         adapters=False,  # they are not orthogonalised: what it would do with them is AdamW
     )
 
