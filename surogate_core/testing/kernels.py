@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.kernels import experts as experts_ops
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import REFERENCE_PRIORITY, references, unknown_op
 from surogate_core.testing.check import NotApplicable, ensure
@@ -160,6 +161,49 @@ def _adapted_linears() -> Iterator[Inputs]:
     yield made(200, what="200 tokens")
 
 
+def _routes(tokens: int, experts: int, choices: int, device: torch.device) -> tuple[Tensor, ...]:
+    """(weights, experts, order, slot, ends) of random routing in which the last expert has no row."""
+    logits = _normal(tokens, experts, seed=5)
+    logits[:, -1] = -100.0
+    return tuple(t.to(device) for t in experts_ops.route(logits.float(), choices, True))
+
+
+def _grouped_linears() -> Iterator[Inputs]:
+    def made(n: int, choices: int, what: str = "", *, sorted_rows: bool = False) -> Inputs:
+        adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
+        leaves = {"x": _normal(n * choices if sorted_rows else n, 64, seed=0)}
+        leaves |= {"gate": _normal(6, 32, 64, seed=1), "up": _normal(6, 32, 64, seed=2)}
+        leaves |= {"A": _normal(6, 16, 64, seed=3), "B": _normal(6, 32, 16, seed=4)}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, gate, up, a, b = t
+            _, _, order, slot, ends = _routes(n, 6, choices, x.device)
+            where = (None, None) if sorted_rows else (order, slot)
+            return function(x, *where, ends, None, [None, adapter], gate, up, a, b)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+    yield made(48, 1, what="one expert a token")
+    yield made(48, 2, what="sorted rows", sorted_rows=True)
+
+
+def _combine() -> Iterator[Inputs]:
+    def made(n: int, choices: int, what: str = "") -> Inputs:
+        leaves = {"y": _normal(n * choices, 64, seed=0), "weights": _normal(n, choices, seed=1).abs()}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            y, weights = t
+            _, _, order, slot, _ = _routes(n, 6, choices, y.device)
+            return function(y, order, slot, weights)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+
+
 CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
@@ -169,6 +213,8 @@ CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
     "adapted_linears": _adapted_linears,
+    "grouped_linears": _grouped_linears,
+    "combine": _combine,
 }
 """Op → its inputs; the first ones are ordinary."""
 
@@ -184,10 +230,11 @@ WITHOUT_CASES = frozenset(
         "nvfp4_quantised",
         "nvfp4_rounded",
         "quantise_both",
+        "route",
         "scaled_linears",
     }
 )
-"""Ops that work in place or return codes: an error bound cannot check them, so packs test their bits."""
+"""Ops that work in place or return codes or choices: an error bound cannot check them, so packs test their bits."""
 
 
 def _spread(tensor: Tensor) -> Tensor:
