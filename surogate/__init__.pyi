@@ -237,7 +237,7 @@ def sft(
         persistent_quants: Keep frozen weights quantised. Always so with a quantising recipe or a qlora key;
             otherwise an error.
         cpu_training: Keep weights, masters, gradients and optimizer state off the device; the CPU runs the
-            optimizer step.
+            optimizer step. Several GPUs share all of it out, as with `zero_level=3`.
         launcher: The launcher, which starts the processes of the run.
         gpus: GPUs of this machine to train on, one process each; 0 is all. With `device=cpu`, the number of
             processes.
@@ -513,7 +513,7 @@ def pt(
         persistent_quants: Keep frozen weights quantised. Always so with a quantising recipe or a qlora key;
             otherwise an error.
         cpu_training: Keep weights, masters, gradients and optimizer state off the device; the CPU runs the
-            optimizer step.
+            optimizer step. Several GPUs share all of it out, as with `zero_level=3`.
         launcher: The launcher, which starts the processes of the run.
         gpus: GPUs of this machine to train on, one process each; 0 is all. With `device=cpu`, the number of
             processes.
