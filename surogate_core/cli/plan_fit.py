@@ -159,6 +159,8 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     ):
         if STREAMING.intersection(chosen) and budget < config.recompute_budget:
             continue
+        if shared and not config.lora and "cpu_training" in chosen:
+            continue  # it shares out everything by itself
         changes: dict[str, Any] = {**dict.fromkeys(chosen, True), "recompute": recompute, "recompute_budget": budget}
         if "offload_quants" in chosen:
             changes["persistent_quants"] = True
@@ -167,7 +169,9 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         changes |= shared
         changed = replace(config, lmhead_chunks=head, optimizer=optimizer, **changes)
         values = {f.name: getattr(changed, f.name) for f in fields(RunConfig)}
-        if not any(rule.wrong(values) for rule in RULES) and _placed(changed, registry):
+        sound = not any(rule.wrong(values) for rule in RULES)
+        sound = sound and sharing.whole_matrices(specs[changed.optimizer.name], values) is None
+        if sound and _placed(changed, registry):
             yield changed
 
 

@@ -148,4 +148,5 @@ def reduction_notes(settings: EngineSettings, checkpoint: Checkpoint | None, *, 
 
 def _how_to_be_exact(settings: EngineSettings) -> str:
     possible = settings.ranks in EXACT_RANKS and lanes_of(settings.micro_batches) % settings.ranks == 0
-    return " (exact_reduction=true gives equal bits)" if possible and not settings.exact else ""
+    offered = possible and not (settings.exact or settings.update_on_cpu)
+    return " (exact_reduction=true gives equal bits)" if offered else ""

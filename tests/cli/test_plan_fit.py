@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from surogate_core.cli.main import main
-from surogate_core.cli.plan_fit import MARGIN, parse_size
+from surogate_core.cli.plan_fit import MARGIN, _candidates, parse_size
+from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import UserError
+from surogate_core.plugins.registry import Registry
 
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=512", "per_device_train_batch_size=2"]
 
@@ -94,6 +96,17 @@ def test_proposals_are_of_what_the_offloader_places() -> None:
         moved = {word.partition("=")[0] for word in proposal["overrides"] if word.startswith("offload_")}
         assert "offload_residual" not in moved
         assert not moved or "cpu_training=true" in proposal["overrides"]
+
+
+def test_several_cpus_share_out_what_the_optimizer_allows(installed: Registry) -> None:
+    keys = ["model=qwen3", "lora=false", "gpus=2", "zero_level=0", "lmhead_chunks=1", "recompute=true"]
+
+    def levels(optimizer: str) -> set[int]:
+        config = load_run_config([*keys, f"optimizer={optimizer}"], registry=installed)
+        return {changed.zero_level for changed in _candidates(config, installed) if changed.cpu_training}
+
+    assert levels("adamw") == {0}, "it implies a level"
+    assert levels("normuon") == set()
 
 
 @pytest.mark.slow

@@ -93,7 +93,8 @@ def test_unequal_devices_get_a_note() -> None:
 
 
 def settings(**values: Any) -> Any:
-    return SimpleNamespace(**{"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, **values})
+    default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False}
+    return SimpleNamespace(**{**default, **values})
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def settings(**values: Any) -> Any:
         ({}, "gives equal bits on 1, 2, 4 and 8 equal GPUs."),
         ({"micro_batches": 6}, "gives equal bits on 1 and 2 equal GPUs."),
         ({"exact": False}, "Two equal runs on 2 GPUs give equal bits; .* \\(exact_reduction=true gives equal bits\\)."),
+        ({"exact": False, "update_on_cpu": True}, "another number of GPUs rounds sums differently.$"),
         ({"exact": False, "ranks": 3, "micro_batches": 3}, "another number of GPUs rounds sums differently.$"),
         ({"ranks": 4, "micro_batches": 12}, "gives equal bits on 1, 2 and 4 equal GPUs."),
     ],
