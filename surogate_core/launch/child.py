@@ -79,6 +79,7 @@ class Child:
         self.outcome: Mapping[str, Any] | None = None
         """What the worker wrote about its end."""
         self._done_at = 0.0
+        self._killed = False
         self._stopped_since: float | None = None
         read, self._news = os.pipe()
         with ExitStack() as stack:
@@ -118,11 +119,13 @@ class Child:
         elif self._stopped_since is None:
             self._stopped_since = now
         elif now - self._stopped_since > STOPPED:
-            text = f"was stopped by a signal (SIGSTOP or SIGTSTP) and did not go on within {STOPPED:.0f} seconds"
+            text = f"was stopped by a signal (SIGSTOP or SIGTSTP) and did not continue within {STOPPED:.0f} seconds"
             return self.failed(text, code=128 + signal.SIGSTOP, at=now)
         if self.outcome is None:
             self.outcome, self._done_at = self._read_outcome(), now
-        elif now - self._done_at > (LEAVE if self.rank else LEAVE_0):
+        if self.outcome is not None and self.code is None:
+            return self._death(now)  # its process may still live long: a thread, a monitor
+        if self.outcome is not None and now - self._done_at > (LEAVE if self.rank else LEAVE_0):
             self.kill()  # its work is over, but the process does not end
         return None
 
@@ -150,7 +153,13 @@ class Child:
                 log.write(stacks.read_bytes())
 
     def kill(self) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and all that it has started.
+
+        Only the first call does something: later the system may have given the number to another group.
+        """
+        if self._killed:
+            return
+        self._killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -11,11 +11,10 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,8 @@ WINDOW = 0.3
 """Seconds after a failure in which the failures of other ranks are collected, to find the first one."""
 GRACE = SECOND_THOUGHT + 4.0
 """Seconds that rank 0 has after a failure to end the record of the run."""
+REPORT = 60.0
+"""Seconds that a rank has after an error to say which one: it may first search for changes that save memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +147,26 @@ class _Attempt:
         found = [failure for child in self._children if (failure := child.look(now, slept=slept)) is not None]
         if found:
             return min(found, key=lambda failure: failure.at)
-        late = self._silence.late(self._pulses.read(), now)
+        late = self._late(now)
         if late is None or self._children[late[0]].ended is not None:
             return None
         for child in self._children:
             child.dump_stacks()
         return self._children[late[0]].failed(late[1], code=1, at=now)
+
+    def _late(self, now: float) -> tuple[int, str] | None:
+        """The rank whose next report is late, and the fact as a phrase; None if there is none."""
+        pulses = self._pulses.read()
+        late = self._silence.late(pulses, now)
+        errors = [(pulse.failed_at, rank) for rank, pulse in enumerate(pulses) if pulse.failed_at]
+        if not errors:
+            return late
+        # The other ranks wait for the one with the error: they are not late.
+        at, rank = min(errors)
+        waiting = any(child.ended is None for child in self._children if child.rank != rank)
+        if not waiting or now - at < REPORT:
+            return None
+        return rank, f"met an error and did not report it within {REPORT:.0f} seconds"
 
     def _over(self) -> int | None:
         """The exit code of the run if it is over: all ranks have ended, or one has and the others do not follow."""
@@ -173,12 +188,12 @@ class _Attempt:
     def _first(self, failure: Failure) -> Failure:
         """The first failure of all ranks, given one of them. Rank 0 has ended the record of the run by then."""
         found = {failure.rank: failure}
-        until = time.monotonic() + WINDOW
-        while (now := time.monotonic()) < until and len(found) < self._plan.world:
+        for now in self._polls(WINDOW):
             for child in self._children:
                 if child.rank not in found and (other := child.look(now, slept=False)) is not None:
                     found[child.rank] = other
-            time.sleep(POLL)
+            if len(found) == self._plan.world:
+                break
         for rank, pulse in enumerate(self._pulses.read()):
             if rank in found and pulse.failed_at:
                 found[rank].at = min(found[rank].at, pulse.failed_at)
@@ -191,9 +206,17 @@ class _Attempt:
         leader = self._children[0]
         if leader.ended is None:
             leader.tell(first.text)
-            with suppress(subprocess.TimeoutExpired):
-                leader.process.wait(GRACE)
+            for _ in self._polls(GRACE):
+                if leader.process.poll() is not None:
+                    break
         return first
+
+    def _polls(self, seconds: float) -> Iterator[float]:
+        """The times to look until the seconds are over or a second signal comes."""
+        until = time.monotonic() + seconds
+        while (now := time.monotonic()) < until and not self._signals.at_once:
+            yield now
+            time.sleep(POLL)
 
     def _end_all(self) -> None:
         for child in self._children:

@@ -46,11 +46,6 @@ def start(tmp_path: Path, installed: Registry, monkeypatch: pytest.MonkeyPatch) 
         assert not is_alive(int(file.read_text())), file.name
 
 
-def test_the_time_from_a_fault_to_the_end() -> None:
-    """Ten seconds, of which a stopped process takes the most to be noticed."""
-    assert child.STOPPED + supervisor.WINDOW + supervisor.GRACE < 10
-
-
 def is_alive(pid: int) -> bool:
     try:
         return state(pid) != "Z"
@@ -105,6 +100,18 @@ def test_what_all_ranks_refuse_is_the_fault_of_none(start: Start) -> None:
     assert not logs  # wrong input is not tried again
 
 
+def test_a_group_of_processes_is_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is empty, the system may give its number to processes of others."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
+    found = child.Child(1, ["true"], {"PATH": os.environ["PATH"]}, shared=tmp_path, log=None)
+    found.process.wait()
+    assert found.look(time.monotonic(), slept=False) is not None
+    found.kill()
+    found.close(1)
+    assert killed == [found.process.pid]
+
+
 def test_a_stopped_rank_ends_the_run(start: Start) -> None:
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was stopped by a signal") as raised:
         start("is_stopped")
@@ -136,6 +143,28 @@ def test_a_death_in_a_collective_is_the_cause_and_not_the_error_of_the_others(st
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was killed by SIGKILL") as raised:
         start("dies_in_a_collective")
     assert (tmp_path / "run/record").read_text() == str(raised.value)
+
+
+def test_an_error_counts_at_once_also_if_its_process_lives_on(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks that wait for it are not to blame, although they finish no step."""
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+    with pytest.raises(RankError, match=r"^a bug: RuntimeError: the error of rank 0\."):
+        start("outlives_its_error", silence=1)
+    assert not (tmp_path / "run/outlived").exists()
+
+
+def test_a_rank_with_an_error_has_time_to_report_it(start: Start) -> None:
+    with pytest.raises(UserError, match=r"^rank 1: the error of rank 1\.$"):
+        start("searches_after_its_error", silence=1)
+
+
+def test_an_error_that_is_never_reported_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "REPORT", 2)
+    message = r"(?s)^rank 1 .* met an error and did not report it within 2 seconds\..*waits_in_vain"
+    with pytest.raises(RankError, match=message):
+        start("never_reports_its_error")
 
 
 def test_a_process_that_does_not_end_is_killed(start: Start) -> None:
@@ -184,6 +213,22 @@ def test_a_second_signal_ends_the_run_at_once(start: Start, tmp_path: Path) -> N
 
     when_ready(tmp_path / "run", twice)
     assert start("ignores_signals") == 143
+
+
+def test_a_second_signal_ends_the_wait_for_rank_0(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE", 30)
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    when_ready(tmp_path / "run", twice)
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        start("cannot_end")
+    assert not (tmp_path / "run/outlived").exists()
 
 
 def test_a_signal_before_the_run_handles_it_is_no_failure(start: Start, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -160,11 +161,71 @@ def fails_at_first(job: RankJob, rank: int, mesh: Any) -> None:
 
 def leaves_a_thread(job: RankJob, rank: int, mesh: Any) -> int:
     """The work ends, but the process does not."""
-    import threading
-
     if rank == 1:
         threading.Thread(target=time.sleep, args=(FOREVER,)).start()
     return 3 if rank == 0 else 0
+
+
+def outlives_its_error(job: RankJob, rank: int, mesh: Any) -> None:
+    """Rank 0 has an error after some steps, but a thread of a library keeps its process."""
+    _takes_steps(mesh)
+    if rank == 0:
+        _outlive_soon(job)
+        raise RuntimeError("the error of rank 0")
+    time.sleep(FOREVER)
+
+
+def searches_after_its_error(job: RankJob, rank: int, mesh: Any) -> None:
+    """As a run does after CUDA is out of memory: it takes a while until rank 1 can propose what fits."""
+    _takes_steps(mesh)
+    if rank == 0:
+        wait_as_rank_0(job, mesh)
+    error = UserError("the error of rank 1.")
+    lifeline_of(mesh).cause_of(error)
+    time.sleep(2.5)
+    raise error
+
+
+def never_reports_its_error(job: RankJob, rank: int, mesh: Any) -> None:
+    _takes_steps(mesh)
+    if rank == 0:
+        wait_as_rank_0(job, mesh)
+    lifeline_of(mesh).cause_of(UserError("the error of rank 1."))
+    waits_in_vain()
+
+
+def cannot_end(job: RankJob, rank: int, mesh: Any) -> None:
+    """Rank 0 hears of a failure, but a monitor keeps it."""
+    if rank == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(text: str) -> None:
+        _outlive_soon(job)
+        for ready in range(2):
+            (job.place / f"ready-{ready}").touch()
+        time.sleep(FOREVER)
+
+    lifeline_of(mesh).on_failure(end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    with StopSignals():
+        time.sleep(FOREVER)
+
+
+def _takes_steps(mesh: Any) -> None:
+    for step in range(1, 8):
+        lifeline_of(mesh).beat(step)
+        time.sleep(0.08)
+
+
+def _outlive_soon(job: RankJob) -> None:
+    """A thread that keeps the process, and leaves a file if the process lives for long."""
+
+    def wait() -> None:
+        time.sleep(20)
+        (job.place / "outlived").touch()
+
+    threading.Thread(target=wait).start()
 
 
 def runs(job: RankJob, rank: int, mesh: Any) -> None:
