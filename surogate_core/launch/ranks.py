@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import structlog
+
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 
 if TYPE_CHECKING:
     from surogate_core.mesh.mesh import Mesh
+
+log = structlog.get_logger(__name__)
 
 PATIENCE_MINUTES = 10
 """The time in which all processes must have started."""
@@ -36,11 +40,13 @@ class Rank:
 
 def rank_of(environment: Mapping[str, str]) -> Rank | None:
     """The rank that the environment names; None if it names none, or only one. Raises `UserError` for half a name."""
-    if "RANK" in environment or "WORLD_SIZE" in environment:
+    given = environment.keys() & {"RANK", "WORLD_SIZE"}
+    if len(given) == 2 or (given and environment.keys() & {"MASTER_ADDR", "LOCAL_RANK"}):
         return _by_torchrun(environment)
-    if "SLURM_PROCID" in environment:
-        return _by_slurm(environment)
-    return None
+    for name in given:
+        # Scripts use such names for values of their own, such as the rank of an adapter.
+        log.info(f"{name}={environment[name]} in the environment alone is no rank, and is ignored")
+    return _by_slurm(environment)
 
 
 def _by_torchrun(environment: Mapping[str, str]) -> Rank | None:
@@ -68,11 +74,10 @@ def _by_torchrun(environment: Mapping[str, str]) -> Rank | None:
 
 
 def _by_slurm(environment: Mapping[str, str]) -> Rank | None:
-    # A batch script, which is one process, has a rank and SLURM_NTASKS too. Only srun starts steps.
-    counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    if counted not in environment or not environment.keys() & {"SLURM_STEP_ID", "MASTER_ADDR"}:
+    # Only srun starts steps. A batch script has a rank and SLURM_NTASKS too, but is one process.
+    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
         return None
-    rank, world = _whole(environment, "SLURM_PROCID"), _whole(environment, counted)
+    rank, world = _whole(environment, "SLURM_PROCID"), _whole(environment, "SLURM_STEP_NUM_TASKS")
     if world == 1:
         return None
     local_world = _tasks_here(environment, world)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,9 +112,11 @@ class _Run:
                 self.bus.emit(self._end("signal", None, ""))
                 return self.signals.exit_code
             except (Exception, KeyboardInterrupt, SystemExit, PeerFailed) as error:  # a plugin may call sys.exit()
-                if self.loop is not None and isinstance(error, SurogateError):
-                    self.loop.leader.end()
                 shown = self._failed(self.mesh.lifeline.cause_of(error))
+                if self.loop is not None and isinstance(error, SurogateError):
+                    # Another rank may be gone too. This rank's error is the one to show.
+                    with suppress(Exception):
+                        self.loop.leader.end()
                 if shown is error:
                     raise
                 raise shown from error

@@ -60,12 +60,26 @@ def test_slurm_names_the_rank() -> None:
         {"RANK": "0", "WORLD_SIZE": "1"},
         # A batch script is one process, however many tasks its job may start.
         {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},
+        # It may export the address for the processes that it starts by srun.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
         # So is the shell of salloc, which is a step of one task.
         {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
 def test_one_process_joins_nothing(environment: dict[str, str]) -> None:
     assert rank_of(environment) is None
+
+
+@pytest.mark.parametrize("given", [{"RANK": "16"}, {"WORLD_SIZE": "8"}, {"RANK": "high"}])
+def test_one_name_alone_is_no_rank(given: dict[str, str]) -> None:
+    """A script for LoRA may export RANK=16."""
+    with capture_logs() as logs:
+        assert rank_of(given) is None
+    ((name, value),) = given.items()
+    assert [entry["event"] for entry in logs] == [f"{name}={value} in the environment alone is no rank, and is ignored"]
+    found = rank_of({**SLURM, **given})
+    assert found is not None
+    assert found.by == "SLURM"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from surogate_core.config.resolve import load_run_config
+from surogate_core.errors import MachineError
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import run as module
@@ -41,3 +45,28 @@ def test_a_run_that_rank_0_called_off_ends_in_peace(installed: Registry) -> None
     """A signal came before the first step, and the others waited."""
     config = load_run_config(["model=qwen3", "device=cpu", "gpus=2"], registry=installed)
     assert train(config, installed, mesh=Answered(CalledOff())) == 0
+
+
+def test_an_error_of_rank_0_is_shown_and_recorded_if_other_ranks_are_gone(
+    installed: Registry, tmp_path: Path, records: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may be full for all ranks at once."""
+
+    recorded: list[int] = []
+
+    def end() -> None:
+        recorded.append(len(records(tmp_path, "run_end")))
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    def phases(run: _Run) -> int:
+        loop: Any = SimpleNamespace(leader=SimpleNamespace(end=end), state=None)
+        run.loop = loop
+        raise MachineError("the disk is full.")
+
+    monkeypatch.setattr(_Run, "_phases", phases)
+    config = load_run_config(["model=qwen3", "device=cpu", f"output_dir={tmp_path}"], registry=installed)
+    with pytest.raises(MachineError, match="the disk is full"):
+        train(config, installed)
+    (record,) = records(tmp_path, "run_end")
+    assert (record["reason"], record["message"]) == ("failed", "the disk is full.")
+    assert recorded == [1], "the record is complete before rank 0 waits for anyone"
