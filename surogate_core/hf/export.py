@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from surogate_core.hf.weights import ModelDir
 
 _PREFIX = "base_model.model."
+_EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
 
 
 class Tokenizer(Protocol):
@@ -119,6 +121,7 @@ def export_adapter(
         named[_PREFIX + name] = tensor
     about = {"task_type": task_type, "base_model_name_or_path": base_model, "revision": card.base_commit}
     config = _peft_config(about, rank, alpha, dropout, target_modules)
+    config |= _peft_experts({name.rpartition(".lora_")[0] for name in named})
     with _export_directory(directory, kind="adapter", card=card) as new:
         write_tensors(new / "adapter_model.safetensors", named)
         _write_json(new / "adapter_config.json", config)
@@ -160,6 +163,21 @@ def _peft_config(
         "use_dora": False,
         "use_rslora": False,
     }
+
+
+def _peft_experts(modules: Collection[str]) -> dict[str, Any]:
+    """The fields of a `LoraConfig` that differ if experts are adapted; `modules`: the adapted ones, with the prefix.
+
+    PEFT 0.21 turns adapters of each expert into one of transformers' tensor of all experts. That kind has no dropout,
+    not even one that is off. Targets with the last name of an expert's projection are then the experts' alone, so
+    projections of dense layers are named as parameters.
+    """
+    experts = {module for module in modules if _EXPERT_MODULE.search(module)}
+    last = {module.rpartition(".")[2] for module in experts}
+    dense = [m.removeprefix(_PREFIX) for m in modules if m not in experts and m.rpartition(".")[2] in last]
+    if not experts:
+        return {}
+    return {"lora_dropout": 0.0, **({"target_parameters": sorted(f"{m}.weight" for m in dense)} if dense else {})}
 
 
 def _copy_stack(source: Path, target: Path) -> None:

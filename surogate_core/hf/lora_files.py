@@ -329,7 +329,13 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"bias is {values['bias']!r}: trained biases are not supported")
     if values.get("init_lora_weights") not in _INITS:
         problems.append(f"init_lora_weights is {values['init_lora_weights']!r}, which changes the base weights too")
-    known = _NEUTRAL | {"bias", "init_lora_weights"}
+    known = _NEUTRAL | {"bias", "init_lora_weights", "target_parameters"}
+    fused = [str(name) for name in values.get("target_parameters") or () if not str(name).endswith(".weight")]
+    if fused:
+        problems.append(
+            f"target_parameters has {', '.join(fused)}: adapters of one tensor of all experts are not read, only those "
+            f"of each expert"
+        )
     for key, value in values.items():
         if key not in known and value:
             shown = json.dumps(value)

@@ -5,6 +5,7 @@ The tests of adapters need PEFT.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ class Pair:
 
     def adapter_export_error(self, path: Path) -> float:
         """After a step from PEFT's adapters, the logits of the exported adapter in PEFT."""
-        from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
         state = self.state()
         torch.manual_seed(1)
@@ -142,11 +143,25 @@ class Pair:
         adapters = {n.removeprefix(prefix): t.clone() for n, t in get_peft_model_state_dict(adapted).items()}
         base = adapted.unload()
         engine = self.engine({**state, **adapters}, lora=tiny.lora(4, scale=2.0))
+        return self._adapted_error(path, engine, base, tiny.TARGETS)
+
+    def own_adapter_error(self, path: Path, targets: Sequence[str] = tiny.TARGETS) -> float:
+        """After steps from random adapters, the logits of the exported adapter in PEFT; it is not in the reference."""
+        own, drawn = tiny.tensor_source(self.state()), tiny.random_source()
+        engine = self.engine(
+            source=lambda spec: drawn(spec) if spec.role == "adapter" else own(spec),
+            lora=tiny.lora(4, scale=2.0, targets=targets),
+        )
+        return self._adapted_error(path, engine, copy.deepcopy(self.reference), targets)
+
+    def _adapted_error(self, path: Path, engine: Engine, base: Any, targets: Sequence[str]) -> float:
+        from peft import PeftModel
+
         batch = tiny.batch(self.documents, tokens=self.tokens)
         for step in range(2):
             engine.train_step([batch], step=step, lr=1e-2).read()
         directory = export_adapter(
-            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, target_modules=tiny.TARGETS,
+            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, target_modules=targets,
             base_model=None, card=Card(title="tiny"),
         )  # fmt: skip
         plain = self._first_error(base, engine)
