@@ -120,7 +120,9 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     prediction = predicted(config)
     rates = plan_fit.Rates.of(gpu)
     estimate = None
-    if gpu is not None:
+    experts = resolved.model.expert_slots()
+    # Rates are measured with dense products.
+    if gpu is not None and not experts:
         more = plan_fit.seconds_of(config, registry, prediction, rates)
         estimate = speed(config, registry, resolved.model, prediction, gpu, more=more)
     plan = plan_view.Plan(
@@ -136,6 +138,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
+        unused=sum(s.inputs * s.outputs * (s.count - s.choices) for slots in experts.values() for s in slots),
     )
     if plan.fits is False and device.type == "cuda" and room.device is not None:
         optimizer = registry.get("optimizer", config.optimizer.name)

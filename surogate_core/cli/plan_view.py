@@ -70,8 +70,16 @@ class Plan:
     here: int | None
     """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
     chosen: str
+    unused: int = 0
+    """Parameters of the base that a token does not use: those of the experts that it does not go to."""
     more_gpus: tuple[tuple[str, ...], int] | None = None
     """On how many GPUs it fits if it does not fit on these: overrides, and what it needs of each."""
+
+    @property
+    def base(self) -> int:
+        """Parameters without adapters."""
+        adapters = self.prediction.trainable_parameters if self.config.lora else 0
+        return self.prediction.parameters - adapters
 
     @property
     def needed(self) -> int:
@@ -112,6 +120,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "device": str(plan.settings.device),
         "parameters": prediction.parameters,
         "trainable_parameters": prediction.trainable_parameters,
+        "active_parameters": plan.base - plan.unused,
         "tokens_per_step": tokens_per_step(plan.config),
         "schedule": [str(action) for action in prediction.schedule],
         "kernels": {f"{op} {dtype}": name for (op, dtype), name in prediction.kernels.items()},
@@ -134,6 +143,8 @@ def as_json(plan: Plan, **extra: Any) -> str:
 def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
     """The plan for people: the answers, then the memory; the rest on request."""
     trained = f"{plan.prediction.parameters:,} parameters, {plan.prediction.trainable_parameters:,} trained"
+    if plan.unused:
+        trained += f"\n{plan.base:,} in the base, {plan.base - plan.unused:,} of them active for a token"
     answers = [("Fits", _fit(plan)), ("Speed", _speed(plan)), ("Time", _time(plan))]
     answers += [("Sends", _sends(plan))] if plan.prediction.ranks > 1 else []
     answers += [("Chooses", plan.chosen)] if plan.chosen else []
@@ -181,6 +192,7 @@ def _fit(plan: Plan) -> str:
 def _speed(plan: Plan) -> str:
     if plan.speed is None:
         what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
+        what = "a model with experts" if plan.unused else what
         return f"not estimated for {what}; train with max_steps=5 to see"
     rate = plan.speed.tokens_per_second
     shown = f"{rate / 1000:.3g}k" if rate >= 1000 else f"{rate:.3g}"

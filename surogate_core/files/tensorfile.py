@@ -5,11 +5,12 @@ The format: 8 bytes little-endian header length, a JSON header padded with space
 
 from __future__ import annotations
 
+import copy
 import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -158,6 +159,20 @@ class TensorFile(Mapping[str, "Tensor"]):
         tensor = torch.empty(info.shape, dtype=info.torch_dtype)
         self._read(info.begin, tensor.reshape(-1))
         return tensor
+
+    def split(self, parts: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]]) -> TensorFile:
+        """The file with each of these tensors seen as others: name → (name, shape) of its parts, in order."""
+        views: dict[str, TensorInfo] = {}
+        for name, info in self.infos.items():
+            begin, size = info.begin, _DTYPES[info.dtype][1]
+            for part, shape in parts.get(name, ((name, info.shape),)):
+                end = begin + size * prod(shape)
+                views[part] = TensorInfo(shape=tuple(shape), dtype=info.dtype, begin=begin, end=end)
+                begin = end
+            assert begin == info.end, f"{name}: its parts do not fill it"
+        found = copy.copy(self)
+        found.infos = views
+        return found
 
     def copy_into(self, name: str, target: Tensor) -> None:
         """Copy a tensor into `target` (contiguous, same shape, any device), a piece at a time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import hashlib
 import json
@@ -85,24 +84,19 @@ class ModelDir:
         if not here:
             return self
         problems = []
-        views: dict[str, dict[str, TensorInfo]] = {}
         for name, one in here.items():
-            info, file = self.info(name), self._where[name]
+            info = self.info(name)
             if info.dtype not in FLOATS or info.shape != one.shape:
                 problems.append(
-                    f"{name} is {info.dtype} {list(info.shape)} in {file}, the model needs {list(one.shape)} of "
-                    f"{', '.join(FLOATS)}"
+                    f"{name} is {info.dtype} {list(info.shape)} in {self._where[name]}, the model needs "
+                    f"{list(one.shape)} of {', '.join(FLOATS)}"
                 )
-                continue
-            views.setdefault(file, {}).update(_parts_of(info, one))
         if problems:
             raise _another_model(self.path, problems)
-        files = dict(self._files)
-        for file, parts in views.items():
-            files[file] = copy.copy(files[file])
-            files[file].infos = {**parts, **{n: i for n, i in files[file].infos.items() if n not in here}}
-        where = {name: file for name, file in self._where.items() if name not in here}
-        return ModelDir(self.path, self.config, files, {**{n: f for f, parts in views.items() for n in parts}, **where})
+        parts = {name: one.parts for name, one in here.items()}
+        where = {part: file for name, file in self._where.items() for part, _ in parts.get(name, ((name, ()),))}
+        files = {name: file.split(parts) for name, file in self._files.items()}
+        return ModelDir(self.path, self.config, files, where)
 
     @property
     def commit(self) -> str | None:
@@ -338,17 +332,6 @@ def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[st
             f"{needed_by}: {len(problems)} weight files cannot be used:\n{_listed(problems)}\n{_COPY_AGAIN}"
         )
     return files
-
-
-def _parts_of(info: TensorInfo, fused: Fused) -> dict[str, TensorInfo]:
-    """The tensors of the experts within the bytes of one tensor."""
-    found, begin = {}, info.begin
-    size = (info.end - info.begin) // math.prod(info.shape)
-    for name, shape in fused.parts:
-        end = begin + size * math.prod(shape)
-        found[name] = TensorInfo(shape=shape, dtype=info.dtype, begin=begin, end=end)
-        begin = end
-    return found
 
 
 def _another_model(path: Path, problems: list[str], *, quantised: bool = False) -> UserError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
+from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files import atomic
 from surogate_core.files.hub import split_revision
@@ -111,12 +112,13 @@ def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
             )
         if stacked["mode"] == "trainable":
             below.pop()
+    file = checkpoint.tensors("trainable")
     own = LoraAdapter(
         source=str(checkpoint.path),
         rank=rank,
         alpha=alpha,
         scale=alpha / rank,
-        tensors=checkpoint.tensors("trainable"),
+        tensors=file.split({n: list(expanded(n, i.shape).items()) for n, i in file.infos.items() if EXPERT in n}),
         base_fingerprint=str(essential.get("model", "")).removeprefix("weights ") or None,
         base_model=checkpoint.state.get("base_model"),
         base_commit=checkpoint.state.get("base_commit"),
@@ -216,6 +218,7 @@ def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Pa
         if path.resolve().is_relative_to(output.resolve()):
             raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
     _check_config(model)
+    _check_experts(model, stack)
     shapes = {name: model.shape(name) for name in model.names()}
     tied = bool(model.config.get("tie_word_embeddings"))
     lora_files.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
@@ -290,6 +293,16 @@ def _read(
         yield name, lora_files.fold(name, model.get(name), stack)
         done += model.read_bytes(name)
     progress(total, total)
+
+
+def _check_experts(model: ModelDir, stack: Sequence[LoraAdapter]) -> None:
+    """Refuse adapters of each expert on a base that has one tensor of all: only its family knows how it is laid out."""
+    fused = next((name for name in model.names() if ".experts." in name and len(model.shape(name)) == 3), None)
+    if fused is not None and any(".experts." in module for adapter in stack for module in adapter.modules):
+        raise UserError(
+            f"--base-model {model.path}: {fused} is one tensor of all experts. Fix: save_pretrained it again with "
+            f"transformers, which writes one for each expert, or train with merge_adapter=true."
+        )
 
 
 def _check_config(model: ModelDir) -> None:

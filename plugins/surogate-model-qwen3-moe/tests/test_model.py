@@ -14,7 +14,7 @@ from surogate_model_qwen3_moe.model import DenseBlock, SparseBlock, build
 from surogate_model_qwen3_moe.presets import PRESETS
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from surogate_core.engine.parameters import distinct, pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import UserError
 
 PUBLISHED = {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560}
