@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +74,12 @@ def _by_size(entry: Mapping[str, Any], files: Sequence[Path]) -> bool:
 
 def _estimated(config: RunConfig, nbytes: float) -> Length:
     """The steps for text of the size, counted as often as an epoch takes it."""
+    from surogate_core.run.ranks import tokens_per_step
+
     held_out = 0 if config.validation_datasets else config.validation_split_ratio
     tokens = nbytes / BYTES_PER_TOKEN * (1 - held_out)
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.gpus
     steps = (
-        config.max_steps if config.max_steps > 0 else math.ceil(config.num_epochs * tokens / config.sequence_len / rows)
+        config.max_steps if config.max_steps > 0 else math.ceil(config.num_epochs * tokens / tokens_per_step(config))
     )
     return Length(
         steps=steps, data=f"about {tokens / 1e6:,.0f} million tokens, by the size of the files", estimated=True
@@ -87,13 +88,14 @@ def _estimated(config: RunConfig, nbytes: float) -> Length:
 
 def _counted(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Length:
     from surogate_core.data.pipeline import prepare
+    from surogate_core.run.ranks import on_one_gpu
     from surogate_core.run.tokenizer_of_run import tokenizer_of_run
     from surogate_core.train.loop import total_steps
 
     pretrained = config.model.path is not None and not config.from_scratch
     tokenizer, _ = tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=pretrained)
     # The rows of a step of all GPUs are those of one that has all micro-batches.
-    config = replace(config, gradient_accumulation_steps=config.gradient_accumulation_steps * config.gpus, gpus=1)
+    config = on_one_gpu(config)
     spec = registry.get("task", config.task)
     data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts)
     train = data.report.train

@@ -24,16 +24,10 @@ from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml
 from surogate_core.run.build import MARGIN, Choice
-from surogate_core.run.ranks import reduction_notes
+from surogate_core.run.ranks import reduction_notes, tokens_per_step
 
 PLACES = ("device", "host", "disk")
 CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")
-
-
-def tokens_per_step(config: RunConfig) -> int:
-    """Token slots of an optimizer step of all GPUs, padding counted."""
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.gpus
-    return rows * config.sequence_len
 
 
 def totals(prediction: Prediction) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]] [--json]
 
-Reads, tokenises and packs the data of a run and says what became of it. Nothing is trained and no weight is read;
+Reads, tokenises and packs the data of a run and reports what it finds. Nothing is trained and no weight is read;
 the run finds the result in the cache. Takes what `surogate sft` takes (task=pt for pre-training).
 
   --debug [N]          show the first N packed documents (3) token by token: what is trained and what is not

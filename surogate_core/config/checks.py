@@ -84,8 +84,8 @@ EXACT_RANKS = (1, 2, 4, 8)
 
 
 def several(v: Values) -> bool:
-    """Whether the run may have several ranks."""
-    return bool(v["gpus"] != 1)
+    """Whether the run has several ranks. With 0, that is known when the run starts, and checked again."""
+    return bool(v["gpus"] > 1)
 
 
 SEVERAL: tuple[Rule, ...] = (

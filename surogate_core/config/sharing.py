@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from surogate_core.bundles import OptimizerSpec, TensorKind
-from surogate_core.config.checks import EXACT_RANKS, SEVERAL
+from surogate_core.config.checks import EXACT_RANKS, SEVERAL, several
 from surogate_core.config.schema import KEYS, RunConfig
 from surogate_core.errors import ConfigError, Problem
 
@@ -58,7 +58,7 @@ def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
 def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Problem | None:
     """The mistake of sharing out the masters of an optimizer that needs whole matrices."""
     level, on_cpu = values["zero_level"], values["cpu_training"] is True
-    if not optimizer.whole_matrices or values["gpus"] == 1 or values["lora"] is True or not (level or on_cpu):
+    if not optimizer.whole_matrices or not several(values) or values["lora"] is True or not (level or on_cpu):
         return None
     if on_cpu:
         message = f"shares out the masters among several GPUs, and optimizer {optimizer.name} needs whole matrices."

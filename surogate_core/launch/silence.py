@@ -8,7 +8,7 @@ from statistics import median
 
 from surogate_core.mesh.lifeline import Pulse
 
-CONNECTING = "NCCL_DEBUG=INFO shows how far NCCL comes, and NCCL_P2P_DISABLE=1 helps where peer access is broken"
+CONNECTING = "NCCL_DEBUG=INFO shows how far NCCL gets, and NCCL_P2P_DISABLE=1 helps where peer access is broken"
 SLOWER = 20
 """Times the median step after which a rank without a new step counts as silent."""
 

@@ -43,6 +43,7 @@ from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.run.ranks import micro_batches_of
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -312,7 +313,7 @@ def engine_settings(
         zero_level=sharing.level(config),
         shard_weights=sharing.shards_weights(config),
         exact=sharing.exact(config, moves_gradients=moves_gradients),
-        micro_batches=config.gradient_accumulation_steps * max(config.gpus, 1),
+        micro_batches=micro_batches_of(config),
     )
 
 

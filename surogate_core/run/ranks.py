@@ -31,6 +31,11 @@ def micro_batches_of(config: RunConfig) -> int:
     return config.gradient_accumulation_steps * max(config.gpus, 1)
 
 
+def tokens_per_step(config: RunConfig) -> int:
+    """Token slots of an optimizer step of all ranks, padding counted."""
+    return config.per_device_train_batch_size * micro_batches_of(config) * config.sequence_len
+
+
 def on_one_gpu(config: RunConfig) -> RunConfig:
     """The configuration with which one GPU takes the same optimizer steps."""
     return replace(config, gpus=1, gradient_accumulation_steps=micro_batches_of(config))
@@ -116,11 +121,15 @@ def _by_rank(values: Sequence[Any]) -> str:
 
 
 def reduction_of(settings: EngineSettings) -> dict[str, Any]:
-    """The order in which gradients are added, as a checkpoint records it: runs of one order have equal bits."""
+    """The order of the sums over gradients, as a checkpoint records it: runs of one order have equal bits.
+
+    At level 0 every rank sums all squares for the norm; above, the norm has one sum for each part of a layer.
+    """
     if not settings.exact:
         return {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
     order = "interleaved" if settings.zero_level >= 2 else "neighbours"
-    return {"exact": True, "lanes": lanes_of(settings.micro_batches), "order": order}
+    norm = "parts" if settings.zero_level else "whole"
+    return {"exact": True, "lanes": lanes_of(settings.micro_batches), "order": order, "norm": norm}
 
 
 def reduction_notes(settings: EngineSettings, checkpoint: Checkpoint | None, *, deterministic: bool) -> list[str]:
@@ -141,7 +150,7 @@ def reduction_notes(settings: EngineSettings, checkpoint: Checkpoint | None, *, 
     before = checkpoint.state.get("reduction") if checkpoint is not None else None
     if before not in (None, now):
         notes.append(
-            "Gradients are added in another order than before the checkpoint, so sums round differently from here on."
+            "Sums over gradients have another order than before the checkpoint, and round differently from here on."
         )
     return notes
 

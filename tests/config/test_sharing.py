@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
         exact("exact_reduction=true", moves=True)
 
 
-def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems) -> None:
+def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems, registry: Registry) -> None:
     keys = ("model=qwen3-0.6b", "lora=false", "optimizer=normuon")
     for level in (1, 3):
         (problem,) = problems(*keys, "gpus=2", f"zero_level={level}")
@@ -61,6 +62,11 @@ def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems) -> No
     (problem,) = problems(*keys, "gpus=2", "zero_level=0", "cpu_training=true")
     assert (problem.key, problem.fix.split(",")[0]) == ("cpu_training", "gpus: 1")
     assert load(*keys, "gpus=1", "cpu_training=true").zero_level == 1
+    # The machine may have one GPU. `check` has the number.
+    config = load(*keys, "gpus=0", "cpu_training=true")
+    for gpus in (1, 2):
+        with pytest.raises(ConfigError, match="cpu_training") if gpus == 2 else nullcontext():
+            sharing.check(replace(config, gpus=gpus), registry.get("optimizer", "normuon"))
     assert load(*keys, "gpus=2", "zero_level=0").zero_level == 0
 
 

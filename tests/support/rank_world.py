@@ -1,7 +1,7 @@
 """Runs on several ranks: rank 0 is the process of the tests, the others are processes that serve one run after another.
 
-``python rank_world.py`` is such a process. It reads a run from each line of its standard input, and writes a line with
-what came of it.
+``python rank_world.py`` is such a process. It reads a run from each line of its standard input, and answers each with a
+line: an exit code or an error.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class World:
         of_rank: Callable[[int], list[str]] = lambda rank: [],
         of_others: str = "",
     ) -> tuple[int, list[Any]]:
-        """(exit code of rank 0, what came of the others: an exit code or an error); `of_rank` gives more overrides,
-        and the other processes execute the source `of_others` first.
+        """(exit code of rank 0, how the others end: an exit code or an error); `of_rank` gives more overrides, and the
+        other processes execute the source `of_others` first.
 
-        An error of rank 0 is raised; `ends` then has what came of the others.
+        An error of rank 0 is raised; `ends` then has the exit codes and errors of the others.
         """
         while len(self._others) < world - 1:
             command = [sys.executable, __file__]
