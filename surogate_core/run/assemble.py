@@ -428,16 +428,6 @@ def weight_format_notes(
     return [note for note in notes if note]
 
 
-def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, device: torch.device) -> list[str]:
-    """A note about experts that the recipe leaves as they are."""
-    slots = next(iter(resolved.model.expert_slots().values()), ())
-    if not slots or recipe.plain:
-        return []
-    dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
-    names = ", ".join(slot.module for slot in slots)
-    return [f"recipe {config.recipe.name}: experts ({names}) are multiplied in {dtype}."]
-
-
 def assemble(
     config: RunConfig, registry: Registry, resolved: ResolvedModel, *, borders: int, columns: tuple[str, ...] = ()
 ) -> Assembly:

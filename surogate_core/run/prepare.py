@@ -26,7 +26,6 @@ from surogate_core.run.assemble import (
     ResolvedModel,
     check_commit,
     check_weights,
-    expert_notes,
     pinned,
     resolve_device,
     resolve_dtype,
@@ -38,6 +37,7 @@ from surogate_core.run.assemble import (
     weight_format_notes,
 )
 from surogate_core.run.changes import changes_note
+from surogate_core.run.experts import expert_notes
 from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.token_budget import adjusted_epochs, token_budget
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run

@@ -1,0 +1,157 @@
+"""Whole runs of a model with experts: adapters, merging, continuing, files of both kinds, what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from run_fixtures import EMBEDDED, QUICK, RunHere
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surogate_core.cli.main import main
+from surogate_core.config.resolve import load_run_config
+from surogate_core.errors import ConfigError
+from surogate_core.files.paths import resolve_package_path
+from surogate_core.plugins.registry import Registry
+from surogate_core.run.assemble import resolve_model, resolve_recipe
+from surogate_core.run.experts import expert_notes
+
+LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]", "max_steps=2", "tokenizer=null")
+IDS = torch.arange(40).reshape(2, 20)
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE with a dense layer, as transformers writes it: a tensor for each expert."""
+    directory = tmp_path_factory.mktemp("moe") / "base"
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory, max_shard_size="40KB")
+    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory, dirs_exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small(data_cache: Path) -> list[str]:
+    return [*QUICK, *LORA, f"data_cache_dir={data_cache}"]
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, small: Sequence[str], run_here: RunHere, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with adapters on everything, merged too."""
+    output = tmp_path_factory.mktemp("trained") / "out"
+    assert run_here(output, *small, f"model={model}", "merge_adapter=true") == 0
+    return output
+
+
+def test_the_adapter_in_peft_and_the_merged_model_in_transformers_have_equal_logits(
+    model: Path, trained: Path, tmp_path: Path
+) -> None:
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    plain = logits(base)
+    adapted = logits(peft.PeftModel.from_pretrained(base, trained / "adapter"))
+    assert not torch.allclose(plain, adapted, atol=1e-4), "the adapter must matter"
+    (checkpoint,) = trained.glob("checkpoint-*")
+    for number, source in enumerate((trained / "adapter", checkpoint)):
+        output = str(tmp_path / f"merged-{number}")
+        assert main(["merge", "--base-model", str(model), str(source), "--output", output]) == 0
+        merged = transformers.AutoModelForCausalLM.from_pretrained(output)
+        torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-5)
+    in_run, in_command = (load_file(d / "model.safetensors") for d in (trained / "model", tmp_path / "merged-0"))
+    assert in_run.keys() == in_command.keys()
+    assert all(torch.equal(in_run[name], in_command[name]) for name in in_run)
+
+
+@pytest.fixture
+def fused(model: Path, tmp_path: Path) -> Path:
+    """The model with one tensor of all experts of a layer, as transformers 5 has it in memory."""
+    directory = Path(shutil.copytree(model, tmp_path / "fused"))
+    for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
+        file.unlink()
+    state = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert "model.layers.1.mlp.experts.gate_up_proj" in state
+    save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.slow
+def test_a_file_with_one_tensor_of_all_experts_trains_the_same_bits(
+    fused: Path, trained: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path,
+    digests: Callable[[Path], dict[str, str]], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    output = tmp_path / "out"
+    assert run_here(output, *small, f"model={fused}", "merge_adapter=true") == 0
+    assert digests(output / "adapter") == digests(trained / "adapter")
+    names = load_file(output / "model" / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
+    assert not any(name.endswith("gate_up_proj") for name in names)
+    capsys.readouterr()
+    words = ["merge", "--base-model", str(fused), str(output / "adapter"), "--output", str(tmp_path / "merged")]
+    assert main(words) == 2
+    assert "mlp.experts.down_proj is one tensor of all experts. Fix: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_an_adapter_of_experts(
+    model: Path, trained: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    words = [f"model={model}", f"adapter_path={trained / 'adapter'}", "adapter_init_mode=trainable"]
+    assert run_here(tmp_path / "out", *small, *words, "max_steps=1", "learning_rate=0") == 0
+    before, after = (load_file(d / "adapter" / "adapter_model.safetensors") for d in (trained, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run_here(tmp_path / "merged", *small, *words[:2], "adapter_init_mode=merge", "max_steps=1") == 0
+
+
+def test_a_weight_format_is_refused_by_name(
+    model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"qlora_format.*nf4: experts \(mlp\.experts\.\{e\}\.gate_proj.*Fix: "):
+        run_here(tmp_path / "out", *small, f"model={model}", "qlora_format=nf4")
+
+
+def notes(installed: Registry, *overrides: str) -> list[str]:
+    config = load_run_config([*QUICK, "model=qwen3-moe", "lora=true", *overrides], registry=installed)
+    device = torch.device("cpu")
+    recipe = resolve_recipe(config, installed, device)
+    return expert_notes(config, resolve_model(config, installed), recipe, device)
+
+
+def test_a_run_says_which_recipe_leaves_experts_as_they_are(installed: Registry) -> None:
+    assert notes(installed, "recipe=bf16") == []
+    (note,) = notes(installed, "recipe=fp8-hybrid")
+    assert note.startswith("recipe fp8-hybrid: experts (mlp.experts.{e}.gate_proj, mlp.experts.{e}.up_proj, ")
+    assert note.endswith("are multiplied in float32.")
+    assert notes(installed, "recipe=fp8-hybrid", "model=qwen3") == []
+
+
+def test_a_run_says_which_adapters_of_experts_peft_does_not_load(installed: Registry) -> None:
+    (note,) = notes(installed, "recipe=bf16", "lora_target_modules=[q_proj,gate_proj]")
+    assert "mlp.experts.{e}.gate_proj without mlp.experts.{e}.up_proj" in note
+    assert notes(installed, "recipe=bf16", "lora_target_modules=[up_proj,gate_proj]") == []
+    assert notes(installed, "recipe=bf16", "lora_target_modules=[q_proj,down_proj]") == []
