@@ -121,8 +121,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     rates = plan_fit.Rates.of(gpu)
     estimate = None
     experts = resolved.model.expert_slots()
-    # Rates are measured with dense products.
-    if gpu is not None and not experts:
+    if gpu is not None and not experts:  # rates are measured with dense products
         more = plan_fit.seconds_of(config, registry, prediction, rates)
         estimate = speed(config, registry, resolved.model, prediction, gpu, more=more)
     plan = plan_view.Plan(
@@ -138,7 +137,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
-        unused=sum(s.inputs * s.outputs * (s.count - s.choices) for slots in experts.values() for s in slots),
+        unused=sum(s.unused for slots in experts.values() for s in slots),
     )
     if plan.fits is False and device.type == "cuda" and room.device is not None:
         optimizer = registry.get("optimizer", config.optimizer.name)

@@ -65,6 +65,11 @@ class ExpertSlot:
     index: int
     """Separates the dropout masks of the block's slots."""
 
+    @property
+    def unused(self) -> int:
+        """Parameters of the experts that a token does not go to."""
+        return self.inputs * self.outputs * (self.count - self.choices)
+
 
 def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
     """Name → the tensors that a block's experts have in files that keep all experts of a layer in one tensor."""

@@ -153,10 +153,8 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         values = scaled_config(values, config.rope_scaling, config.max_model_len)
     elif (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
         values = covering(values, config.sequence_len)
-    family = _family(chosen.name, values, families, title)
-    model = family.build(values)
-    if weights is not None:
-        weights = weights.with_experts(model.fused_tensors())
+    model = (family := _family(chosen.name, values, families, title)).build(values)
+    weights = weights and weights.with_experts(model.fused_tensors())
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
     adapter = None
     if config.adapter_path is not None:
