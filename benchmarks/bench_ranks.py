@@ -17,11 +17,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from surogate_core.launch.gpus import VISIBLE, rotated, visible
+from surogate_core.mesh import driver
 from surogate_core.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "BENCH_RANK"
 """Environment variable of a rank: its directory, number and world as JSON."""
@@ -174,6 +179,36 @@ def cause(log: str) -> str:
         filter(None, lines)
     )
     return raised[-1][:200] if raised else ""
+
+
+def connect(mesh: Mesh, fabric: str, device: torch.device) -> None:
+    """Connect the ranks by the fabric of this name and no other; it raises if that fails.
+
+    As in a run, there is memory that others write to before and after it.
+    """
+    if mesh.store is None:
+        return
+    import torch
+
+    from surogate_core.mesh.offers import FABRICS
+
+    (spec,) = (spec for spec in FABRICS if spec.name == fabric)
+    mesh.choose(partial(spec.build, spec.options()), device, FABRICS)
+    mesh.zeros(1, torch.float32, device)
+    mesh.connect(device)
+
+
+def count_copies() -> Callable[[], int]:
+    """A function that returns how many copies this process has given to the copy engines since this call."""
+    copy = driver.copy
+    copies: list[int] = []
+
+    def counted(to: int, source: int, nbytes: int, stream: int) -> None:
+        copies.append(nbytes)
+        copy(to, source, nbytes, stream)
+
+    driver.copy = counted
+    return lambda: len(copies)
 
 
 def make_mesh(store: Path, rank: int, world: int) -> Mesh:

@@ -1,6 +1,6 @@
 """Whether training has the same bits on 1, 2 and 4 GPUs, in two equal runs, and after a resume on another number.
 
-    python benchmarks/equal_bits.py [--worlds 1 2] [--only NAME …] [--steps 6] [--out DIR]
+    python benchmarks/equal_bits.py [--worlds 1 2] [--only NAME …] [--fabric nccl] [--steps 6] [--out DIR]
     python benchmarks/equal_bits.py --device cpu --tiny      # without a GPU
 
 Qwen3-0.6B's shape with four layers, random weights and random tokens; every world runs the same micro-batches.
@@ -90,9 +90,14 @@ def train_all(work: dict[str, Any], mesh: Mesh) -> None:
     """Take every training of this world in turn. Rank 0 writes a line after each."""
     torch.set_num_threads(1)
     lines = Path(work["place"], f"world-{mesh.world}")
-    mesh.connect(_device(work))
+    bench_ranks.connect(mesh, work["fabric"], _device(work))
+    copies = bench_ranks.count_copies()
     for number, (training, run) in enumerate(work["jobs"]):
+        before = copies()
         found = train(Training.of(training), Run(**run), work, _mesh_of_job(mesh, number))
+        # Copies in a CUDA graph are counted once. No case may be without them, and none may have them by accident.
+        expected = mesh.world > 1 and work["fabric"] == "copy_engines"
+        assert (copies() > before) == expected, f"{copies() - before} copies by copy engines, fabric={work['fabric']}"
         give_back()
         if mesh.leads:
             with lines.open("a") as file:
@@ -171,6 +176,7 @@ def in_world(world: int, left: list[Run], place: str, options: argparse.Namespac
         lines.write_text("")
         jobs = [(asdict(training_of(run.case, options)), asdict(run)) for run in left]
         work = {"jobs": jobs, "steps": options.steps, "device": options.device, "place": place}
+        work["fabric"] = fabric_of(options)
         group = bench_ranks.begin(work, world, script=__file__, cache=options.cache)
         group.go()
         result = group.wait(options.limit, progress=lambda: lines.stat().st_size)
@@ -185,6 +191,11 @@ def in_world(world: int, left: list[Run], place: str, options: argparse.Namespac
 def training_of(case: str, options: argparse.Namespace) -> Training:
     """What a case trains."""
     return CASES[case].tiny() if options.tiny else CASES[case]
+
+
+def fabric_of(options: argparse.Namespace) -> str:
+    """What connects the ranks: what a run on one machine takes first, if no fabric is named."""
+    return options.fabric or ("copy_engines" if options.device == "cuda" else "gloo")
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,7 +215,8 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                 first.setdefault(run.case, result)
                 why = differences(first[run.case], result)
                 exact = training_of(run.case, options).is_exact
-                rows.append({"case": run.case, "exact": exact, "run": str(run), "why": why, **result})
+                row = {"case": run.case, "exact": exact, "fabric": fabric_of(options), "run": str(run), "why": why}
+                rows.append({**row, **result})
                 print(f"{run.case}: {run}: {why or 'equal'}", file=sys.stderr, flush=True)
                 (options.out / "equal_bits.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
@@ -212,11 +224,14 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A row a case, with each of its trainings."""
-    text = ["| case | exact | compared with the first training on the most GPUs |", "| --- | --- | --- |"]
+    text = [
+        "| case | exact | fabric | compared with the first training on the most GPUs |",
+        "| --- | --- | --- | --- |",
+    ]
     for name in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == name]
         cells = "; ".join(f"{row['run']}: {row['why'] or 'equal'}" for row in mine)
-        text.append(f"| {name} | {'yes' if mine[0]['exact'] else 'no'} | {cells} |")
+        text.append(f"| {name} | {'yes' if mine[0]['exact'] else 'no'} | {mine[0]['fabric']} | {cells} |")
     return "\n".join(text) + "\n"
 
 
@@ -225,6 +240,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
+    parser.add_argument(
+        "--fabric", choices=["copy_engines", "nccl", "gloo"], help="default: copy_engines; gloo on CPUs"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limit", type=float, default=120, help="seconds that one training may take")
     parser.add_argument("--cache", type=Path, help="directory of compiled programs; each library's own without it")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import several_gpus
 import several_gpus_peers
 
 from surogate_core.batch import MicroBatch
+from surogate_core.mesh import driver
 from surogate_core.mesh.mesh import Mesh
 
 TRAINING = bench_world.Training(length=1000, rows=2, accumulation=4)
@@ -115,6 +117,27 @@ def test_every_world_trains_and_resumes_if_a_case_is_exact() -> None:
     assert runs(1, exact=True) == ["1 GPU", "1 GPU from half"]
     assert runs(2, exact=False) == ["2 GPUs", "2 GPUs"]
     assert runs(1, exact=False) == []
+
+
+@pytest.mark.parametrize(
+    ("fabric", "copied", "right"), [("copy_engines", 0, False), ("copy_engines", 2, True), ("nccl", 2, False)]
+)
+def test_bits_are_those_of_the_fabric(
+    fabric: str, copied: int, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training whose data goes another way must not count for the copy engines."""
+
+    def train(*_: object) -> dict[str, object]:
+        for _ in range(copied):
+            driver.copy(1, 2, 3, 4)
+        return {}
+
+    monkeypatch.setattr(driver, "copy", lambda *_: None)
+    monkeypatch.setattr(equal_bits, "train", train)
+    jobs = [[dataclasses.asdict(equal_bits.LORA), {"case": "LoRA", "world": 2}]]
+    work = {"jobs": jobs, "fabric": fabric, "place": str(tmp_path), "device": "cpu"}
+    with nullcontext() if right else pytest.raises(AssertionError, match=f"{copied} copies by copy engines"):
+        equal_bits.train_all(work, Mesh(world=2))
 
 
 @pytest.mark.slow
