@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,22 @@ def test_every_gpu_has_a_capability_that_packs_can_ask_for() -> None:
         with native.assuming(capability):
             assert native.capability(torch.device("cuda", 0)) == capability
             assert native.missing_gpu(torch.device("cuda", 0)) is None
+
+
+def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rates are measured with dense products."""
+    words = ["plan", "+model=qwen3-moe", "lora=true", "lora_rank=4", "--gpu", "h200"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "not estimated for a model with experts" in text
+    base, active = (
+        int(n.replace(",", "")) for n in re.findall(r"([\d,]+) in the base, ([\d,]+) of them active", text)[0]
+    )
+    unused = 2 * 3 * 128 * 128 * (8 - 2)
+    assert base - active == unused
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["active_parameters"] == active
+    assert plan["tokens_per_second"] is None

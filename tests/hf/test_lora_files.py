@@ -109,6 +109,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "modules_to_save": (lambda a: damaged(a, modules_to_save=["lm_head"]), 'modules_to_save is ["lm_head"]'),
     "rank_pattern": (lambda a: damaged(a, rank_pattern={"q": 2}), 'rank_pattern is {"q": 2}'),
     "alpha_pattern": (lambda a: damaged(a, alpha_pattern={"q": 2}), 'alpha_pattern is {"q": 2}'),
+    "one of all experts": (
+        lambda a: damaged(a, target_parameters=["mlp.experts.gate_up_proj"]),
+        "target_parameters has mlp.experts.gate_up_proj: adapters of one tensor of all experts are not read",
+    ),
     "of the future": (lambda a: damaged(a, use_quantum=True), "use_quantum is true: not supported"),
     "pissa": (lambda a: damaged(a, init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
     "not lora": (lambda a: damaged(a, peft_type="IA3"), "peft_type is 'IA3'"),
