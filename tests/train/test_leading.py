@@ -18,6 +18,8 @@ from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.mesh.virtual import in_threads
 from surogate_core.testing import tiny
+from surogate_core.train import follow
+from surogate_core.train.checkpoint import CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.follow import Follower
 from surogate_core.train.leading import Interrupted, Leader, Order, Ranks
@@ -34,6 +36,7 @@ class Engine:
     def __init__(self, mesh: Mesh):
         self.settings = SimpleNamespace(device=CPU, ranks=mesh.world, micro_batches=mesh.world)
         self.sharing = SimpleNamespace(share=lambda count: SimpleNamespace(numbers=range(mesh.rank, mesh.rank + 1)))
+        self.own_work = SimpleNamespace(mean=lambda: mesh.rank + 0.5)
         self.mesh, self.done = mesh, list[Any]()
 
     def train_step(self, batches: Any, *, step: int, lr: float) -> Any:
@@ -104,6 +107,31 @@ def test_a_follower_does_what_rank_0_orders(tmp_path: Path) -> None:
     _, done = led(lead, tmp_path)
     shared = [False, True]
     assert done == [(0, 0.1, shared), (1, 0.3, shared), "evaluation begins", 5, [1.0]]
+
+
+def test_a_follower_loads_the_checkpoint_that_rank_0_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(CheckpointDir, "load", lambda path, *, digests: (path, digests))
+    monkeypatch.setattr(follow, "load_tensors", lambda engine, found: loaded.append((engine.mesh.rank, *found)))
+
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> None:
+        for step in (7, 3):
+            with leader.ordering(Order.LOAD, step):
+                pass
+
+    led(lead, tmp_path)
+    # Rank 0 has checked the digests.
+    assert loaded == [(1, tmp_path / f"checkpoint-{step}", False) for step in (7, 3)]
+
+
+def test_a_follower_gives_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "peak_memory", lambda engine: 11 + engine.mesh.rank)
+
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> Any:
+        with leader.ordering(Order.FIGURES):
+            return leader.figures(100, 0.5)
+
+    assert led(lead, tmp_path)[0] == ((100, 12), (0.5, 1.5))
 
 
 @pytest.mark.parametrize("measured", [True, False])
