@@ -6,6 +6,9 @@ import ctypes
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +29,28 @@ PATIENCE = 30.0
 
 
 class FakeDriver:
-    """`mesh.driver` on the memory of this process; streams are threads, so each call is complete when it returns."""
+    """`mesh.driver` on the memory of this process.
+
+    As with a GPU, work is only put on a stream, and done later: each rank's stream is a thread of its own.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[Any] = []
         self.maps = True
+        self.late = False
+        self.streams: dict[int, ThreadPoolExecutor] = {}
+        self._left: dict[int, list[Future[None]]] = {}
+
+    def then(self, work: Callable[[], None], stream: int | None = None) -> None:
+        """Put work on a stream, by default this rank's."""
+        number = threading.get_ident() if stream is None else stream
+        pool = self.streams.setdefault(number, ThreadPoolExecutor(1))
+        self._left.setdefault(number, []).append(pool.submit(work))
+
+    def finish(self) -> None:
+        """Wait until the work of this rank's stream is done; raises its errors."""
+        for work in self._left.pop(threading.get_ident(), []):
+            work.result()
 
     def allocate(self, nbytes: int) -> int:
         self.blocks.append(ctypes.create_string_buffer(nbytes))
@@ -48,21 +68,32 @@ class FakeDriver:
         pass
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        time.sleep(random.random() * 1e-3)
-        ctypes.memmove(to, source, nbytes)
+        def work() -> None:
+            time.sleep(random.random() * 1e-3)
+            ctypes.memmove(to, source, nbytes)
+
+        self.then(work, stream)
 
     def write_flag(self, address: int, value: int, stream: int) -> None:
-        ctypes.c_uint32.from_address(address).value = value
+        def work() -> None:
+            ctypes.c_uint32.from_address(address).value = value
+
+        self.then(work, stream)
 
     def wait_flag(self, address: int, value: int, stream: int) -> None:
-        end = time.monotonic() + PATIENCE
-        while ctypes.c_uint32.from_address(address).value != value:
-            assert time.monotonic() < end, "a rank waits for ever"
-            time.sleep(1e-5)
+        def work() -> None:
+            end = time.monotonic() + PATIENCE
+            while ctypes.c_uint32.from_address(address).value != value:
+                if self.late or time.monotonic() > end:
+                    self.late = True
+                    raise AssertionError("a rank waits for ever")
+                time.sleep(1e-5)
+
+        self.then(work, stream)
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A driver for threads, which torch takes for GPUs."""
     found = FakeDriver()
     monkeypatch.setattr(peers, "driver", found)
@@ -72,8 +103,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     )
     monkeypatch.setattr(GroupFabric, "connect", lambda self: None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
-    return found
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=threading.get_ident())
+    )
+    yield found
+    for pool in found.streams.values():
+        pool.shutdown()
 
 
 def fabric_of(virtual: VirtualFabric) -> PeerFabric:
@@ -97,7 +132,7 @@ def zeros(fabric: PeerFabric, elements: int, dtype: torch.dtype) -> torch.Tensor
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver) -> None:
-    """Many times in a row: a rank neither writes too early nor reads too early."""
+    """Many times in a row, without a wait of the host: a rank neither writes too early nor reads too early."""
     lengths = [40 * (world - rank) for rank in range(world)]
 
     def work(virtual: VirtualFabric) -> None:
@@ -107,21 +142,37 @@ def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver)
         by_rank = zeros(fabric, sum(lengths), torch.bfloat16).split(lengths)
         fabric.connect()
         own, columns = virtual.rank, torch.arange(50.0)
-        for turn in range(20):
-            fabric.exchange([1000.0 * turn + 100 * own + 10 * rank + columns for rank in range(world)], received)
+        sent = [torch.zeros(50) for _ in range(world)]
+
+        def fill(turn: int) -> None:
+            for rank, part in enumerate(sent):
+                part.copy_(1000.0 * turn + 100 * own + 10 * rank + columns)
+            by_rank[own].fill_(10 * turn + own)
+
+        def check_received(turn: int) -> None:
             time.sleep(random.random() * 1e-3)
             for rank in range(world):
                 expected = 1000.0 * turn + 100 * rank + 10 * own + columns
                 assert rank == own or torch.equal(received[rank], expected), "written too early, or not yet"
-        for turn in range(20):
-            by_rank[own].fill_(10 * turn + own)
-            fabric.gather(by_rank)
+
+        def check_gathered(turn: int) -> None:
             time.sleep(random.random() * 1e-3)
             assert [part.unique().tolist() for part in by_rank] == [[10 * turn + rank] for rank in range(world)]
+
+        for turn in range(20):
+            driver.then(partial(fill, turn))
+            fabric.exchange(sent, received)
+            driver.then(partial(check_received, turn))
+        for turn in range(20):
+            driver.then(partial(fill, turn))
+            fabric.gather(by_rank)
+            driver.then(partial(check_gathered, turn))
+        driver.finish()
         # After the ranks are connected, as the stores' buffers. The last ranks own nothing.
         later = zeros(fabric, 128, torch.uint8).split([128, *[0] * (world - 1)])
         later[virtual.rank].fill_(7)
         fabric.gather(later)
+        driver.finish()
         assert later[0].eq(7).all()
         assert fabric.memory == 4 * peers.GRANULE  # three tensors and the flags
         fabric.close()
