@@ -242,7 +242,7 @@ def _notes(plan: Plan) -> list[str]:
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]
     if disk := plan.room.short_of(plan.prediction).get("disk"):
         notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")
-    if plan.prediction.again and plan.gpu is not None:
+    if plan.prediction.again and plan.gpu is not None and not plan.unused:
         seconds = plan.config.gradient_accumulation_steps * plan.prediction.again / plan.again_rate
         notes.append(f"{seconds:.2g} s of a step compute again what was not kept")
     return notes

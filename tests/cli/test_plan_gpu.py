@@ -259,3 +259,4 @@ def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed
     plan = json.loads(capsys.readouterr().out)
     assert plan["active_parameters"] == active
     assert plan["tokens_per_second"] is None
+    assert "compute again" not in text
