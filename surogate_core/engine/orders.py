@@ -17,38 +17,38 @@ _DISMISSED = float(2**40)
 
 
 class Orders:
-    """The works of a run by number. All ranks register the same ones in the same order."""
+    """The tasks of a run by number. All ranks register the same ones in the same order."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._works: list[Callable[[], object]] = []
+        self._tasks: list[Callable[[], object]] = []
 
-    def register(self, work: Callable[[], object]) -> int:
-        """Number of a new work."""
-        self._works.append(work)
-        return len(self._works) - 1
+    def register(self, task: Callable[[], object]) -> int:
+        """Number of a new task."""
+        self._tasks.append(task)
+        return len(self._tasks) - 1
 
     def call(self, number: int) -> None:
-        """On rank 0: let the others do a work, in which this one takes part by itself."""
+        """On rank 0: let the others do a task, in which this one takes part by itself."""
         if self._mesh.world > 1:
             assert self._mesh.leads
             self._mesh.largest([float(number)])
 
-    def deferred(self, shape: Sequence[int], dtype: torch.dtype, works: Sequence[Callable[[], Tensor]]) -> Deferred:
+    def deferred(self, shape: Sequence[int], dtype: torch.dtype, tasks: Sequence[Callable[[], Tensor]]) -> Deferred:
         """A tensor whose parts all ranks make together, one by one, when rank 0 reads it."""
-        numbers = [self.register(work) for work in works]
+        numbers = [self.register(task) for task in tasks]
 
         def parts() -> Iterator[Tensor]:
-            for number, work in zip(numbers, works, strict=True):
+            for number, task in zip(numbers, tasks, strict=True):
                 self.call(number)
-                yield work()
+                yield task()
 
         return Deferred(shape=tuple(shape), dtype=dtype, parts=parts)
 
     def serve(self) -> None:
         """On the other ranks: take part in all that rank 0 asks for, until it dismisses them."""
         while (number := self._mesh.largest([-1.0])[0]) != _DISMISSED:
-            self._works[int(number)]()
+            self._tasks[int(number)]()
 
     def dismiss(self) -> None:
         """On rank 0: the others go on."""

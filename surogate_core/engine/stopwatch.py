@@ -9,16 +9,16 @@ from collections.abc import Callable
 import torch
 
 PENDING = 8
-"""Most works that the device has not finished yet; more are not measured."""
+"""Most tasks that the device has not finished yet; more are not measured."""
 
 
 class Stopwatch:
-    """Times works on a device; a work's time is counted once the device has finished it."""
+    """Times tasks on a device; a task's time is counted once the device has finished it."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._seconds, self._works = 0.0, 0
+        self._seconds, self._tasks = 0.0, 0
 
     def time(self, work: Callable[[], object]) -> None:
         """Do the work, and measure it."""
@@ -38,10 +38,10 @@ class Stopwatch:
         self._pending.append((begin, end))
 
     def mean(self) -> float | None:
-        """Mean seconds of the works since the last call; None without any."""
+        """Mean seconds of the tasks since the last call; None without any."""
         self._collect()
-        mean = self._seconds / self._works if self._works else None
-        self._seconds, self._works = 0.0, 0
+        mean = self._seconds / self._tasks if self._tasks else None
+        self._seconds, self._tasks = 0.0, 0
         return mean
 
     def _collect(self) -> None:
@@ -51,4 +51,4 @@ class Stopwatch:
 
     def _count(self, seconds: float) -> None:
         self._seconds += seconds
-        self._works += 1
+        self._tasks += 1
