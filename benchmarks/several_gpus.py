@@ -38,7 +38,7 @@ from surogate_core.engine.update import StepResult
 from surogate_core.mesh.mesh import Mesh
 
 NAME = "several_gpus"
-"""Of the files in `--out`."""
+"""Name of the files in `--out`, without suffix."""
 GIB = ("peak_gib", "predicted_gib", "reserved_gib", "device_gib")
 """Figures of a rank's memory; a row has the largest of its ranks."""
 WARM_UP = 3

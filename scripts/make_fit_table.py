@@ -91,7 +91,7 @@ def _counts(model: str, keys: tuple[str, ...]) -> Counts:
 
 
 def cell(keys: tuple[str, ...], gpus: int, memory: float) -> str:
-    """The largest model that fits into so many bytes of each GPU, and what it takes; empty if none does."""
+    """The largest model that fits into this number of bytes on each GPU, and what it takes; empty if none fits."""
     sizes = {model: predicted(model, keys, gpus) for model in MODELS}
     fits = [model for model, (device, _) in sizes.items() if device <= memory * SPARE]
     if not fits:

@@ -133,7 +133,7 @@ class Engine:
         self.losses = LossSum(settings.device, numbers=settings.micro_batches if by_number else 0)
         self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
-        """Of several ranks: times the micro-steps that need no other rank."""
+        """Times the micro-steps that need no other rank, if there are several."""
         self.sides = SideSums(self.plan.layers, settings.device)
         self.update = Update(
             self.assembly,

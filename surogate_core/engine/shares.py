@@ -163,7 +163,7 @@ class Shares:
         return max(whole, pieces) if self.level == 1 else whole + pieces
 
     def _received(self, elements: int) -> int:
-        """Bytes that a rank receives of a range of so many elements before it adds them."""
+        """Bytes that a rank receives before it adds them, of a range with this number of elements."""
         return GRADIENT * staging_elements(self._own(elements), self.ranks)
 
     # ------------------------------------------------------------------------- what is sent

@@ -78,7 +78,7 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
 
 
 def processes(wanted: int, device: str, gpus: int) -> int:
-    """The number of processes for the key `gpus` on a machine with so many GPUs; raises `MachineError` if it has
+    """The number of processes for the key `gpus` on a machine with this number of GPUs; raises `MachineError` if it has
     fewer."""
     if device == "cpu":
         return max(wanted, 1)

@@ -242,6 +242,7 @@ def test_every_gpu_has_a_capability_that_packs_can_ask_for() -> None:
             assert native.missing_gpu(torch.device("cuda", 0)) is None
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import odd_fabrics
 import pytest
 import torch
 
@@ -26,7 +24,6 @@ from surogate_core.testing import (
     NotApplicable,
     checks,
     datasets,
-    fabrics,
     kernels,
     launchers,
     models,
@@ -37,7 +34,6 @@ from surogate_core.testing import (
     recipes,
     tiny,
 )
-from surogate_core.testing.suites import bundle_checks
 
 # Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
 torch.set_num_threads(1)
@@ -83,17 +79,6 @@ def test_the_core_conforms() -> None:
     for check in found:
         if check.subject not in fabrics:
             check.run()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", FABRICS, ids=lambda spec: spec.name)
-def test_the_cores_fabrics_conform(spec: bundles.FabricSpec) -> None:
-    """On CPUs; tests/mesh/test_gpu.py has those of GPUs."""
-    for check in bundle_checks("fabric", spec):
-        try:
-            check.run()
-        except NotApplicable as reason:
-            pytest.skip(str(reason))
 
 
 # ------------------------------------------------------------------------- what breaks a rule
@@ -404,40 +389,6 @@ def test_objectives_that_break_a_rule_are_caught(loss: Any, check: Any, message:
 def test_launchers_that_break_a_rule_are_caught(launch: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(message)):
         launchers.returns_the_exit_code(bundles.Launcher(name="x", launch=launch))
-
-
-@pytest.mark.slow
-def test_fabrics_that_break_a_rule_are_caught() -> None:
-    spec = bundles.FabricSpec(name="x", build=odd_fabrics.Careless)
-    fabrics.opens_between_processes(spec)
-    for check in fabrics.CHECKS[1:]:
-        with pytest.raises(AssertionError, match=r"rank|of its memory are not zeros"):
-            check(spec)
-    with pytest.raises(AssertionError, match=r"ends with 1: .*MachineError: there is no cable"):
-        fabrics.opens_between_processes(bundles.FabricSpec(name="x", build=odd_fabrics.Unplugged))
-
-
-@pytest.mark.slow
-def test_a_fabric_that_another_one_replaces_conforms() -> None:
-    spec = bundles.FabricSpec(name="x", build=odd_fabrics.second_choice)
-    for check in fabrics.CHECKS:
-        check(spec)
-
-
-def test_a_fabric_that_other_processes_cannot_find_is_named() -> None:
-    def build(options: Any, context: Any) -> Any:
-        raise AssertionError
-
-    for hidden in (build, lambda options, context: None):
-        with pytest.raises(AssertionError, match="`build` must be a function or class of a module"):
-            fabrics.opens_between_processes(bundles.FabricSpec(name="x", build=hidden))
-
-
-def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabrics, "SECONDS", 0.1)
-    with subprocess.Popen(["sleep", "60"]) as process:
-        assert "the ranks hang: they are not done after 0.1 s" in fabrics._wait([process], tmp_path)
-        process.kill()
 
 
 def test_a_launcher_that_forgets_a_rank_is_caught() -> None:
