@@ -115,12 +115,12 @@ class Traffic:
 
     # ------------------------------------------------------------------- optimizer step
 
-    def reduce_rest(self, *, overlapped: bool) -> None:
-        """Reduce the gradients that no micro-step has reduced. `overlapped`: whether the last one did its part."""
+    def reduce_rest(self) -> None:
+        """Reduce the gradients that no micro-step has reduced."""
         if self._alone or self._sums_of_micro_steps:
             return
         self._reduce_replicated()
-        if self._group is not None and self._sharing.level == 1 and not overlapped:
+        if self._group is not None and self._sharing.level == 1 and not self.overlaps:
             for key in self._group.parts:
                 reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
 

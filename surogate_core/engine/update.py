@@ -120,8 +120,6 @@ class Update:
         """`cleared`: the gradient sums that the update sets to zero; their store clears the others."""
         settings = assembly.settings
         self._traffic = traffic
-        self.overlapped = traffic.overlaps
-        """Whether the last micro-step reduced what it could."""
         self._settings, self._parameters, self._norm = settings, parameters, norm
         self._losses, self.rows, self._cleared = losses, rows, cleared
         self._rounding_seed = rounding_seed
@@ -153,7 +151,7 @@ class Update:
         itself.
         """
         settings, on_host = self._settings, self._settings.update_on_cpu
-        self._traffic.reduce_rest(overlapped=self.overlapped)
+        self._traffic.reduce_rest()
         if on_host and settings.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         norm = self._norm.read().to(self._lr.device)

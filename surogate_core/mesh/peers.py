@@ -24,7 +24,7 @@ GRANULE = 2 * 2**20
 CHANNELS = 64
 """Most streams that communicate."""
 SMALLEST = 64 * 2**10
-"""Bytes of a part from which on copies are faster than NCCL."""
+"""Bytes of the smallest part that is copied; NCCL moves less in one kernel. Chosen, not measured."""
 
 
 @dataclass(slots=True, eq=False)

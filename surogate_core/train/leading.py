@@ -74,7 +74,7 @@ class Ranks:
         return tuple(int(n) for n in found[: self.world]), seconds if _NOTHING not in seconds else ()
 
     def step_ends(self, step: int) -> None:
-        """Report to the supervisor that so many steps are done."""
+        """Report the number of finished steps to the supervisor."""
         self._mesh.lifeline.beat(step)
         self._steps = step
 

@@ -323,7 +323,7 @@ def test_a_warm_up_leaves_nothing_in_the_first_loss() -> None:
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_rank_reads_only_what_it_keeps(level: int) -> None:
-    """Of the sharded weights; norms are on every rank."""
+    """It reads its part of each sharded weight, and every norm."""
     whole = tiny.random_source()
 
     def work(fabric: VirtualFabric) -> tuple[int, dict[str, Tensor]]:

@@ -50,7 +50,7 @@ class Command:
         return found
 
     def wait_for_steps(self, count: int) -> dict[int, int]:
-        """Wait until so many steps are recorded; the processes of the ranks."""
+        """Wait until this number of steps is recorded; returns the processes of the ranks."""
         file, end = self.output / "metrics.jsonl", time.monotonic() + 120
         while not file.is_file() or file.read_text().count('"step_end"') < count:
             assert self.process.poll() is None, self.process.communicate()[0]

@@ -46,7 +46,7 @@ class Careless(GroupFabric):
         values.copy_(found.view(torch.int32))
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of this rank."""
+        """The values of this rank alone, which is wrong."""
         return list(values)
 
 
