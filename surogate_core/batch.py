@@ -63,6 +63,8 @@ class MicroBatch:
     """Pairs of a token and a token that it attends to, itself included, without padding; None: estimated from the mean
     position.
     """
+    real: Tensor | None = None
+    """[N] bool: which positions are tokens, not padding; None: all. Figures of blocks count only these."""
 
     @property
     def loss_weight(self) -> float:

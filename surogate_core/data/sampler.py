@@ -33,6 +33,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
     input_ids = np.full(n, rows.padding_id, np.int64)
     weights = np.zeros(n, np.float32)
     positions = np.empty(n, np.int32)
+    real = np.zeros(n, np.bool_)
     borders = [0]
     tokens = pairs = 0
     for slot, index in enumerate(indices):
@@ -41,6 +42,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
             row = rows.row(index)
             used = len(row.input_ids)
             input_ids[at : at + used] = row.input_ids
+            real[at : at + used] = True
             _shift(row, weights[at : at + used])
             tokens += used
             pairs += _pairs(row)
@@ -66,6 +68,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
         pairs=pairs,
         label_tokens=int(np.count_nonzero(weights)),
         columns={WEIGHTS: torch.from_numpy(weights)} if rows.weighted else {},
+        real=torch.from_numpy(real),
     )
 
 

@@ -16,8 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 
-Role = Literal["figure", "loss", "expert_tokens"]
-"""figure: for events only. loss: a 0-d term of the loss. expert_tokens: tokens that each expert received."""
+Role = Literal["figure", "loss", "expert_tokens", "router_probability", "router_z"]
+"""figure: for events only. loss: a 0-d term of the loss. The others are sums over the tokens of a layer with experts:
+expert_tokens [E] counts the tokens of each expert, router_probability [E] adds their probabilities, and router_z, 0-d,
+the squares of the logits' log-sum-exp.
+"""
+REAL = "real"
+"""The table, [N] bool, that says which positions are tokens, not padding. Blocks with side outputs get it."""
 
 
 class Side:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surogate_core.batch import Counts, MicroBatch
 from surogate_core.bundles import Optimizer, RecipeState
+from surogate_core.dsl.sides import REAL
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.device_memory import grow_segments
 from surogate_core.engine.host_memory import keep_freed_pages
@@ -94,7 +95,7 @@ class Engine:
         """The stores, the inputs, the recipe's state and the parameters."""
         settings = self.settings
         self.stores = StoreSet.of(placement, self.sharing)
-        self.inputs = Inputs.allocate(settings, len(self.plan.layers))
+        self.inputs = Inputs.allocate(settings, len(self.plan.layers), reads_real=REAL in self.plan.tables)
         state = self.assembly.recipe.state(self.plan.slots, settings.device)
         self.rows = None if state is None else RecipeRows(state, self.plan.rows)
         updating = torch.device("cpu") if settings.update_on_cpu else settings.device

@@ -34,9 +34,11 @@ class Inputs:
     """0-d fp32."""
     columns: dict[str, Tensor]
     """Name → [N] fp32: the columns of every micro-batch, in the settings' order."""
+    real: Tensor | None
+    """[N] bool: which positions are tokens, not padding; None if no block reads it."""
 
     @classmethod
-    def allocate(cls, settings: EngineSettings, layers: int) -> Inputs:
+    def allocate(cls, settings: EngineSettings, layers: int, *, reads_real: bool = False) -> Inputs:
         """Tensors with the shapes of a run: zeros, and positions of rows with one document each."""
         n, device = settings.tokens, settings.device
         return cls(
@@ -50,6 +52,7 @@ class Inputs:
             side_scale=torch.zeros((), dtype=torch.float32, device=device),
             one=torch.ones((), dtype=torch.float32, device=device),
             columns={name: torch.zeros(n, dtype=torch.float32, device=device) for name in settings.columns},
+            real=torch.ones(n, dtype=torch.bool, device=device) if reads_real else None,
         )
 
     def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float, *, side_scale: float = 1.0) -> None:
@@ -63,6 +66,10 @@ class Inputs:
         ]
         assert batch.columns.keys() == self.columns.keys(), f"columns {[*batch.columns]}, not {[*self.columns]}"
         pairs += [(column, batch.columns[name]) for name, column in self.columns.items()]
+        if self.real is not None and batch.real is not None:
+            pairs.append((self.real, batch.real))
+        elif self.real is not None:
+            self.real.fill_(True)
         for target, value in pairs:
             if target.device.type == "cuda" and not value.is_pinned():
                 value = value.pin_memory()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surogate_core.dsl.sides import REAL
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.pieces import Piece, pieces
@@ -43,6 +44,8 @@ class EnginePlan:
             **assembly.model.tables(positions, settings.dtype),
             "cu_seqlens": torch.zeros(settings.borders, dtype=torch.int32, device="meta"),
         }
+        if any(piece.sides for piece in found):
+            tables[REAL] = torch.zeros(settings.tokens, dtype=torch.bool, device="meta")
         signatures = {name: Signature(tuple(t.shape), t.dtype, device) for name, t in tables.items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         rows: dict[str, slice] = {}

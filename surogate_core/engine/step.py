@@ -272,7 +272,8 @@ class MicroStep:
     def _tables(self) -> list[Tensor]:
         assembly = self.plan.assembly
         tables = assembly.model.tables(self.inputs.positions, assembly.settings.dtype)
-        return [*tables.values(), self.inputs.cu_seqlens]
+        real = [] if self.inputs.real is None else [self.inputs.real]
+        return [*tables.values(), self.inputs.cu_seqlens, *real]
 
     def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
         piece = self.plan.layer(key)

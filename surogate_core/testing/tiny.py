@@ -330,6 +330,7 @@ def batch(
         max_seqlen=tokens,
         tokens=used,
         label_tokens=sum(label != IGNORE_LABEL for label in labels),
+        real=torch.arange(tokens) < used,
     )
 
 

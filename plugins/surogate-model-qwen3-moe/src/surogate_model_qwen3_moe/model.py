@@ -29,6 +29,7 @@ from surogate_core.dsl import (
 from surogate_core.dsl.decoder import check_decoder, even_share
 from surogate_core.dsl.dims import read_key
 from surogate_core.dsl.rope import Rope
+from surogate_core.dsl.routing import router_figures, router_sides
 from surogate_core.errors import UserError
 from surogate_core.kernels import ops
 
@@ -104,15 +105,17 @@ class SparseBlock(AttentionBlock):
     gate = Experts("mlp.experts.{e}.gate_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     up = Experts("mlp.experts.{e}.up_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     down = Experts("mlp.experts.{e}.down_proj", E, C, I, D, region="ffn", fused="mlp.experts.down_proj")
+    tokens, probability, z = router_sides(E)
 
-    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
-        """[N, D] → [N, D]."""
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """[N, D] → [N, D], and what the router reports."""
         x = self.attend(x, tables)
         h = ops.rms_norm(x, self.post_norm, self.eps)
-        routes = Routes.of(h @ self.router.t(), self.choices, renormalise=self.renormalise)
+        logits_NE = h @ self.router.t()
+        routes = Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
         gate_RI, up_RI = project(h, routes, self.gate, self.up)
         (y_RD,) = project(ops.swiglu(gate_RI, up_RI), routes, self.down, gathered=True)
-        return x + routes.combine(y_RD)
+        return x + routes.combine(y_RD), router_figures(logits_NE, routes, tables)
 
 
 class Qwen3Moe(Model):

@@ -1,0 +1,72 @@
+"""What a router reports of its choices: the side outputs of a layer with experts.
+
+Shape suffixes: N tokens, E experts, K experts of a token, R = N·K rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.dsl.dims import Dim
+from surogate_core.dsl.experts import Routes
+from surogate_core.dsl.sides import REAL, Side
+
+TOKENS, PROBABILITY, Z = "router.tokens", "router.probability", "router.z"
+
+
+def router_sides(experts: Dim) -> tuple[Side, Side, Side]:
+    """The side outputs that `router_figures` returns, for the attributes of a block."""
+    return (
+        Side(TOKENS, experts, role="expert_tokens"),
+        Side(PROBABILITY, experts, role="router_probability"),
+        Side(Z, role="router_z"),
+    )
+
+
+def router_figures(logits_NE: Tensor, routes: Routes, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The side outputs of a layer; padding does not count."""
+    real_N = tables[REAL] if REAL in tables else torch.ones_like(logits_NE[:, 0], dtype=torch.bool)
+    probability_E, z = _Sums.apply(logits_NE, real_N)
+    return {TOKENS: _tokens(routes, real_N), PROBABILITY: probability_E, Z: z}
+
+
+def _tokens(routes: Routes, real_N: Tensor) -> Tensor:
+    """[E] fp32: the tokens of each expert, from the borders of its rows, so that nothing is added by atomics."""
+    real_R = real_N[(routes.order_R // routes.slot_NK.shape[1]).long()]
+    before_R = torch.nn.functional.pad(torch.cumsum(real_R, 0, dtype=torch.int32), (1, 0))
+    upto_E = before_R[routes.ends_E.long()]
+    return torch.diff(upto_E, prepend=before_R[:1]).float()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _Sums(Function):
+    """(router_probability [E], router_z) of logits [N, E], over the positions that are tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NE: Tensor, real_N: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits_NE, real_N)
+        wide = _wide(logits_NE)
+        z_N = torch.logsumexp(wide, dim=-1)
+        probabilities_NE = torch.where(real_N[:, None], torch.softmax(wide, dim=-1), 0.0)
+        return probabilities_NE.sum(0), torch.where(real_N, z_N.square(), 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dprobability_E: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NE, real_N = ctx.saved_tensors
+        wide = _wide(logits_NE)
+        probabilities_NE = torch.softmax(wide, dim=-1)
+        inner_N1 = (probabilities_NE * dprobability_E).sum(-1, keepdim=True)
+        factor_NE = dprobability_E - inner_N1 + 2 * dz * torch.logsumexp(wide, dim=-1, keepdim=True)
+        dlogits_NE = torch.where(real_N[:, None], probabilities_NE * factor_NE, 0.0)
+        return dlogits_NE.to(logits_NE.dtype), None
