@@ -1,6 +1,6 @@
 """Precision recipes: how linear slots multiply.
 
-Suffixes: N tokens, I inputs, O outputs, R and K rows and columns of any matrix, P slots.
+Suffixes: N tokens, I inputs, O outputs, E experts, R and K rows and columns of any matrix, P slots.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_core.kernels.panels import PanelShape
 
@@ -118,6 +119,12 @@ class Recipe:
     """(frozen weight_OI, slot) → one tensor, of any shape and dtype, that `linear` receives instead; called once per
     weight. Traced for its shape, so plain torch ops only. A method, or None if frozen weights do not change.
     """
+    grouped: Callable[[Tensor, Tensor, Tensor, TracedExperts], Tensor] | None = None
+    """(x_RI, the rows sorted by expert; weights_EOI; ends_E int32, where each expert's rows end; slot) → y_RO in x's
+    dtype, without adapters, traced with its backward. A method, or None for the plain product in the dtype of both.
+    """
+    pack_experts: Callable[[Tensor, ExpertSlot], Tensor] | None = None
+    """(frozen weights_EOI, slot) → one tensor that `grouped` receives instead; otherwise like `pack`."""
     rounded: Callable[[Tensor, Role], tuple[Tensor, Tensor]] | None = None
     """(matrix [R, K], K the inner dimension of its product; role) → (the rounded values, fp32 [R, K]; a mask of clipped
     values, bool [R, K]). For reports. A method, or None.

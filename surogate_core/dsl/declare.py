@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
-from surogate_core.dsl.experts import BoundExperts, Experts, ExpertSlot, Fused, fused_tensors
+from surogate_core.dsl.experts import BoundExperts, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
@@ -224,17 +224,18 @@ class Block:
         rows: Sequence[Tensor] = (),
         packed: frozenset[str] = frozenset(),
         experts: tuple[ExpertSlot, ...] | None = None,
+        grouped: Grouped | None = None,
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
         Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's state,
         empty if it has none; `packed` names the slots whose weights the recipe has packed. `experts`: without adapters
-        unless given.
+        unless given; `grouped`: their product, None for the plain one.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
         bound.experts = {
-            e.name: BoundExperts(e, _of_slot(e.name, tensors), seed)
+            e.name: BoundExperts(e, _of_slot(e.name, tensors), seed, grouped, packed=e.name in packed)
             for e in (self.expert_slots(None) if experts is None else experts)
         }
         of_slot: dict[str, BoundPanel | BoundJoin] = {}

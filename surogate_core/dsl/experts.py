@@ -5,8 +5,8 @@ Shape suffixes: N tokens, E experts, K experts of a token, R = N·K rows sorted 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +69,25 @@ class ExpertSlot:
     def unused(self) -> int:
         """Parameters of the experts that a token does not go to."""
         return self.inputs * self.outputs * (self.count - self.choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedExperts(ExpertSlot):
+    """A slot with everything that a recipe may read besides the operands."""
+
+    seed: Tensor | None = None
+    """0-d int32, different in every micro-step and layer; None outside training."""
+    packed: bool = False
+    """Whether the weight is a frozen weight that the recipe's `pack_experts` converted."""
+
+    @classmethod
+    def of(cls, slot: ExpertSlot, *, seed: Tensor | None, packed: bool) -> TracedExperts:
+        """The slot with these."""
+        return cls(**{f.name: getattr(slot, f.name) for f in fields(ExpertSlot)}, seed=seed, packed=packed)
+
+
+Grouped = Callable[[Tensor, Tensor, Tensor, TracedExperts], Tensor]
+"""(x_RI, weights_EOI, ends_E, slot) → y_RO, like `Recipe.grouped`."""
 
 
 def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
@@ -161,6 +180,10 @@ class BoundExperts:
     slot: ExpertSlot
     tensors: Mapping[str, Tensor]
     seed: Tensor | None
+    grouped: Grouped | None = None
+    """The recipe's product; None for the plain one."""
+    packed: bool = False
+    """Whether the weight is a frozen weight that the recipe packed."""
 
     def tensor_list(self) -> list[Tensor]:
         """Weights, and A and B where there is an adapter."""
@@ -174,6 +197,13 @@ class BoundExperts:
             return None
         return ops.ExpertAdapter(rank=adapter.rank, scale=adapter.scale, dropout=adapter.dropout, salt=self.slot.index)
 
+    def product(self) -> ops.GroupedProduct | None:
+        """The recipe's product as the op takes it."""
+        if self.grouped is None:
+            return None
+        slot, grouped = TracedExperts.of(self.slot, seed=self.seed, packed=self.packed), self.grouped
+        return lambda x_RI, weights, ends_E: grouped(x_RI, weights, ends_E, slot)
+
 
 def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = False) -> Sequence[Tensor]:
     """[R, O] of each slot. `x`: the tokens [N, I], or with `gathered` the sorted rows [R, I]."""
@@ -185,5 +215,6 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
             routes.ends_E,
             slots[0].seed,
             [slot.adapter() for slot in slots],
+            [slot.product() for slot in slots],
             *(tensor for slot in slots for tensor in slot.tensor_list()),
         )

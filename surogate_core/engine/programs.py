@@ -116,7 +116,8 @@ class ProgramBuilder:
         count = after_rows + (len(piece.sides) + 1 if piece.sides else 0)
         kept = self.parameters.packed
         names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
-        packed = frozenset(s.name for s in piece.slots if f"{s.name}.weight" in names_of_packed)
+        slot_names = [*(s.name for s in piece.slots), *(e.name for e in piece.experts)]
+        packed = frozenset(name for name in slot_names if f"{name}.weight" in names_of_packed)
         plain = piece.key in self.plan.plain
         assert block is not None
 
@@ -132,6 +133,7 @@ class ProgramBuilder:
                 rows=flat[after_rows - 1].unbind(0) if reads_rows else (),
                 packed=packed,
                 experts=piece.experts,
+                grouped=None if plain else assembly.recipe.grouped,
             )
             y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:

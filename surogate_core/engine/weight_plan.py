@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.experts import ExpertSlot
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.pieces import Packed, Piece
 from surogate_core.engine.weight_formats import plan_format
+
+S = TypeVar("S", LinearSlot, ExpertSlot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +149,11 @@ def plan_packing(
     assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], panels: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Packed]:
     """How each frozen weight of a slot is stored, by HF name: as the recipe packs it, or as its panel needs it."""
-    pack, dtype = assembly.recipe.pack, assembly.settings.dtype
-    if pack is None and assembly.recipe.panel_op is None:
+    recipe, dtype = assembly.recipe, assembly.settings.dtype
+    pack, pack_experts = recipe.pack, recipe.pack_experts
+    if pack is None and pack_experts is None and recipe.panel_op is None:
         return {}
-    planned: dict[tuple[LinearSlot, bool], Packed] = {}
+    planned: dict[tuple[LinearSlot | ExpertSlot, bool], Packed] = {}
     packed: dict[str, Packed] = {}
     for piece in found:
         frozen = {s.name: s.hf_name for s in piece.specs if not s.trainable}
@@ -164,17 +168,25 @@ def plan_packing(
                 continue
             kind = slot, op is not None
             if kind not in planned:
-                planned[kind] = _packed_by(how, slot, dtype)
+                planned[kind] = _packed_by(how, (slot.outputs, slot.inputs), dtype)
             packed[name] = planned[kind]
+        for experts in piece.experts if pack_experts is not None and piece.key not in plain else ():
+            name = frozen.get(f"{experts.name}.weight")
+            if name is None or pack_experts is None:
+                continue
+            if (experts, False) not in planned:
+                shape = experts.count, experts.outputs, experts.inputs
+                planned[experts, False] = _packed_by(_of_slot(pack_experts, experts), shape, dtype)
+            packed[name] = planned[experts, False]
     return packed
 
 
-def _of_slot(pack: Callable[[Tensor, LinearSlot], Tensor], slot: LinearSlot) -> Callable[[Tensor], Tensor]:
-    return lambda weight_OI: pack(weight_OI, slot)
+def _of_slot(pack: Callable[[Tensor, S], Tensor], slot: S) -> Callable[[Tensor], Tensor]:
+    return lambda weight: pack(weight, slot)
 
 
-def _packed_by(pack: Callable[[Tensor], Tensor], slot: LinearSlot, dtype: torch.dtype) -> Packed:
-    """The result of a function for a slot's weight, traced for its shape and dtype."""
+def _packed_by(pack: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Packed:
+    """The result of a function for a weight, traced for its shape and dtype."""
     with FakeTensorMode(), torch.no_grad():
-        value = pack(torch.empty(slot.outputs, slot.inputs, dtype=dtype))
+        value = pack(torch.empty(shape, dtype=dtype))
     return Packed(pack=pack, shape=tuple(value.shape), dtype=value.dtype)

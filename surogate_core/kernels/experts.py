@@ -7,7 +7,7 @@ experts of a token, R = N·K rows in the order of their experts, I inputs, O out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,10 @@ class ExpertAdapter:
     dropout: float
     salt: int
     """Separates the dropout masks of the projections of a block."""
+
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x_RI, weights, ends_E) → y_RO in x's dtype, differentiable: the product by which a recipe replaces the plain one."""
 
 
 def _ranges(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
@@ -202,6 +206,12 @@ class _Gather(Function):
         return total.to(dx_RI.dtype), None, None
 
 
+def grouped(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """[R, O]: each row times its expert's weight transposed, in the dtype of both."""
+    y_RO: Tensor = _Grouped.apply(x_RI, ends_E, weights_EOI)
+    return y_RO
+
+
 @op
 def grouped_linears(
     x: Tensor,
@@ -210,26 +220,28 @@ def grouped_linears(
     ends_E: Tensor,
     seed: Tensor | None,
     adapters: Sequence[ExpertAdapter | None],
+    products: Sequence[GroupedProduct | None],
     *tensors: Tensor,
 ) -> Sequence[Tensor]:
     """[R, O] of each of several projections of all experts, their adapters included, in x's dtype.
 
     `x`: [N, I], of which each expert gets the rows of its tokens; or, without `order_R` and `slot_NK`, the sorted rows
-    [R, I]. `tensors`: for each projection its weights [E, O, I] and, with an adapter, A [E, L, I] and B [E, O, L]. No
-    dropout without a seed; its mask is that of the sorted rows.
+    [R, I]. `products`: for each projection the product of its weights, None for the plain one. `tensors`: for each
+    projection its weights, [E, O, I] or as the product takes them, and, with an adapter, A [E, L, I] and B [E, O, L].
+    Adapters are multiplied plainly. No dropout without a seed; its mask is that of the sorted rows.
     """
     x_RI = x if order_R is None else _Gather.apply(x, order_R, slot_NK)
     found, rest = [], iter(tensors)
-    for adapter in adapters:
-        y_RO = _Grouped.apply(x_RI, ends_E, next(rest))
+    for adapter, product in zip(adapters, products, strict=True):
+        y_RO = (product or grouped)(x_RI, next(rest), ends_E)
         if adapter is not None:
             a_ELI, b_EOL = next(rest).to(x.dtype), next(rest).to(x.dtype)
             dropped_RI = x_RI
             if adapter.dropout > 0 and seed is not None:
                 mask = dropout_mask(x_RI.shape, seed, salt=adapter.salt, p=adapter.dropout)
                 dropped_RI = x_RI * mask * (1 / (1 - adapter.dropout))
-            u_RL = _Grouped.apply(dropped_RI, ends_E, a_ELI)
-            y_RO = y_RO + adapter.scale * _Grouped.apply(u_RL, ends_E, b_EOL)
+            u_RL = grouped(dropped_RI, a_ELI, ends_E)
+            y_RO = y_RO + adapter.scale * grouped(u_RL, b_EOL, ends_E)
         found.append(y_RO)
     return found
 
