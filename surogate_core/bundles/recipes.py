@@ -119,9 +119,10 @@ class Recipe:
     """(frozen weight_OI, slot) → one tensor, of any shape and dtype, that `linear` receives instead; called once per
     weight. Traced for its shape, so plain torch ops only. A method, or None if frozen weights do not change.
     """
-    grouped: Callable[[Tensor, Tensor, Tensor, TracedExperts], Tensor] | None = None
-    """(x_RI, the rows sorted by expert; weights_EOI; ends_E int32, where each expert's rows end; slot) → y_RO in x's
-    dtype, without adapters, traced with its backward. A method, or None for the plain product in the dtype of both.
+    grouped: Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[TracedExperts]], Sequence[Tensor]] | None = None
+    """(x_RI, rows sorted by expert; weights_EOI of each slot that reads them; ends_E int32, where each expert's rows
+    end; the slots) → y_RO of each slot in x's dtype, without adapters, traced with its backward. A method, or None for
+    the plain product in the dtype of both.
     """
     pack_experts: Callable[[Tensor, ExpertSlot], Tensor] | None = None
     """(frozen weights_EOI, slot) → one tensor that `grouped` receives instead; otherwise like `pack`."""

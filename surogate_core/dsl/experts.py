@@ -86,8 +86,8 @@ class TracedExperts(ExpertSlot):
         return cls(**{f.name: getattr(slot, f.name) for f in fields(ExpertSlot)}, seed=seed, packed=packed)
 
 
-Grouped = Callable[[Tensor, Tensor, Tensor, TracedExperts], Tensor]
-"""(x_RI, weights_EOI, ends_E, slot) → y_RO, like `Recipe.grouped`."""
+Grouped = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[TracedExperts]], Sequence[Tensor]]
+"""(x_RI, weights_EOI of each slot, ends_E, slots) → y_RO of each, like `Recipe.grouped`."""
 
 
 def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
@@ -197,12 +197,18 @@ class BoundExperts:
             return None
         return ops.ExpertAdapter(rank=adapter.rank, scale=adapter.scale, dropout=adapter.dropout, salt=self.slot.index)
 
-    def product(self) -> ops.GroupedProduct | None:
-        """The recipe's product as the op takes it."""
-        if self.grouped is None:
-            return None
-        slot, grouped = TracedExperts.of(self.slot, seed=self.seed, packed=self.packed), self.grouped
-        return lambda x_RI, weights, ends_E: grouped(x_RI, weights, ends_E, slot)
+    def traced(self) -> TracedExperts:
+        """The slot as the recipe takes it."""
+        return TracedExperts.of(self.slot, seed=self.seed, packed=self.packed)
+
+
+def _product(slots: Sequence[BoundExperts]) -> ops.GroupedProduct | None:
+    """The recipe's product as the op takes it."""
+    grouped = slots[0].grouped
+    if grouped is None:
+        return None
+    traced = [slot.traced() for slot in slots]
+    return lambda x_RI, weights, ends_E: grouped(x_RI, weights, ends_E, traced)
 
 
 def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = False) -> Sequence[Tensor]:
@@ -215,6 +221,6 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
             routes.ends_E,
             slots[0].seed,
             [slot.adapter() for slot in slots],
-            [slot.product() for slot in slots],
+            _product(slots),
             *(tensor for slot in slots for tensor in slot.tensor_list()),
         )

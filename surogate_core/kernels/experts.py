@@ -102,8 +102,10 @@ class ExpertAdapter:
     """Separates the dropout masks of the projections of a block."""
 
 
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x_RI, weights, ends_E) → y_RO in x's dtype, differentiable: the product by which a recipe replaces the plain one."""
+GroupedProduct = Callable[[Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
+"""(x_RI, the weights of each projection, ends_E) → y_RO of each in x's dtype, differentiable: the product by which a
+recipe replaces the plain one.
+"""
 
 
 def _ranges(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
@@ -212,6 +214,11 @@ def grouped(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return y_RO
 
 
+def plain_product(x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> Sequence[Tensor]:
+    """`grouped` with the weights of each projection."""
+    return [grouped(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
+
+
 @op
 def grouped_linears(
     x: Tensor,
@@ -220,29 +227,33 @@ def grouped_linears(
     ends_E: Tensor,
     seed: Tensor | None,
     adapters: Sequence[ExpertAdapter | None],
-    products: Sequence[GroupedProduct | None],
+    product: GroupedProduct | None,
     *tensors: Tensor,
 ) -> Sequence[Tensor]:
     """[R, O] of each of several projections of all experts, their adapters included, in x's dtype.
 
     `x`: [N, I], of which each expert gets the rows of its tokens; or, without `order_R` and `slot_NK`, the sorted rows
-    [R, I]. `products`: for each projection the product of its weights, None for the plain one. `tensors`: for each
+    [R, I]. `product`: that of the weights, None for the plain one; adapters are multiplied plainly. `tensors`: for each
     projection its weights, [E, O, I] or as the product takes them, and, with an adapter, A [E, L, I] and B [E, O, L].
-    Adapters are multiplied plainly. No dropout without a seed; its mask is that of the sorted rows.
+    No dropout without a seed; its mask is that of the sorted rows.
     """
     x_RI = x if order_R is None else _Gather.apply(x, order_R, slot_NK)
-    found, rest = [], iter(tensors)
-    for adapter, product in zip(adapters, products, strict=True):
-        y_RO = (product or grouped)(x_RI, next(rest), ends_E)
-        if adapter is not None:
-            a_ELI, b_EOL = next(rest).to(x.dtype), next(rest).to(x.dtype)
-            dropped_RI = x_RI
-            if adapter.dropout > 0 and seed is not None:
-                mask = dropout_mask(x_RI.shape, seed, salt=adapter.salt, p=adapter.dropout)
-                dropped_RI = x_RI * mask * (1 / (1 - adapter.dropout))
-            u_RL = grouped(dropped_RI, a_ELI, ends_E)
-            y_RO = y_RO + adapter.scale * grouped(u_RL, b_EOL, ends_E)
-        found.append(y_RO)
+    rest = iter(tensors)
+    weights, pairs = [], []
+    for adapter in adapters:
+        weights.append(next(rest))
+        pairs.append(None if adapter is None else (next(rest).to(x.dtype), next(rest).to(x.dtype)))
+    found = list(plain_product(x_RI, weights, ends_E) if product is None else product(x_RI, weights, ends_E))
+    for number, (adapter, pair) in enumerate(zip(adapters, pairs, strict=True)):
+        if adapter is None or pair is None:
+            continue
+        dropped_RI = x_RI
+        if adapter.dropout > 0 and seed is not None:
+            mask = dropout_mask(x_RI.shape, seed, salt=adapter.salt, p=adapter.dropout)
+            dropped_RI = x_RI * mask * (1 / (1 - adapter.dropout))
+        a_ELI, b_EOL = pair
+        u_RL = grouped(dropped_RI, a_ELI, ends_E)
+        found[number] = found[number] + adapter.scale * grouped(u_RL, b_EOL, ends_E)
     return found
 
 

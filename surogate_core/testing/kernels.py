@@ -179,7 +179,7 @@ def _grouped_linears() -> Iterator[Inputs]:
             x, gate, up, a, b = t
             _, _, order, slot, ends = _routes(n, 6, choices, x.device)
             where = (None, None) if sorted_rows else (order, slot)
-            return function(x, *where, ends, None, [None, adapter], [None, None], gate, up, a, b)
+            return function(x, *where, ends, None, [None, adapter], None, gate, up, a, b)
 
         return Inputs(leaves=leaves, call=call, what=what)
 

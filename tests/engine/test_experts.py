@@ -103,8 +103,8 @@ def test_a_backward_never_chooses_experts_again(recompute: Recompute, compiler: 
 
     def layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
         weights, _, order, slot, ends = route(x @ router.t(), 2, True)
-        (h,) = grouped_linears(x, order, slot, ends, None, [None], [None], up)
-        (y,) = grouped_linears(torch.relu(h), None, None, ends, None, [None], [None], down)
+        (h,) = grouped_linears(x, order, slot, ends, None, [None], None, up)
+        (y,) = grouped_linears(torch.relu(h), None, None, ends, None, [None], None, down)
         return combine(y, order, slot, weights)
 
     shapes = ((16, 8), (4, 8), (4, 12, 8), (4, 8, 12))

@@ -19,8 +19,8 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 def layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, *, renormalise: bool, choices: int = CHOICES) -> Tensor:
     """A layer of relu experts by the ops."""
     weights, _, order, slot, ends = route(x @ router.t(), choices, renormalise)
-    (h,) = grouped_linears(x, order, slot, ends, None, [None], [None], up)
-    (y,) = grouped_linears(torch.relu(h), None, None, ends, None, [None], [None], down)
+    (h,) = grouped_linears(x, order, slot, ends, None, [None], None, up)
+    (y,) = grouped_linears(torch.relu(h), None, None, ends, None, [None], None, down)
     return combine(y, order, slot, weights)
 
 
@@ -59,14 +59,14 @@ def test_adapters_are_in_the_sum_and_get_their_gradients() -> None:
     adapter = ExpertAdapter(rank=RANK, scale=2.0, dropout=0.0, salt=0)
     _, experts, order, slot, ends = route(logits, CHOICES, True)
     both = (weights[0], weights[1], a, b)
-    plain, adapted = grouped_linears(x, order, slot, ends, None, [None, adapter], [None, None], *both)
-    (again,) = grouped_linears(x, order, slot, ends, None, [None], [None], weights[0])
+    plain, adapted = grouped_linears(x, order, slot, ends, None, [None, adapter], None, *both)
+    (again,) = grouped_linears(x, order, slot, ends, None, [None], None, weights[0])
     assert torch.equal(plain, again)
     merged = weights[1] + 2.0 * b @ a
     for row, source in enumerate(order.tolist()):
         expert = int(experts.flatten()[source])
         torch.testing.assert_close(adapted[row], merged[expert] @ x[source // CHOICES], rtol=1e-12, atol=1e-12)
-    (expected,) = grouped_linears(x.detach(), order, slot, ends, None, [None], [None], merged)
+    (expected,) = grouped_linears(x.detach(), order, slot, ends, None, [None], None, merged)
     scale = draw(*adapted.shape, seed=6).detach()
     grads = torch.autograd.grad((adapted * scale).sum(), [a, b])
     wanted = torch.autograd.grad((expected * scale).sum(), [a, b])
@@ -82,7 +82,7 @@ def test_dropout_of_adapters_depends_on_seed_and_salt_alone() -> None:
     def run(seed: int | None, salt: int) -> Tensor:
         adapter = ExpertAdapter(rank=RANK, scale=1.0, dropout=0.5, salt=salt)
         given = None if seed is None else torch.tensor(seed, dtype=torch.int32)
-        return grouped_linears(x, order, slot, ends, given, [adapter], [None], *tensors)[0].detach()
+        return grouped_linears(x, order, slot, ends, given, [adapter], None, *tensors)[0].detach()
 
     assert torch.equal(run(3, 1), run(3, 1))
     assert not torch.equal(run(3, 1), run(4, 1))
@@ -113,8 +113,8 @@ def test_all_rows_may_be_on_few_experts(favourite: int) -> None:
     up, down = draw(EXPERTS, INNER, WIDTH, seed=1), draw(EXPERTS, WIDTH, INNER, seed=2)
     logits = x @ router.t() + 10.0 * torch.nn.functional.one_hot(torch.tensor(favourite), EXPERTS)
     weights, _, order, slot, ends = route(logits, 1, True)
-    (h,) = grouped_linears(x, order, slot, ends, None, [None], [None], up)
-    (y,) = grouped_linears(torch.relu(h), None, None, ends, None, [None], [None], down)
+    (h,) = grouped_linears(x, order, slot, ends, None, [None], None, up)
+    (y,) = grouped_linears(torch.relu(h), None, None, ends, None, [None], None, down)
     out = combine(y, order, slot, weights)
     torch.testing.assert_close(out, torch.relu(x @ up[favourite].t()) @ down[favourite].t(), rtol=1e-12, atol=1e-12)
     out.sum().backward()
