@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel, KernelPack
-from surogate_core.kernels import cpu
+from surogate_core.kernels import cpu, grouped
 from surogate_core.kernels.ops import region
 from surogate_core.kernels.packed_attention import attention_flops
 
@@ -280,6 +280,7 @@ def _kernels() -> tuple[Kernel, ...]:
             priority=1,
             deterministic=False,
         ),
+        grouped.kernel(),
     )
 
 

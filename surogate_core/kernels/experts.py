@@ -7,7 +7,7 @@ experts of a token, R = N·K rows in the order of their experts, I inputs, O out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
 
+from surogate_core.kernels.grouped import grouped_product
 from surogate_core.kernels.ops import choice, dropout_mask
 from surogate_core.kernels.registry import op
 
@@ -108,87 +108,6 @@ recipe replaces the plain one.
 """
 
 
-def _ranges(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have rows, on a CPU."""
-    first = 0
-    for number, end in enumerate(ends_E.tolist()):
-        if end > first:
-            yield number, slice(first, end)
-        first = end
-
-
-def _masks(ends_E: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """(expert, mask of its rows [R, 1]) of all experts, without waiting for the device."""
-    places = torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype)
-    expert_R1 = torch.searchsorted(ends_E, places, right=True)[:, None]
-    for number in range(len(ends_E)):
-        yield number, expert_R1 == number
-
-
-# Both are single ops of a traced graph, whose size would otherwise grow with the number of experts.
-
-
-@torch.library.custom_op("surogate::grouped_product", mutates_args=())
-def _products(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """[R, O]: each row times its expert's weight transposed."""
-    y_RO = x_RI.new_zeros(x_RI.shape[0], weights_EOI.shape[1])
-    if ends_E.device.type == "cpu":
-        for number, rows in _ranges(ends_E):
-            y_RO[rows] = x_RI[rows] @ weights_EOI[number].t()
-        return y_RO
-    for number, mask_R1 in _masks(ends_E, x_RI.shape[0]):
-        y_RO = torch.where(mask_R1, x_RI @ weights_EOI[number].t(), y_RO)
-    return y_RO
-
-
-@_products.register_fake
-def _(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    return x_RI.new_empty(x_RI.shape[0], weights_EOI.shape[1])
-
-
-@register_flop_formula(torch.ops.surogate.grouped_product)
-def _product_flops(x_shape: Sequence[int], weights_shape: Sequence[int], *others: Any, **kwargs: Any) -> int:
-    return 2 * x_shape[0] * weights_shape[1] * weights_shape[2]
-
-
-@torch.library.custom_op("surogate::grouped_factors", mutates_args=())
-def _factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """[E, O, I]: for each expert the sum over its rows of dyᵀ x."""
-    found = x_RI.new_zeros(len(ends_E), dy_RO.shape[1], x_RI.shape[1])
-    if ends_E.device.type == "cpu":
-        for number, rows in _ranges(ends_E):
-            found[number] = dy_RO[rows].t() @ x_RI[rows]
-        return found
-    for number, mask_R1 in _masks(ends_E, x_RI.shape[0]):
-        found[number] = torch.where(mask_R1, dy_RO, 0.0).t() @ x_RI
-    return found
-
-
-@_factors.register_fake
-def _(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    return x_RI.new_empty(len(ends_E), dy_RO.shape[1], x_RI.shape[1])
-
-
-@register_flop_formula(torch.ops.surogate.grouped_factors)
-def _factor_flops(dy_shape: Sequence[int], x_shape: Sequence[int], *others: Any, **kwargs: Any) -> int:
-    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
-
-
-class _Grouped(Function):
-    @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, ends_E: Tensor, weights_EOI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_RI, ends_E, weights_EOI)
-        return _products(x_RI, weights_EOI, ends_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
-        x_RI, ends_E, weights_EOI = ctx.saved_tensors
-        dx_RI = _products(dy_RO, weights_EOI.transpose(1, 2), ends_E)
-        dweights = _factors(dy_RO, x_RI, ends_E) if ctx.needs_input_grad[2] else None
-        return dx_RI, None, dweights
-
-
 class _Gather(Function):
     """Rows of tokens in the order of their experts. The backward adds a token's rows in the order of its choices."""
 
@@ -206,17 +125,6 @@ class _Gather(Function):
         for k in range(1, slot_NK.shape[1]):
             total = total + wide[slot_NK[:, k].long()]
         return total.to(dx_RI.dtype), None, None
-
-
-def grouped(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """[R, O]: each row times its expert's weight transposed, in the dtype of both."""
-    y_RO: Tensor = _Grouped.apply(x_RI, ends_E, weights_EOI)
-    return y_RO
-
-
-def plain_product(x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> Sequence[Tensor]:
-    """`grouped` with the weights of each projection."""
-    return [grouped(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
 
 
 @op
@@ -243,7 +151,10 @@ def grouped_linears(
     for adapter in adapters:
         weights.append(next(rest))
         pairs.append(None if adapter is None else (next(rest).to(x.dtype), next(rest).to(x.dtype)))
-    found = list(plain_product(x_RI, weights, ends_E) if product is None else product(x_RI, weights, ends_E))
+    if product is None:
+        found = [grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
+    else:
+        found = list(product(x_RI, weights, ends_E))
     for number, (adapter, pair) in enumerate(zip(adapters, pairs, strict=True)):
         if adapter is None or pair is None:
             continue
@@ -252,8 +163,8 @@ def grouped_linears(
             mask = dropout_mask(x_RI.shape, seed, salt=adapter.salt, p=adapter.dropout)
             dropped_RI = x_RI * mask * (1 / (1 - adapter.dropout))
         a_ELI, b_EOL = pair
-        u_RL = grouped(dropped_RI, a_ELI, ends_E)
-        found[number] = found[number] + adapter.scale * grouped(u_RL, b_EOL, ends_E)
+        u_RL = grouped_product(dropped_RI, a_ELI, ends_E)
+        found[number] = found[number] + adapter.scale * grouped_product(u_RL, b_EOL, ends_E)
     return found
 
 

@@ -189,6 +189,21 @@ def _grouped_linears() -> Iterator[Inputs]:
     yield made(48, 2, what="sorted rows", sorted_rows=True)
 
 
+def _grouped_product() -> Iterator[Inputs]:
+    def made(n: int, inputs: int, outputs: int, what: str = "") -> Inputs:
+        leaves = {"x": _normal(2 * n, inputs, seed=0), "weights": _normal(6, outputs, inputs, seed=1)}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, weights = t
+            return function(x, weights, _routes(n, 6, 2, x.device)[4])
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 64, 32)
+    yield made(200, 64, 32, what="200 tokens")
+    yield made(48, 36, 20, what="36 features, 20 outputs")
+
+
 def _combine() -> Iterator[Inputs]:
     def made(n: int, choices: int, what: str = "") -> Inputs:
         leaves = {"y": _normal(n * choices, 64, seed=0), "weights": _normal(n, choices, seed=1).abs()}
@@ -214,6 +229,7 @@ CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "dropout": _dropout,
     "adapted_linears": _adapted_linears,
     "grouped_linears": _grouped_linears,
+    "grouped_product": _grouped_product,
     "combine": _combine,
 }
 """Op → its inputs; the first ones are ordinary."""

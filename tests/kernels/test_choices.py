@@ -63,7 +63,8 @@ AMPERE = {
     "swiglu": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}
-HOPPER = ADA | {"attention": "hopper", "scaled_linears": "hopper"}
+GROUPED = {"grouped_product": "torch-grouped"}
+HOPPER = ADA | GROUPED | {"attention": "hopper", "scaled_linears": "hopper"}
 REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm"]
 ON_HOPPER = ["surogate_kernels_cuda.gated", "surogate_kernels_hopper.scaled_gated", "surogate_kernels_triton.norm"]
 EXPECTED = {
@@ -71,7 +72,7 @@ EXPECTED = {
     "sm_80": [AMPERE, WIDE, REWRITES],
     "sm_89": [ADA, WIDE, REWRITES],
     "sm_90": [HOPPER, WIDE, ON_HOPPER],
-    "sm_100": [ADA, WIDE, REWRITES],
+    "sm_100": [ADA | GROUPED, WIDE, REWRITES],
     "sm_120": [ADA, WIDE, REWRITES],
 }
 """Architecture → (kernels for bf16, kernels for fp32, modules of the rewrites in order); others run the reference."""
