@@ -236,7 +236,7 @@ def _takes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> bool:
 
 
 def kernel() -> Kernel:
-    """torch's grouped products: on sm_90 and sm_100 one launch, whose sizes stay on the device. On other GPUs torch loops
+    """torch's grouped products: on sm_90 and sm_100 one launch, whose sizes stay on the device. Elsewhere torch loops
     over the experts and waits for their sizes, so no CUDA graph could be captured.
     """
     return Kernel(op="grouped_product", name="torch-grouped", function=torch_grouped, supports=_supports, takes=_takes)
