@@ -39,7 +39,9 @@ class ParamGroup:
     weight_decay: float
     """Decay of every parameter of the group."""
     hidden: frozenset[str] = frozenset()
-    """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter."""
+    """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter. Those of all experts
+    of a layer are one parameter [experts, outputs, inputs].
+    """
     seed: Tensor | None = None
     """Rounding seed of bf16 masters: 0-d int32, different in every optimizer step; `kernels.rounding.write_master` uses
     it.

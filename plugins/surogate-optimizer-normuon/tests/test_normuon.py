@@ -236,6 +236,21 @@ def test_stacks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found[0] - make_groups()[0].master).abs().max() > 1e-2
 
 
+def test_the_matrices_of_all_experts_are_updated_one_by_one() -> None:
+    """A parameter [3, 40, 24] gets the bits of three of [40, 24]."""
+    found = []
+    for shapes in ({"e": (0, (3, 40, 24))}, {name: (i * 960, (40, 24)) for i, name in enumerate("abc")}):
+        values = torch.randn(2, 3 * 960, generator=torch.Generator().manual_seed(0))
+        master, grad = values.clone().unbind()
+        group = ParamGroup(
+            name="decayed", master=master, grad=grad, shapes=shapes, weight_decay=0.1, hidden=frozenset(shapes)
+        )
+        step(make([group]), 1e-2)
+        found.append(group.master)
+        assert not torch.equal(group.master, values[0])
+    assert torch.equal(*found)
+
+
 # ----------------------------------------------------------------- skipped steps and state
 
 

@@ -83,14 +83,17 @@ class NorMuon:
         self._state = {f"rest.{name}": tensor for name, tensor in self.rest.state().items()}
         self._stacks: list[_Stack] = []
         for group in groups:
-            by_shape: dict[tuple[int, ...], list[int]] = {}
+            by_shape: dict[tuple[int, int], list[int]] = {}
             for name, (offset, shape) in group.shapes.items():
                 if name in group.hidden:
-                    by_shape.setdefault(shape, []).append(offset)
-            for shape, offsets in by_shape.items():
-                self._add(group, shape, offsets)
+                    # A parameter of all experts [E, R, C] is E matrices, which follow each other.
+                    *_, rows, columns = shape
+                    starts = range(offset, offset + math.prod(shape), rows * columns)
+                    by_shape.setdefault((rows, columns), []).extend(starts)
+            for matrix, offsets in by_shape.items():
+                self._add(group, matrix, offsets)
 
-    def _add(self, group: ParamGroup, shape: tuple[int, ...], offsets: list[int]) -> None:
+    def _add(self, group: ParamGroup, shape: tuple[int, int], offsets: list[int]) -> None:
         device, (rows, columns) = group.master.device, shape
         momentum_BRC = torch.zeros(len(offsets), rows, columns, device=device)
         variance_BR = torch.zeros(len(offsets), rows, device=device)
