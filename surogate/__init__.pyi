@@ -124,6 +124,7 @@ def sft(
     monitor: _Choices = ...,
     report_to: str | list[str] | None = ...,
     log_gpu_util: int = ...,
+    log_expert_loads: int | None = ...,
     log_file: _Path | None = ...,
     plugins: Mapping[str, Any] = ...,
     dataset: _Choice = ...,
@@ -274,6 +275,9 @@ def sft(
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
         log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock, and
             between two exchanges of the figures of all ranks; 0 turns both off.
+        log_expert_loads: For a model with experts: steps between two records of the tokens that each expert of each
+            layer received. The report draws them. 1 records every step, 0 none; null makes at most 200 records in a
+            run.
         log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
         plugins: Which plugins may be imported.
         dataset: A data set that a plugin brings, such as embedded.
@@ -400,6 +404,7 @@ def pt(
     monitor: _Choices = ...,
     report_to: str | list[str] | None = ...,
     log_gpu_util: int = ...,
+    log_expert_loads: int | None = ...,
     log_file: _Path | None = ...,
     plugins: Mapping[str, Any] = ...,
     dataset: _Choice = ...,
@@ -550,6 +555,9 @@ def pt(
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
         log_gpu_util: Steps between two readings of the GPU's utilization, memory, power, temperature and clock, and
             between two exchanges of the figures of all ranks; 0 turns both off.
+        log_expert_loads: For a model with experts: steps between two records of the tokens that each expert of each
+            layer received. The report draws them. 1 records every step, 0 none; null makes at most 200 records in a
+            run.
         log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
         plugins: Which plugins may be imported.
         dataset: A data set that a plugin brings, such as embedded.

@@ -301,16 +301,50 @@ class BlockFigures(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStats(Event):
-    """How a mixture-of-experts model routed the tokens of one step to its experts; such a family emits it."""
+    """How a mixture-of-experts model routed the tokens of one step to its experts. Means are over its sparse layers."""
 
     step: int
     """Optimizer steps done."""
-    imbalance: float
-    """Tokens of the busiest expert divided by the mean of all experts, in the worst layer; 1 is perfectly even."""
-    utilization: float
+    moe_load_imbalance: float
+    """Tokens of the busiest expert divided by the mean of the layer's experts, mean over the layers; 1 is even."""
+    moe_expert_utilization: float
     """Share of the experts that received a token, 0 to 1, mean over the layers."""
-    aux_loss: float | None = None
-    """Load-balancing loss before its coefficient, mean over the layers."""
+    moe_worst_imbalance: float
+    """The largest imbalance of a layer."""
+    moe_worst_layer: int
+    """Number of that layer in the model, from 0."""
+    moe_entropy: float
+    """Entropy of the experts' shares of the tokens divided by log E, mean over the layers; 1 is even."""
+    moe_cv: float
+    """Standard deviation of the experts' tokens divided by their mean, mean over the layers; 0 is even."""
+    moe_dead_experts: int | None = None
+    """Experts of all layers that received no token in the last 50 steps; None in the first 49 of a start."""
+    moe_aux_loss: float | None = None
+    """Load-balancing loss times its coefficient, as it is part of the loss; None if it is no part of it."""
+    moe_aux_loss_raw: float | None = None
+    """Load-balancing loss before its coefficient: with even loads K in transformers' form, 1 for each layer in the
+    other. None if the family does not report what it is made of.
+    """
+    moe_z_loss: float | None = None
+    """Router z loss times its coefficient, as it is part of the loss; None if it is no part of it."""
+    moe_z_loss_raw: float | None = None
+    """Mean of the squared logsumexp of the router's logits; None if it is not measured."""
+    moe_dropped: int = 0
+    """Choices of experts that were not computed. Routing is exact, so it is always 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoads(Event):
+    """How many tokens each expert of each layer received, every `log_expert_loads` steps and at the end."""
+
+    step: int
+    """The last of the steps."""
+    steps: int
+    """Number of steps that are counted; less than the distance to the last record after a resumption between two."""
+    layers: tuple[int, ...]
+    """Numbers of the layers with experts, from 0."""
+    tokens: tuple[tuple[int, ...], ...]
+    """By layer: tokens of each expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,6 +291,10 @@ class RunConfig:
     """Steps between two readings of the GPU's utilization, memory, power, temperature and clock, and between two
     exchanges of the figures of all ranks; 0 turns both off.
     """
+    log_expert_loads: Steps | None = None
+    """For a model with experts: steps between two records of the tokens that each expert of each layer received. The
+    report draws them. 1 records every step, 0 none; null makes at most 200 records in a run.
+    """
     log_file: Name | None = None
     """The run's log as JSON lines; null is `output_dir/surogate.log`."""
 

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from surogate_core.events import Event, Progress, ReportWritten, RunEnd, RunStart, StepEnd, strict_json
+from surogate_core.events import (
+    BlockFigures,
+    Event,
+    Progress,
+    ReportWritten,
+    RoutingStats,
+    RunEnd,
+    RunStart,
+    StepEnd,
+    strict_json,
+)
 from surogate_core.files.private import regular
 
 METRICS = "metrics.jsonl"
@@ -25,7 +35,7 @@ SECONDS = 0.5
 """Time between two writes of steps."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
-_ONCE_A_STEP = ("step_end", "eval_end")
+_ONCE_A_STEP = ("step_end", "eval_end", "block_figures", "routing_stats")
 
 
 # -------------------------------------------------------------------------------- reading
@@ -92,7 +102,7 @@ def _restored(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Writes every event as one line, in order: steps twice a second, other events at once.
+    """Writes every event as one line, in order: figures of steps twice a second, other events at once.
 
     Writing a single line costs the loop ten times as much as a line in a group, because a step leaves the caches cold.
     After `flush` the file has every event so far, so that a checkpoint never has more steps than the file. A run that
@@ -116,7 +126,7 @@ class MetricsWriter:
         """Take the event; raises the error of an earlier write."""
         if self._error is not None:
             raise self._error
-        if isinstance(event, StepEnd):
+        if isinstance(event, StepEnd | BlockFigures | RoutingStats):
             self._waiting.append((time.time(), event))
         elif isinstance(event, ReportWritten):
             pass  # The report is made from this file, which ends with the run's end.

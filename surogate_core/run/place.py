@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 WATCHING = frozenset(
     """
-    output_dir resume_from_checkpoint monitor report_to log_gpu_util log_file plugins dataloader_num_workers
-    gpus launcher fabric max_restarts
+    output_dir resume_from_checkpoint monitor report_to log_gpu_util log_expert_loads log_file plugins
+    dataloader_num_workers gpus launcher fabric max_restarts
     """.split()  # noqa: SIM905
 )
 """Keys that may differ between a run and its resumption: they change neither the training nor the name of the run.

@@ -20,6 +20,7 @@ from surogate_core.events import (
     Control,
     EvalEnd,
     Event,
+    ExpertLoads,
     GpuStats,
     Notice,
     PhaseChange,
@@ -64,7 +65,11 @@ def events() -> list[Event]:
         ),
         RankStats(step=2, peak_memory_bytes=(1 << 30, 1 << 31), work_seconds=(0.01, 0.02)),
         BlockFigures(step=2, figures={"router.entropy": 1.2}),
-        RoutingStats(step=2, imbalance=1.5, utilization=0.9, aux_loss=1.0),
+        RoutingStats(
+            step=2, moe_load_imbalance=1.5, moe_expert_utilization=0.9, moe_worst_imbalance=2.0, moe_worst_layer=3,
+            moe_entropy=0.97, moe_cv=0.3, moe_dead_experts=1, moe_aux_loss=0.008, moe_aux_loss_raw=8.0,
+        ),
+        ExpertLoads(step=2, steps=2, layers=(1, 3), tokens=((4, 0), (2, 2))),
         PrecisionStats(
             step=2, steps=2, saturated={"activation": 0.1, "gradient": 0.0}, underflowed={"activation": 0.0},
             worst="layer 0 mlp.up_proj activation", worst_excess=1.5,

@@ -29,7 +29,7 @@ from surogate_core.train.lr import faded, rate_of
 from surogate_core.train.precision import WINDOW, PrecisionWatch
 from surogate_core.train.prefetch import Prefetcher
 from surogate_core.train.restore import load_tensors
-from surogate_core.train.sides import side_events
+from surogate_core.train.sides import SideFigures
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.telemetry import GpuTelemetry
 
@@ -202,6 +202,7 @@ class Loop:
             self._restore(checkpoint)
         self._keep_best()
         self.total_steps = total_steps(config, loader, done=self.state.step)
+        self._sides = SideFigures.of(engine, steps=self.total_steps, every=config.log_expert_loads)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state.get("loop")
@@ -338,6 +339,9 @@ class Loop:
         state.total_tokens += tokens
         if math.isfinite(loss):
             state.recent_losses = [*state.recent_losses, loss][-GAP_WINDOW:]
+        sides, last = launched.result.sides(), step == self.total_steps
+        for event in self._sides.events(step, sides, launched.result.micro_steps, last=last):
+            self.emit(event)
         proceed = self.emit(
             StepEnd(
                 step=step,
@@ -355,8 +359,6 @@ class Loop:
                 speed_of_light=self._speed_of_light(launched.flops / seconds),
             )
         )
-        for event in side_events(step, launched.result.sides(), launched.result.micro_steps):
-            self.emit(event)
         self._watch_gpu(step)
         self._watch_ranks(step)
         self._watch_precision(launched, step)

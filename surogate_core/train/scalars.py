@@ -22,8 +22,11 @@ EVAL_SCALARS = ("loss", "gap")
 GPU_SCALARS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
 """Fields of the GPU's telemetry, named ``gpu/FIELD``."""
 
-ROUTING_SCALARS = ("imbalance", "utilization", "aux_loss")
-"""Fields of a mixture of experts, named ``routing/FIELD``."""
+ROUTING_SCALARS = (
+    *("moe_load_imbalance", "moe_expert_utilization", "moe_worst_imbalance", "moe_entropy", "moe_cv"),
+    *("moe_dead_experts", "moe_aux_loss", "moe_aux_loss_raw", "moe_z_loss", "moe_z_loss_raw"),
+)
+"""Fields of a mixture of experts, named ``train/FIELD``."""
 
 
 def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
@@ -41,7 +44,7 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
         case BlockFigures():
             return event.step, {f"block/{name}": value for name, value in event.figures.items()}
         case RoutingStats():
-            return event.step, _named("routing", event, ROUTING_SCALARS)
+            return event.step, _named("train", event, ROUTING_SCALARS)
         case PrecisionStats():
             shares = {"saturated": event.saturated, "underflowed": event.underflowed}
             return event.step, {f"precision/{what}_{r}": s for what, by in shares.items() for r, s in by.items()}

@@ -1,31 +1,170 @@
-"""The side outputs of a step as events."""
+"""The side outputs of a step as events.
+
+Shape suffixes: L layers that have the side output, E experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from surogate_core.dsl.sides import Role
-from surogate_core.events import BlockFigures, Event, RoutingStats
+from surogate_core.engine.engine import Engine
+from surogate_core.events import BlockFigures, Event, ExpertLoads, RoutingStats
+
+DEAD_STEPS = 50
+"""An expert is dead if it received no token in this many consecutive steps."""
+
+LOAD_RECORDS = 200
+"""Records of the experts' loads in a run whose `log_expert_loads` is null."""
+
+Sides = Mapping[str, tuple[Role, Tensor]]
+"""Name → (role, [L, *its shape] fp32 on the host): sums over the micro-steps of a step."""
 
 
-def side_events(step: int, sides: Mapping[str, tuple[Role, Tensor]], micro_steps: int) -> Iterator[Event]:
-    """What is said of a step's side outputs. `sides`: name → (role, [layers, *its shape], summed over micro-steps)."""
-    figures = {name: float(total.mean()) / micro_steps for name, (role, total) in sides.items() if role == "figure"}
-    if figures:
-        yield BlockFigures(step=step, figures=figures)
-    counts = [total for role, total in sides.values() if role == "expert_tokens"]
-    terms = [total for role, total in sides.values() if role == "loss"]
-    if counts:
-        loads = [layer / layer.mean().clamp(min=1e-9) for total in counts for layer in total]
-        used = [float((load > 0).float().mean()) for load in loads]
-        yield RoutingStats(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """The router's losses as a run has them: None for a coefficient whose term is not in the loss."""
+
+    aux: float | None = None
+    z: float | None = None
+    per_layer: bool = False
+    """Whether the balance of each layer counts by itself, instead of one product of means over all layers."""
+
+
+def balance(tokens_LE: Tensor, probability_LE: Tensor, *, per_layer: bool = False) -> float:
+    """The load-balancing loss of a step before its coefficient, from tokens and summed probabilities.
+
+    As in transformers: E · Σ f P, where f and P are means over the tokens of all layers; K if loads are even. With
+    `per_layer` the sum over the layers of E · Σ f P with f the share of the layer's rows; 1 a layer if loads are even.
+    """
+    tokens_LE, probability_LE = tokens_LE.double(), probability_LE.double()
+    experts = tokens_LE.shape[1]
+    if per_layer:
+        f_LE = tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)
+        p_LE = probability_LE / probability_LE.sum(1, keepdim=True).clamp(min=1e-12)
+        return float(experts * (f_LE * p_LE).sum())
+    rows = _rows(probability_LE)
+    return float(experts * (tokens_LE.sum(0) / rows * (probability_LE.sum(0) / rows)).sum())
+
+
+def _rows(probability_LE: Tensor) -> Tensor:
+    """The number of tokens of all layers: the probabilities of each sum to 1."""
+    return probability_LE.double().sum().clamp(min=1e-12)
+
+
+class SideFigures:
+    """Makes events from the side outputs of each step. It is given every step once, in order."""
+
+    def __init__(self, layers: Mapping[str, Sequence[int]], *, losses: RouterLosses | None = None, every: int = 0):
+        """`layers`: name of a side output → the numbers of its layers. `every`: steps of a record of loads, or 0."""
+        self._layers, self._losses, self._every = layers, losses or RouterLosses(), every
+        self._idle: list[Tensor] = []
+        self._steps = 0
+        self._loads: list[Tensor] = []
+        self._loaded_steps = 0
+
+    @classmethod
+    def of(cls, engine: Engine, *, steps: int, every: int | None, losses: RouterLosses | None = None) -> SideFigures:
+        """The figures of an engine in a run of `steps`; `every` as in `log_expert_loads`."""
+        numbers = {piece.key: number for number, piece in enumerate(engine.plan.layers)}
+        layers = {name: [numbers[piece.key] for piece in having] for name, having in engine.sides.layers.items()}
+        return cls(layers, losses=losses, every=max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every)
+
+    def events(self, step: int, sides: Sides, micro_steps: int, *, last: bool = False) -> Iterator[Event]:
+        """The events of a step. `last`: it is the run's last."""
+        figures = {name: _mean(total, micro_steps) for name, (role, total) in sides.items() if role == "figure"}
+        terms = {name: _mean(total, micro_steps) for name, (role, total) in sides.items() if role == "loss"}
+        counts = {name: total for name, (role, total) in sides.items() if role == "expert_tokens"}
+        if not counts:
+            figures |= terms
+        if figures:
+            yield BlockFigures(step=step, figures=figures)
+        if counts:
+            yield self._routing(step, counts, sides, terms)
+            yield from self._loads_so_far(step, counts, last)
+
+    def _routing(
+        self, step: int, counts: Mapping[str, Tensor], sides: Sides, terms: Mapping[str, float]
+    ) -> RoutingStats:
+        peaks, used, entropies, spreads = [], [], [], []
+        numbers = [number for name in counts for number in self._layers[name]]
+        for tokens_LE in counts.values():
+            mean_L = tokens_LE.mean(1).clamp(min=1e-9)
+            share_LE = tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1e-9)
+            peaks += (tokens_LE.amax(1) / mean_L).tolist()
+            used += (tokens_LE > 0).float().mean(1).tolist()
+            entropy_L = -torch.special.xlogy(share_LE, share_LE).sum(1)
+            entropies += (entropy_L / max(math.log(tokens_LE.shape[1]), 1e-9)).tolist()
+            spreads += (tokens_LE.std(1, correction=0) / mean_L).tolist()
+        worst = max(range(len(peaks)), key=peaks.__getitem__)
+        aux, z = self._losses_of(counts, sides, terms)
+        return RoutingStats(
             step=step,
-            imbalance=max(float(load.max()) for load in loads),
-            utilization=sum(used) / len(used),
-            aux_loss=sum(float(t.mean()) / micro_steps for t in terms) if terms else None,
+            moe_load_imbalance=sum(peaks) / len(peaks),
+            moe_worst_imbalance=peaks[worst],
+            moe_worst_layer=numbers[worst],
+            moe_expert_utilization=sum(used) / len(used),
+            moe_entropy=sum(entropies) / len(entropies),
+            moe_cv=sum(spreads) / len(spreads),
+            moe_dead_experts=self._dead(list(counts.values())),
+            moe_aux_loss_raw=aux,
+            moe_aux_loss=None if aux is None or self._losses.aux is None else self._losses.aux * aux,
+            moe_z_loss_raw=z,
+            moe_z_loss=None if z is None or self._losses.z is None else self._losses.z * z,
         )
-    elif terms:
-        losses = {name: float(t.mean()) / micro_steps for name, (role, t) in sides.items() if role == "loss"}
-        yield BlockFigures(step=step, figures=losses)
+
+    def _losses_of(
+        self, counts: Mapping[str, Tensor], sides: Sides, terms: Mapping[str, float]
+    ) -> tuple[float | None, float | None]:
+        """(auxiliary loss, z loss) before their coefficients, as far as the blocks report what they need."""
+        by_role: dict[str, list[Tensor]] = {}
+        for role, total in sides.values():
+            by_role.setdefault(role, []).append(total)
+        probabilities, squares = by_role.get("router_probability", ()), by_role.get("router_z", ())
+        aux, z = sum(terms.values()) if terms else None, None
+        if probabilities and len({total.shape[1] for total in [*counts.values(), *probabilities]}) == 1:
+            tokens_LE, probability_LE = torch.cat(list(counts.values())), torch.cat(list(probabilities))
+            aux = balance(tokens_LE, probability_LE, per_layer=self._losses.per_layer)
+            if squares:
+                z = float(sum(total.double().sum() for total in squares) / _rows(probability_LE))
+        return aux, z
+
+    def _dead(self, counts: Sequence[Tensor]) -> int | None:
+        """The number of dead experts; None while fewer than `DEAD_STEPS` steps are known."""
+        if not self._idle:
+            self._idle = [torch.zeros_like(total) for total in counts]
+        self._steps += 1
+        for idle, total in zip(self._idle, counts, strict=True):
+            idle.add_(1).masked_fill_(total > 0, 0)
+        if self._steps < DEAD_STEPS:
+            return None
+        return sum(int((idle >= DEAD_STEPS).sum()) for idle in self._idle)
+
+    def _loads_so_far(self, step: int, counts: Mapping[str, Tensor], last: bool) -> Iterator[ExpertLoads]:
+        if not self._every:
+            return
+        if not self._loads:
+            self._loads = [torch.zeros_like(total, dtype=torch.float64) for total in counts.values()]
+        for load, total in zip(self._loads, counts.values(), strict=True):
+            load.add_(total)
+        self._loaded_steps += 1
+        if last or step % self._every == 0:
+            found = {
+                number: tuple(int(tokens) for tokens in row)
+                for name, load in zip(counts, self._loads, strict=True)
+                for number, row in zip(self._layers[name], load.tolist(), strict=True)
+            }
+            layers = tuple(sorted(found))
+            yield ExpertLoads(
+                step=step, steps=self._loaded_steps, layers=layers, tokens=tuple(found[layer] for layer in layers)
+            )
+            self._loads, self._loaded_steps = [], 0
+
+
+def _mean(total: Tensor, micro_steps: int) -> float:
+    return float(total.mean()) / micro_steps

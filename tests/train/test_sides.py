@@ -2,27 +2,99 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 
-from surogate_core.events import BlockFigures, RoutingStats
-from surogate_core.train.sides import side_events
+from surogate_core.events import BlockFigures, Event, ExpertLoads, RoutingStats
+from surogate_core.train.sides import DEAD_STEPS, RouterLosses, SideFigures, balance
+
+UNEVEN = torch.tensor([[6.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
 
 
-def test_counts_and_a_term_are_statistics_of_routing() -> None:
-    tokens_LE = torch.tensor([[6.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    sides: dict[str, Any] = {
-        "tokens": ("expert_tokens", tokens_LE),
-        "balance": ("loss", torch.tensor([2.0, 4.0])),
-        "entropy": ("figure", torch.tensor([1.0, 3.0])),
-    }
-    figures, routing = side_events(7, sides, micro_steps=2)
+def one_step(sides: dict[str, Any], *, micro_steps: int = 1, losses: RouterLosses | None = None) -> list[Event]:
+    return list(SideFigures({"tokens": [1, 3]}, losses=losses).events(7, sides, micro_steps))
+
+
+def test_counts_become_statistics_of_routing() -> None:
+    (found,) = one_step({"tokens": ("expert_tokens", UNEVEN)})
+    assert isinstance(found, RoutingStats)
+    assert (found.moe_load_imbalance, found.moe_worst_imbalance, found.moe_worst_layer) == (2.0, 3.0, 1)
+    assert found.moe_expert_utilization == 0.75
+    half = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert found.moe_entropy == pytest.approx((half + 1) / 2)
+    assert found.moe_cv == pytest.approx(math.sqrt((16 + 0 + 4 + 4) / 4) / 2 / 2)
+    assert (found.moe_dead_experts, found.moe_dropped) == (None, 0)
+    assert (found.moe_aux_loss, found.moe_aux_loss_raw, found.moe_z_loss, found.moe_z_loss_raw) == (None,) * 4
+
+
+def test_figures_and_terms() -> None:
+    entropy = ("figure", torch.tensor([1.0, 3.0]))
+    penalty = ("loss", torch.tensor([2.0, 4.0]))
+    figures, routing = one_step(
+        {"tokens": ("expert_tokens", UNEVEN), "penalty": penalty, "entropy": entropy}, micro_steps=2
+    )
     assert figures == BlockFigures(step=7, figures={"entropy": 1.0})
-    assert routing == RoutingStats(step=7, imbalance=3.0, utilization=0.75, aux_loss=1.5)
+    assert isinstance(routing, RoutingStats)
+    assert routing.moe_aux_loss_raw == 1.5
+    assert one_step({"penalty": penalty}) == [BlockFigures(step=7, figures={"penalty": 3.0})]
+    assert one_step({}) == []
 
 
-def test_a_term_without_experts_is_a_figure() -> None:
-    (event,) = side_events(3, {"penalty": ("loss", torch.tensor([2.0, 4.0]))}, micro_steps=1)
-    assert event == BlockFigures(step=3, figures={"penalty": 3.0})
-    assert not list(side_events(3, {}, micro_steps=1))
+def test_the_balance_is_that_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch.manual_seed(0)
+    layers, tokens, experts, choices = 3, 50, 8, 2
+    logits = [torch.randn(tokens, experts) for _ in range(layers)]
+    expected = float(modeling.load_balancing_loss_func(tuple(logits), experts, choices))
+    counts = torch.stack([torch.bincount(x.topk(choices).indices.flatten(), minlength=experts) for x in logits])
+    probability = torch.stack([x.softmax(-1).sum(0) for x in logits])
+    assert balance(counts, probability) == pytest.approx(expected, rel=1e-6)
+    even = torch.full((layers, experts), tokens * choices / experts)
+    assert balance(even, even / choices) == pytest.approx(choices)
+    assert balance(even, even / choices, per_layer=True) == pytest.approx(layers)
+
+
+def test_the_balance_is_given_before_and_after_its_coefficient() -> None:
+    sides: dict[str, Any] = {
+        "tokens": ("expert_tokens", UNEVEN),
+        "probability": ("router_probability", torch.tensor([[3.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])),
+        "z": ("router_z", torch.tensor([16.0, 8.0])),
+    }
+    (found,) = one_step(sides, losses=RouterLosses(aux=0.5, z=0.25))
+    assert isinstance(found, RoutingStats)
+    assert found.moe_aux_loss_raw == pytest.approx(4 * (8 * 4 + 4 * 2 + 2 * 1 + 2 * 1) / 64)
+    assert found.moe_aux_loss == pytest.approx(found.moe_aux_loss_raw / 2)
+    assert (found.moe_z_loss_raw, found.moe_z_loss) == pytest.approx((3.0, 0.75))
+    (found,) = one_step(sides, losses=RouterLosses(aux=0.5, per_layer=True))
+    assert isinstance(found, RoutingStats)
+    assert found.moe_aux_loss_raw == pytest.approx(4 * (0.75**2 + 0.25**2) + 1)
+
+
+def test_an_expert_is_dead_after_a_window_without_a_token() -> None:
+    made = SideFigures({"tokens": [0, 1]})
+    found = []
+    for step in range(1, 2 * DEAD_STEPS + 2):
+        tokens = UNEVEN.clone()
+        tokens[0, 3] = float(step == DEAD_STEPS + 1)  # comes back once
+        (event,) = made.events(step, {"tokens": ("expert_tokens", tokens)}, 1)
+        assert isinstance(event, RoutingStats)
+        found.append(event.moe_dead_experts)
+    assert found == [None] * (DEAD_STEPS - 1) + [2] + [1] * DEAD_STEPS + [2]
+
+
+def test_loads_are_summed_over_the_steps_of_a_record() -> None:
+    made = SideFigures({"late": [5], "tokens": [1, 3]}, every=2)
+    late = torch.tensor([[1.0, 7.0]])
+    sides: dict[str, Any] = {"late": ("expert_tokens", late), "tokens": ("expert_tokens", UNEVEN)}
+    records = [
+        event
+        for step in range(4, 8)
+        for event in made.events(step, sides, 1, last=step == 7)
+        if isinstance(event, ExpertLoads)
+    ]
+    assert [(r.step, r.steps) for r in records] == [(4, 1), (6, 2), (7, 1)]
+    assert records[1].layers == (1, 3, 5)
+    assert records[1].tokens == ((12, 4, 0, 0), (4, 4, 4, 4), (2, 14))

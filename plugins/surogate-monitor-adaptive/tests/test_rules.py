@@ -105,12 +105,17 @@ def told(rule: str, events: Sequence[Event], **config: Any) -> list[int]:
     return [advice.step for advice in advices(replay(events, info(**config))) if advice.rule == rule]
 
 
+def stats(at: int, imbalance: float = 1.5, utilization: float = 0.95, **more: Any) -> RoutingStats:
+    figures = {"moe_worst_imbalance": imbalance, "moe_worst_layer": 0, "moe_entropy": 0.97, "moe_cv": 0.3, **more}
+    return RoutingStats(step=at, moe_load_imbalance=imbalance, moe_expert_utilization=utilization, **figures)
+
+
 def even(at: int) -> RoutingStats:
-    return RoutingStats(step=at, imbalance=1.5, utilization=0.95, aux_loss=1.0)
+    return stats(at, moe_aux_loss_raw=1.0)
 
 
 def jumping(at: int, *, to: int, **changed: Any) -> RoutingStats:
-    return RoutingStats(**{"step": at, "imbalance": 1.5, "utilization": 0.95, **(changed if at == to else {})})
+    return stats(at, **(changed if at == to else {}))
 
 
 def scaled(at: int, saturated: float, excess: float = 1.3) -> PrecisionStats:
@@ -201,17 +206,13 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
         list(
             routed(
                 curve(60, falling),
-                lambda at: RoutingStats(
-                    step=at, imbalance=1, utilization=1, aux_loss=1.5 if at == 40 else 1 + at % 2 / 10
-                ),
+                lambda at: stats(at, 1, 1, moe_aux_loss_raw=1.5 if at == 40 else 1 + at % 2 / 10),
             )
         ),
         list(
             routed(
                 curve(60, falling),
-                lambda at: RoutingStats(
-                    step=at, imbalance=1, utilization=1, aux_loss=1.15 if at == 40 else 1 + at % 2 / 10
-                ),
+                lambda at: stats(at, 1, 1, moe_aux_loss_raw=1.15 if at == 40 else 1 + at % 2 / 10),
             )
         ),
         {},
@@ -227,7 +228,7 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
         list(
             routed(
                 curve(600, lambda at: rising_after(at, 200, 0.003)),
-                lambda at: RoutingStats(step=at, imbalance=11 if at > 210 else 1, utilization=1),
+                lambda at: stats(at, 11 if at > 210 else 1, 1),
             )
         ),
         list(routed(curve(600, lambda at: rising_after(at, 200, 0.003)), even)),
@@ -238,13 +239,13 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
         list(
             routed(
                 curve(320, spiky(0.6)),
-                lambda at: RoutingStats(step=at, imbalance=1, utilization=0.7 if at > 250 else 1),
+                lambda at: stats(at, 1, 0.7 if at > 250 else 1),
             )
         ),
         list(
             routed(
                 curve(320, spiky(0.6)),
-                lambda at: RoutingStats(step=at, imbalance=1, utilization=0.7 if at < 150 else 1),
+                lambda at: stats(at, 1, 0.7 if at < 150 else 1),
             )
         ),
         {},

@@ -28,6 +28,7 @@ from surogate_core.events import (
     Progress,
     RankStats,
     ReportWritten,
+    RoutingStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -73,6 +74,17 @@ END = RunEnd(
 )
 
 
+ROUTING = RoutingStats(
+    step=1,
+    moe_load_imbalance=2.346,
+    moe_expert_utilization=0.998,
+    moe_worst_imbalance=5.5,
+    moe_worst_layer=7,
+    moe_entropy=0.9712,
+    moe_cv=0.4,
+)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -102,6 +114,26 @@ def step(number: int, loss: float = 3.0, **changes: float) -> StepEnd:
 def plain(**options: float) -> tuple[PlainView, io.StringIO, Clock]:
     stream, clock = io.StringIO(), Clock()
     return PlainView(ConsoleOptions(**options), INFO, stream=stream, clock=clock), stream, clock  # type: ignore[arg-type]
+
+
+def test_columns_of_experts() -> None:
+    view, stream, _ = plain()
+    view.on_event(ROUTING)
+    view.on_event(step(1))
+    view.on_event(replace(ROUTING, moe_aux_loss_raw=8.0625, moe_dead_experts=3))
+    view.on_event(step(2))
+    first, second = stream.getvalue().splitlines()
+    assert "tok/s  imbal   2.35  mem" in first
+    assert "tok/s  imbal   2.35  aux  8.062  mem" in second
+    assert text.experts_line(ROUTING) == "experts 99.8% used · worst layer 7, imbalance 5.50 · entropy 0.971"
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    live = LiveView(ConsoleOptions(), INFO, console=console, clock=Clock())
+    for event in (START, replace(ROUTING, moe_aux_loss_raw=8.0, moe_dead_experts=3), step(1)):
+        live.on_event(event)
+    with console.capture() as shown:
+        console.print(live.render())
+    live.close()
+    assert all(part in shown.get() for part in ("worst layer 7", "3 dead", "8.000"))
 
 
 def test_plain_run_reads_well() -> None:

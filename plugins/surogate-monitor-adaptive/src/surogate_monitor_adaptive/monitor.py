@@ -183,7 +183,11 @@ class AdaptiveMonitor:
         return told + self._judge(step)
 
     def _routing_stats(self, event: RoutingStats) -> Control | None:
-        evidence = {"imbalance": event.imbalance, "utilization": event.utilization, "aux_loss": event.aux_loss}
+        evidence = {
+            "imbalance": event.moe_load_imbalance,
+            "utilization": event.moe_expert_utilization,
+            "aux_loss": event.moe_aux_loss_raw,
+        }
         told = [a for rule in self._routing.observe(event) for a in self._advisor.tell(event.step, rule, evidence)]
         return self._control(told, None)
 

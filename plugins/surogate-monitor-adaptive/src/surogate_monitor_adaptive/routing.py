@@ -32,23 +32,23 @@ class RoutingMonitor(Detector):
     def observe(self, event: RoutingStats) -> list[str]:
         """Take the routing of a step; the names of the rules that fire, the worst of each kind."""
         found = []
-        if event.imbalance > COLLAPSED:
+        if event.moe_load_imbalance > COLLAPSED:
             found.append("expert_collapse")
-        elif event.imbalance > IMBALANCED:
+        elif event.moe_load_imbalance > IMBALANCED:
             found.append("expert_imbalance")
-        if event.utilization < UNUSED:
+        if event.moe_expert_utilization < UNUSED:
             found.append("experts_idle")
-        elif event.utilization < UNDERUSED:
+        elif event.moe_expert_utilization < UNDERUSED:
             found.append("experts_underused")
         if {"expert_collapse", "experts_idle"} & set(found):
             self.collapsed_at = event.step
-        if event.utilization < UNDERUSED:
+        if event.moe_expert_utilization < UNDERUSED:
             self.underused_at = event.step
-        if event.aux_loss is not None and math.isfinite(event.aux_loss):
+        if event.moe_aux_loss_raw is not None and math.isfinite(event.moe_aux_loss_raw):
             known = self.aux_losses
-            if len(known) >= FEWEST and event.aux_loss > mean(known) + SIGMAS * deviation(known) + 1e-9:
+            if len(known) >= FEWEST and event.moe_aux_loss_raw > mean(known) + SIGMAS * deviation(known) + 1e-9:
                 found.append("aux_loss_spike")
-            self.aux_losses = [*known, event.aux_loss][-WINDOW:]
+            self.aux_losses = [*known, event.moe_aux_loss_raw][-WINDOW:]
         return found
 
     def collapsed(self, step: int) -> bool:

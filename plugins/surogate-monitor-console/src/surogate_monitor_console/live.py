@@ -28,6 +28,7 @@ from surogate_core.events import (
     Progress,
     RankStats,
     ReportWritten,
+    RoutingStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -65,6 +66,7 @@ class LiveView:
         self._pace = text.Pace()
         self._gpu: GpuStats | None = None
         self._ranks: RankStats | None = None
+        self._routing: RoutingStats | None = None
         self._tasks: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
@@ -99,6 +101,8 @@ class LiveView:
                 self._gpu = event
             case RankStats():
                 self._ranks = event
+            case RoutingStats():
+                self._routing = event
             case Advice():
                 self._say(text.advice_line(event), style="yellow")
             case PrecisionStats():
@@ -196,8 +200,13 @@ class LiveView:
         second = Table.grid(padding=(0, 2))
         phase = Text.assemble(("phase ", "dim"), self._phase) if self._phase else Text()
         share = text.utilization(step.speed_of_light)
-        second.add_row(rate, grad, speed, *([share] if share else []), memory, phase)
+        routing = self._routing
+        experts = text.routing(routing) if routing is not None else []
+        columns = [Text.assemble((f"{name} ", "dim"), value) for name, value in experts]
+        second.add_row(rate, grad, speed, *([share] if share else []), memory, *columns, phase)
         rows: list[RenderableType] = [grid, second]
+        if routing is not None:
+            rows.append(Text(text.experts_line(routing), style="dim"))
         if self._gpu is not None:
             rows.append(Text(text.gpu_line(self._gpu), style="dim"))
         if self._ranks is not None:

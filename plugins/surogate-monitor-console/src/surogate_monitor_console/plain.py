@@ -20,6 +20,7 @@ from surogate_core.events import (
     Progress,
     RankStats,
     ReportWritten,
+    RoutingStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -48,6 +49,7 @@ class PlainView:
         self._steps = 0
         self._seen = 0
         self._phase = ""
+        self._routing: RoutingStats | None = None
         self._pace = text.Pace()
         self._last_line = float("-inf")
         self._tasks: dict[str, list[float]] = {}
@@ -71,6 +73,8 @@ class PlainView:
                 self._print(text.advice_line(event))
             case GpuStats():
                 self._print(f"step {event.step}: {text.gpu_line(event)}")
+            case RoutingStats():
+                self._routing = event
             case RankStats():
                 self._print(f"step {event.step}: {text.ranks_line(event)}")
             case PrecisionStats():
@@ -112,6 +116,7 @@ class PlainView:
         if not due:
             return
         self._last_line = now
+        experts = text.routing(self._routing) if self._routing is not None else ()
         width, share = len(str(self._steps)), text.utilization(event.speed_of_light)
         self._print(
             f"step {event.step:>{width}}/{self._steps}"
@@ -121,6 +126,7 @@ class PlainView:
             f"  epoch {event.epoch:>5.2f}"
             f"  {text.count(self._pace.tokens_per_second):>6} tok/s"
             f"{f'  {share}' if share else ''}"
+            f"{''.join(f'  {name} {value:>6}' for name, value in experts)}"
             f"  mem {text.size(event.peak_memory_bytes):>9}"
             f"  eta {text.duration(event.eta_seconds):>7}"
             f"{f'  {self._phase}' if self._phase else ''}"

@@ -15,6 +15,7 @@ from surogate_core.events import (
     PhaseChange,
     PrecisionStats,
     RankStats,
+    RoutingStats,
     RunEnd,
     RunInfo,
     RunStart,
@@ -171,6 +172,22 @@ def ranks_line(event: RankStats) -> str:
         return told
     rank, excess = event.slowest
     return f"{told} · slowest rank {rank}, micro-steps {excess:.1%} longer than the mean"
+
+
+def routing(event: RoutingStats) -> list[tuple[str, str]]:
+    """(name, value) of the columns about experts: imbalance, and the load-balancing loss where it is known."""
+    found = [("imbal", f"{event.moe_load_imbalance:.2f}")]
+    return found + ([("aux", f"{event.moe_aux_loss_raw:.3f}")] if event.moe_aux_loss_raw is not None else [])
+
+
+def experts_line(event: RoutingStats) -> str:
+    """The figures of a mixture of experts that have no column, in one line."""
+    told = [
+        f"experts {event.moe_expert_utilization:.1%} used",
+        f"worst layer {event.moe_worst_layer}, imbalance {event.moe_worst_imbalance:.2f}",
+        f"entropy {event.moe_entropy:.3f}",
+    ]
+    return " · ".join(told + ([f"{event.moe_dead_experts} dead"] if event.moe_dead_experts else []))
 
 
 def precision_line(event: PrecisionStats) -> str:
