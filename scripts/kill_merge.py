@@ -61,7 +61,6 @@ def write_inputs(directory: Path) -> tuple[Path, tuple[Path, Path]]:
     tokenizer = merge.TokenizerFiles(Path(resolve_package_path(TOKENIZER)))
     base = export_full(directory / "base", tensors, config=SHAPE, tokenizer=tokenizer, card=card)
     modules = [(spec.hf_name.removesuffix(".weight"), spec.shape) for spec in specs if "_proj" in spec.hf_name]
-    names = sorted({module.rsplit(".", 1)[-1] for module, _ in modules})
 
     def adapter(name: str) -> Path:
         halves: list[tuple[str, torch.Tensor]] = []
@@ -69,7 +68,7 @@ def write_inputs(directory: Path) -> tuple[Path, tuple[Path, Path]]:
             halves += [(f"{module}.lora_A.weight", torch.randn(RANK, inputs))]
             halves += [(f"{module}.lora_B.weight", torch.randn(outputs, RANK))]
         return export_adapter(
-            directory / name, halves, rank=RANK, alpha=8, dropout=0.0, target_modules=names, base_model=str(base),
+            directory / name, halves, rank=RANK, alpha=8, dropout=0.0, base_model=str(base),
             card=card,
         )  # fmt: skip
 

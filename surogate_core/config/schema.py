@@ -186,7 +186,13 @@ class RunConfig:
     lora_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the model computes with the adapter weights; their masters have `master_dtype`."""
     lora_target_modules: list[Name] = field(default_factory=lambda: ["all"])
-    """Projections that get an adapter, by their names in the model (`q_proj`); `all` is every projection."""
+    """Projections that get an adapter, by their names in the model (`q_proj`) or by group: `attention`, `mlp` (outside
+    of attention and experts), `experts`; `all` is every projection.
+    """
+    lora_expert_rank: Annotated[int, Interval(ge=1, le=8192)] | None = None
+    """Rank of the adapters of experts, with the same alpha / r as the others; null is `lora_rank`."""
+    train_router: bool = False
+    """Train the routers of a model with experts too, as whole matrices beside the adapters."""
     adapter_path: Name | None = None
     """Adapter to start from: a PEFT directory, or the output directory of a LoRA run."""
     adapter_init_mode: Literal["merge", "trainable"] = "merge"

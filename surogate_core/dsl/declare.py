@@ -32,7 +32,7 @@ class TensorSpec:
     """Name in a safetensors file; for adapters PEFT's, without its ``base_model.model.`` prefix."""
     shape: tuple[int, ...]
     trainable: bool
-    role: Literal["weight", "norm", "bias", "embedding", "adapter"]
+    role: Literal["weight", "norm", "bias", "embedding", "router", "adapter"]
     init: Init
 
     @property
@@ -42,9 +42,15 @@ class TensorSpec:
 
 
 class Param:
-    """A parameter that `forward` uses directly, such as a norm's weight; with `role` "weight", a router's matrix."""
+    """A parameter that `forward` uses directly, such as a norm's weight.
 
-    def __init__(self, hf_name: str, *dims: Dim | int, init: Init = "ones", role: Literal["norm", "weight"] = "norm"):
+    `role` "router": the matrix that chooses experts. It keeps the model's dtype under every recipe and weight format,
+    and `train_router` trains it beside adapters. "weight": any other matrix.
+    """
+
+    def __init__(
+        self, hf_name: str, *dims: Dim | int, init: Init = "ones", role: Literal["norm", "weight", "router"] = "norm"
+    ):
         self.hf_name, self.dims, self.init, self.role = hf_name, dims, init, role
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -68,18 +74,38 @@ class Linear:
         return self if bound is None else bound.slots[self.name]
 
 
+GROUPS = ("all", "attention", "experts", "mlp")
+"""Names of groups in `lora_target_modules`."""
+
+
+def target_names(module: str, region: str, *, experts: bool) -> frozenset[str]:
+    """The names by which `lora_target_modules` selects a slot: its own, that of its group, and ``all``.
+
+    The groups are ``experts``, ``attention`` (the regions ``qkv`` and ``att``) and ``mlp`` (every other projection).
+    """
+    group = "experts" if experts else "attention" if region in ("qkv", "att") else "mlp"
+    return frozenset({"all", group, module.rsplit(".", 1)[-1]})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
     """The linear slots that get an adapter, and its kind."""
 
     adapter: Adapter
     targets: frozenset[str]
-    """Last parts of module names (``q_proj``), or ``all``."""
+    """Last parts of module names (``q_proj``), names of groups, or ``all``; see `target_names`."""
+    expert_rank: int | None = None
+    """Rank of the adapters of experts, which have the same scale; None is that of the others."""
+    train_router: bool = False
+    """Whether routers are trained too, as whole matrices."""
 
-    def for_module(self, module: str) -> Adapter | None:
+    def of(self, module: str, region: str, *, experts: bool = False) -> Adapter | None:
         """The adapter of the slot with this module path, if it has one."""
-        named = module.rsplit(".", 1)[-1]
-        return self.adapter if "all" in self.targets or named in self.targets else None
+        if not self.targets & target_names(module, region, experts=experts):
+            return None
+        if experts and self.expert_rank is not None:
+            return replace(self.adapter, rank=self.expert_rank)
+        return self.adapter
 
 
 class Block:
@@ -140,7 +166,7 @@ class Block:
                 outputs=linear.outputs.size(self.config),
                 bias=linear.bias.value(self.config) if isinstance(linear.bias, Setting) else linear.bias,
                 region=linear.region,
-                adapter=lora.for_module(linear.module) if lora else None,
+                adapter=lora.of(linear.module, linear.region) if lora else None,
                 index=index,
             )
             for index, linear in enumerate(self._linears)
@@ -150,7 +176,11 @@ class Block:
         """The slots of experts as planned for this run."""
         first = len(self._linears)
         return tuple(
-            e.slot(self.config, adapter=lora.for_module(e.module) if lora else None, index=first + number)
+            e.slot(
+                self.config,
+                adapter=lora.of(e.module, e.region, experts=True) if lora else None,
+                index=first + number,
+            )
             for number, e in enumerate(self._experts)
         )
 
@@ -160,15 +190,19 @@ class Block:
         slots: tuple[LinearSlot, ...],
         *,
         train_base: bool,
+        train_router: bool = False,
         experts: tuple[ExpertSlot, ...] = (),
     ) -> tuple[TensorSpec, ...]:
-        """Every tensor of the block, in the order in which its program takes them."""
+        """Every tensor of the block, in the order in which its program takes them.
+
+        `train_router`: whether routers are trained although the base is not.
+        """
         specs = [
             TensorSpec(
                 name=p.name,
                 hf_name=prefix + p.hf_name,
                 shape=tuple(size_of(d, self.config) for d in p.dims),
-                trainable=train_base,
+                trainable=train_base or (train_router and p.role == "router"),
                 role=p.role,
                 init=p.init,
             )
@@ -393,6 +427,10 @@ class Model:
         """Layer's prefix → the projections of its experts, without adapters; only layers that have experts."""
         found = {prefix: block.expert_slots(None) for prefix, block in self.blocks(0)}
         return {prefix: slots for prefix, slots in found.items() if slots}
+
+    def expert_names(self) -> frozenset[str]:
+        """The last names of the projections of experts."""
+        return frozenset(s.module.rpartition(".")[2] for slots in self.expert_slots().values() for s in slots)
 
     def fused_tensors(self) -> dict[str, Fused]:
         """Name → the tensors of experts that some files keep as one tensor."""

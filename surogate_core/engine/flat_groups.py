@@ -93,7 +93,7 @@ class FlatGroups:
             grad=grad,
             shapes=shapes,
             weight_decay=weight_decay,
-            hidden=frozenset(s.hf_name for s in members if s.role == "weight"),
+            hidden=frozenset(s.hf_name for s in members if s.role in ("weight", "router")),
             seed=self._seed,
             number=self._numbers[name],
         )

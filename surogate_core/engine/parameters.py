@@ -262,9 +262,12 @@ class Parameters:
         return self.deferred[name].load() if name in self.deferred else self.flat.master[name]
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every adapter tensor as (PEFT name without prefix, its master in fp32)."""
-        for name, master in self.flat.master.items():
-            if self.specs[name].role == "adapter":
+        """Every trained tensor of a run with adapters as (PEFT name without prefix, its master in fp32).
+
+        Those are A and B of each adapter, and routers that are trained.
+        """
+        if any(spec.role == "adapter" for spec in self.specs.values()):
+            for name, master in self.flat.master.items():
                 yield from split(name, master.float())
 
     def counts(self) -> tuple[int, int]:

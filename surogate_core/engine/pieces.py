@@ -76,12 +76,12 @@ class Piece:
 
 
 def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, ...]:
-    """All pieces in order. With LoRA the base is frozen; without LoRA everything is trained."""
-    train_base = lora is None
+    """All pieces in order. With LoRA the base is frozen, except routers if it trains them; otherwise all is trained."""
+    train_base, train_router = lora is None, lora is not None and lora.train_router
     found = [Piece(key=EMBED, specs=model.embed_specs(train_base=train_base))]
     for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
         slots, experts = block.linear_slots(lora), block.expert_slots(lora)
-        specs = block.tensor_specs(prefix, slots, train_base=train_base, experts=experts)
+        specs = block.tensor_specs(prefix, slots, train_base=train_base, train_router=train_router, experts=experts)
         found.append(
             Piece(
                 key=layer_key(index), specs=specs, block=block, slots=slots, sides=block.side_specs(), experts=experts

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from surogate_core.hf.weights import ModelDir
 
 _PREFIX = "base_model.model."
+_SIDES = (".lora_A.weight", ".lora_B.weight")
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
 
 
@@ -98,30 +99,29 @@ def export_adapter(
     rank: int,
     alpha: float,
     dropout: float,
-    target_modules: Sequence[str],
     base_model: str | None,
     card: Card,
     tokenizer: Tokenizer | None = None,
     task_type: str = "CAUSAL_LM",
     stacked_on: Path | None = None,
     generation_config: Mapping[str, Any] | None = None,
+    expert_names: Collection[str] = (),
 ) -> Path:
     """Write a PEFT adapter directory; a former export there is replaced when the new one is whole.
 
-    `tensors`: (``<module>.lora_A.weight``, [rank, in]) and (``<module>.lora_B.weight``, [out, rank]),
-    modules by their Hugging Face names; alpha / rank is not folded in. `base_model`: hub id or
-    directory that PEFT is to load the adapter on. `stacked_on`: an adapter directory that the base had
-    folded in, which is copied along. `generation_config` is for `surogate merge`. Errors as in `export_full`.
+    `tensors`: (``<module>.lora_A.weight``, [r, in]) and (``<module>.lora_B.weight``, [out, r]), modules by their
+    Hugging Face names, and whole matrices (``<module>.weight``). alpha / rank is the scale of every adapter, whatever
+    its own r is, and is not folded in. `base_model`: hub id or directory that PEFT is to load the adapter on.
+    `stacked_on`: an adapter directory that the base had folded in, which is copied along. `generation_config` is for
+    `surogate merge`. `expert_names`: last names of the projections that the experts of the base have. Errors as in
+    `export_full`.
     """
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        side = 0 if name.endswith(".lora_A.weight") else 1
-        assert side == 0 or name.endswith(".lora_B.weight"), name
-        assert tensor.shape[side] == rank, f"{name}: {list(tensor.shape)} is not of rank {rank}"
-        named[_PREFIX + name] = tensor
+    named = {_PREFIX + name: tensor for name, tensor in tensors}
+    ranks = _ranks(named)
+    whole = {_in_layer(name.removesuffix(".weight")) for name in named if ".lora_" not in name}
     about = {"task_type": task_type, "base_model_name_or_path": base_model, "revision": card.base_commit}
-    config = _peft_config(about, rank, alpha, dropout, target_modules)
-    config |= _peft_experts({name.rpartition(".lora_")[0] for name in named})
+    config = _peft_config(about, dropout, modules_to_save=sorted(whole) or None)
+    config |= _peft_targets(ranks, alpha / rank, expert_names)
     with _export_directory(directory, kind="adapter", card=card) as new:
         write_tensors(new / "adapter_model.safetensors", named)
         _write_json(new / "adapter_config.json", config)
@@ -143,41 +143,78 @@ def export_adapter(
     return directory
 
 
-def _peft_config(
-    about: Mapping[str, Any], rank: int, alpha: float, dropout: float, target_modules: Sequence[str]
-) -> dict[str, Any]:
-    """The fields of PEFT's `LoraConfig`; `about`: those that say what the adapter belongs to."""
+def _in_layer(module: str) -> str:
+    """A module's name after the number of its layer: ``mlp.gate``."""
+    return re.split(r"\.\d+\.", module)[-1].removeprefix(_PREFIX)
+
+
+def _ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Module → its adapter's rank."""
+    ranks = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_SIDES[0]):
+            module, rank = name.removesuffix(_SIDES[0]), tensor.shape[0]
+            other = tensors[module + _SIDES[1]].shape[1]
+            assert rank == other, f"{module}: A is of rank {rank}, B of rank {other}"
+            ranks[module] = rank
+    return ranks
+
+
+def _peft_config(about: Mapping[str, Any], dropout: float, *, modules_to_save: list[str] | None) -> dict[str, Any]:
+    """The fields of PEFT's `LoraConfig` but for targets and ranks; `about`: those that say what it belongs to."""
     return {
         "peft_type": "LORA",
         **about,
-        "r": rank,
-        # An integer where it is one: vLLM and older PEFT expect it.
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(target_modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": modules_to_save,
         "use_dora": False,
         "use_rslora": False,
     }
 
 
-def _peft_experts(modules: Collection[str]) -> dict[str, Any]:
-    """The fields of a `LoraConfig` that differ if experts are adapted; `modules`: the adapted ones, with the prefix.
+def _peft_targets(ranks: Mapping[str, int], scale: float, expert_names: Collection[str]) -> dict[str, Any]:
+    """The fields of a `LoraConfig` that say which modules have an adapter, and of which rank.
 
     PEFT 0.21 turns adapters of each expert into one of transformers' tensor of all experts. That kind has no dropout,
-    not even one that is off. Targets with the last name of an expert's projection are then the experts' alone, so
-    projections of dense layers are named as parameters.
+    not even one that is off. It takes targets with the last name of an expert's projection as experts only, so
+    projections of dense layers are named as parameters. It doubles `r` itself for gate and up, so `r` is the rank of
+    experts, and other ranks are patterns.
     """
-    experts = {module for module in modules if _EXPERT_MODULE.search(module)}
-    last = {module.rpartition(".")[2] for module in experts}
-    dense = [m.removeprefix(_PREFIX) for m in modules if m not in experts and m.rpartition(".")[2] in last]
-    if not experts:
-        return {}
-    return {"lora_dropout": 0.0, **({"target_parameters": sorted(f"{m}.weight" for m in dense)} if dense else {})}
+    experts = {module for module in ranks if _EXPERT_MODULE.search(module)}
+    last = {module.rpartition(".")[2] for module in experts} | set(expert_names)
+    dense = {m for m in ranks if m not in experts and m.rpartition(".")[2] in last}
+    rank = next((ranks[m] for m in ranks if m in experts), None) or max(ranks.values())
+    patterns = {_pattern(m, parameter=m in dense): other for m, other in ranks.items() if other != rank}
+    fields: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": _number(scale * rank),
+        "target_modules": sorted({m.rpartition(".")[2] for m in ranks if m not in dense}),
+    }
+    if patterns:
+        fields["rank_pattern"] = patterns
+        fields["alpha_pattern"] = {pattern: _number(scale * other) for pattern, other in patterns.items()}
+    if dense:
+        fields["target_parameters"] = sorted(f"{m.removeprefix(_PREFIX)}.weight" for m in dense)
+    if dense or experts:
+        fields["lora_dropout"] = 0.0
+    return fields
+
+
+def _pattern(module: str, *, parameter: bool) -> str:
+    """The regular expression by which PEFT finds a module's rank; `parameter`: whether it is named as a parameter."""
+    if parameter:
+        return re.escape(module.removeprefix(_PREFIX)) + r"(\.weight)?"
+    return re.escape(module.rpartition(".")[2])
+
+
+def _number(value: float) -> int | float:
+    """An integer where it is one: vLLM and older PEFT expect it."""
+    nearest = round(value)
+    return nearest if math.isclose(value, nearest, rel_tol=1e-12) else value
 
 
 def _copy_stack(source: Path, target: Path) -> None:

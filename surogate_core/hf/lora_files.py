@@ -11,8 +11,10 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ _NEUTRAL = frozenset(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules
     exclude_modules lora_alpha lora_dropout use_rslora layers_to_transform layers_pattern megatron_core
+    rank_pattern alpha_pattern modules_to_save
     qalora_group_size eva_config ensure_weight_tying
     """.split()  # noqa: SIM905
 )
@@ -52,7 +55,7 @@ _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """A LoRA adapter: y += scale · x Aᵀ Bᵀ on some modules."""
+    """A LoRA adapter: y += scale · x Aᵀ Bᵀ on some modules; of others, such as routers, the whole weight."""
 
     source: str
     """Its source, for messages."""
@@ -61,7 +64,11 @@ class LoraAdapter:
     scale: float
     """alpha / rank, or alpha / √rank with rsLoRA."""
     tensors: Mapping[str, Tensor]
-    """A [rank, in] and B [out, rank] of each module, any float dtype, by PEFT's names after `prefix`."""
+    """A [r, in] and B [out, r] of each module, and whole matrices by their own names; any float dtype, by PEFT's names
+    after `prefix`.
+    """
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Module → its scale, where it differs from `scale`."""
     prefix: str = ""
     base_fingerprint: str | None = None
     """Fingerprint of the base that it was trained on, if known."""
@@ -96,9 +103,13 @@ class LoraAdapter:
             fix = "load it with PEFT and save_pretrained it again" if pickles else "copy the complete adapter again"
             raise UserError(f"{key} {path}: {WEIGHTS} is missing{why}. Fix: {fix}.")
         file = TensorFile(path / WEIGHTS)
-        if problems := _wrong_tensors(file, PREFIX, rank):
+        ranks = partial(_by_pattern, values.get("rank_pattern") or {}, rank)
+        if problems := _wrong_tensors(file, PREFIX, ranks, values.get("modules_to_save") or ()):
             raise _bad(path, key, problems)
-        scale = alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank
+        modules = [n.removeprefix(PREFIX).removesuffix(_SIDES[0]) for n in file.infos if n.endswith(_SIDES[0])]
+        alphas = partial(_by_pattern, values.get("alpha_pattern") or {}, alpha)
+        power = 0.5 if values.get("use_rslora") else 1
+        scale, scales = alpha / rank**power, {m: alphas(m) / ranks(m) ** power for m in modules}
         base, revision = values.get("base_model_name_or_path"), values.get("revision")
         return cls(
             source=str(path),
@@ -106,6 +117,7 @@ class LoraAdapter:
             alpha=float(alpha),
             scale=scale,
             tensors=file,
+            scales={m: other for m, other in scales.items() if not math.isclose(other, scale, rel_tol=1e-9)},
             prefix=PREFIX,
             base_model=base if isinstance(base, str) else None,
             base_commit=revision if isinstance(revision, str) else None,
@@ -121,13 +133,22 @@ class LoraAdapter:
         )
 
     @property
-    def plain_alpha(self) -> float:
-        """The alpha that gives the same scale without rsLoRA."""
-        return self.scale * self.rank
+    def whole(self) -> tuple[str, ...]:
+        """The weights that it has as whole matrices, by their Hugging Face names, sorted."""
+        return tuple(sorted(n.removeprefix(self.prefix) for n in self.tensors if not n.endswith(_SIDES)))
+
+    def ranks(self) -> dict[str, int]:
+        """Module → rank."""
+        return {module: self._shape(module + _SIDES[0])[0] for module in self.modules}
+
+    def replaces(self, name: str) -> bool:
+        """Whether it has the whole weight of this name."""
+        return not name.endswith(_SIDES) and self.prefix + name in self.tensors
 
     def adapts(self, name: str) -> bool:
-        """Whether it adapts the base tensor of this name."""
-        return name.endswith(".weight") and self.prefix + name.removesuffix(".weight") + _SIDES[0] in self.tensors
+        """Whether it changes the base tensor of this name."""
+        module = name.removesuffix(".weight")
+        return name.endswith(".weight") and (self.prefix + module + _SIDES[0] in self.tensors or self.replaces(name))
 
     def get(self, name: str) -> Tensor:
         """A tensor by its name without the prefix."""
@@ -138,7 +159,15 @@ class LoraAdapter:
         import torch
 
         a, b = (self.get(module + side).detach().to("cpu", torch.float32) for side in _SIDES)
-        return (b @ a).mul_(self.scale)
+        return (b @ a).mul_(self.scales.get(module, self.scale))
+
+    def onto(self, name: str, weight: Tensor) -> Tensor:
+        """A weight, any float dtype, with this adapter: fp32, on the CPU."""
+        import torch
+
+        if self.replaces(name):
+            return self.get(name).detach().to("cpu", torch.float32)
+        return self.delta(name.removesuffix(".weight")).add_(weight)
 
     def check_against(self, shapes: Mapping[str, Sequence[int]], *, key: str = "adapter_path") -> None:
         """Compare the headers with a base (tensor name → shape); one `UserError` lists all mismatches."""
@@ -155,6 +184,11 @@ class LoraAdapter:
                 problems.append(f"{module}: the base has no such linear layer{hint}")
             elif list(weight) != [outputs, inputs]:
                 problems.append(f"{module}: made for {[outputs, inputs]}, the base has {list(weight)}")
+        for name in self.whole:
+            here, wanted = list(self._shape(name)), shapes.get(name)
+            if wanted is None or list(wanted) != here:
+                found = "no such weight" if wanted is None else f"{list(wanted)}"
+                problems.append(f"{name}: a whole weight of {here}, the base has {found}")
         if problems:
             raise _bad(Path(self.source), key, problems, "it is not an adapter of this base", "name its own base")
 
@@ -204,23 +238,37 @@ class InitialAdapter:
         """The adapters that are folded into the base."""
         return self.stack[:-1] if self.mode == "trainable" else self.stack
 
-    def check_continues(self, names: set[str], *, rank: int, alpha: float) -> None:
-        """Compare the adapter to continue with the run's settings; one `UserError` lists all differences."""
+    def check_continues(self, shapes: Mapping[str, Sequence[int]], *, rank: int, alpha: float) -> None:
+        """Compare the adapter to continue with the run's; one `UserError` lists all differences.
+
+        `shapes`: trained tensor of the run → its shape. `rank`, `alpha`: those of adapters outside of experts.
+        """
         if self.start is None:
             return
-        theirs, own = self.start, {name.removesuffix(_SIDES[0]) for name in names if name.endswith(_SIDES[0])}
-        problems = []
-        if theirs.rank != rank:
-            problems.append(f"lora_rank is {rank}, the adapter's is {theirs.rank}")
-        if not math.isclose(theirs.plain_alpha, alpha, rel_tol=1e-9):
-            rs = "" if theirs.plain_alpha == theirs.alpha else f" ({theirs.alpha:g} with rsLoRA)"
-            problems.append(f"lora_alpha is {alpha:g}, the adapter's is {theirs.plain_alpha:g}{rs}")
+        theirs, problems = self.start, []
+        own = {n.removesuffix(_SIDES[0]): shape[0] for n, shape in shapes.items() if n.endswith(_SIDES[0])}
+        found = _rank_of(theirs.ranks(), experts=False)
+        if found is not None and found != rank:
+            problems.append(f"lora_rank is {rank}, the adapter's is {found}")
+        of_experts = [_rank_of(ranks, experts=True) for ranks in (own, theirs.ranks())]
+        if None not in of_experts and of_experts[0] != of_experts[1]:
+            problems.append("lora_expert_rank is {}, the adapter's is {}".format(*of_experts))
+        if theirs.scales:
+            problems.append(f"{next(iter(theirs.scales))} has another alpha / rank than the adapter's other modules")
+        plain = theirs.scale * (found or rank)
+        if not math.isclose(plain, alpha, rel_tol=1e-9):
+            with_rs = not math.isclose(theirs.scale * theirs.rank, theirs.alpha, rel_tol=1e-9)
+            rs = f" ({theirs.alpha:g} with rsLoRA)" if with_rs else ""
+            problems.append(f"lora_alpha is {alpha:g}, the adapter's is {plain:g}{rs}")
+        if wrong := {n for n in shapes if not n.endswith(_SIDES)} ^ set(theirs.whole):
+            who = "the run" if sorted(wrong)[0] in shapes else "the adapter"
+            problems.append(f"train_router: only {who} trains {', '.join(sorted(wrong)[:_SHOWN])}")
         last = {module.rsplit(".", 1)[-1] for module in own}, {m.rsplit(".", 1)[-1] for m in theirs.modules}
         if last[0] != last[1]:
             problems.append(
                 f"lora_target_modules is {', '.join(sorted(last[0]))}, the adapter's is {', '.join(sorted(last[1]))}"
             )
-        elif missing := sorted(own ^ set(theirs.modules)):
+        elif missing := sorted(own.keys() ^ set(theirs.modules)):
             problems.append(f"only one of the two is on {', '.join(missing[:_SHOWN])}")
         if problems:
             fix = "set the adapter's values, or adapter_init_mode: merge"
@@ -239,6 +287,11 @@ def check_merging(stack: Iterable[LoraAdapter], shapes: Mapping[str, Sequence[in
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     for adapter in stack:
         adapter.check_against(shapes, key=key)
+        if tied and (embeddings := [name for name in adapter.whole if "embed" in name]):
+            why = (
+                f"{embeddings[0]}: a whole weight, which the base uses for its head too; it may be meant for one alone"
+            )
+            raise _bad(Path(adapter.source), key, [why])
 
 
 def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
@@ -249,7 +302,6 @@ def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
     """
     import torch
 
-    module = name.removesuffix(".weight")
     hits = [adapter for adapter in stack if adapter.adapts(name)]
     if not hits:
         return weight
@@ -257,7 +309,7 @@ def fold(name: str, weight: Tensor, stack: Sequence[LoraAdapter]) -> Tensor:
         raise UserError(f"{name}: is {weight.dtype}; an adapter is folded into unquantised weights only.")
     total = weight.to("cpu")
     for adapter in hits:
-        total = adapter.delta(module).add_(total)
+        total = adapter.onto(name, total)
     total = total.to(weight.dtype)
     # Check the extremes, because isfinite would copy the tensor; a NaN is both of them.
     if not all(extreme.isfinite() for extreme in torch.aminmax(total)):
@@ -336,6 +388,11 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
             f"target_parameters has {', '.join(fused)}: adapters of one tensor of all experts are not read, only those "
             f"of each expert"
         )
+    for key in ("rank_pattern", "alpha_pattern"):
+        problems += _wrong_pattern(key, values.get(key) or {})
+    saved = values.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) and name for name in saved):
+        problems.append(f"modules_to_save is {saved!r}, not a list of names")
     for key, value in values.items():
         if key not in known and value:
             shown = json.dumps(value)
@@ -343,14 +400,44 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
     return [f"{CONFIG}: {problem}" for problem in problems]
 
 
-def _wrong_tensors(file: TensorFile, prefix: str, rank: int) -> list[str]:
-    """The faults in the names, shapes and dtypes of an adapter's tensors."""
+def _by_pattern(patterns: Mapping[str, float], otherwise: float, module: str) -> Any:
+    """The value of the first pattern that matches the module, as PEFT reads `rank_pattern` and `alpha_pattern`."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+
+
+def _rank_of(ranks: Mapping[str, int], *, experts: bool) -> int | None:
+    """The rank of the adapters of experts, or of the others; None if there are none. The largest if they differ."""
+    return max((r for module, r in ranks.items() if (".experts." in module) == experts), default=None)
+
+
+def _wrong_pattern(key: str, patterns: Any) -> list[str]:
+    """The faults in `rank_pattern` or `alpha_pattern`, which map regular expressions to positive numbers."""
+    if not isinstance(patterns, dict):
+        return [f"{key} is {patterns!r}, not a mapping"]
+    kinds = int if key == "rank_pattern" else (int, float)
+    problems = []
+    for pattern, value in patterns.items():
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            problems.append(f"{key}: {pattern} is {value!r}, not a positive number")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"{key}: {pattern} is not a regular expression: {error}")
+    return problems
+
+
+def _wrong_tensors(file: TensorFile, prefix: str, ranks: Callable[[str], int], saved: Collection[str]) -> list[str]:
+    """The faults in the names, shapes and dtypes of an adapter's tensors; `saved`: its `modules_to_save`."""
     problems = []
     for name, info in file.infos.items():
         side = next((s for s in _SIDES if name.endswith(s)), None)
         if name.endswith(".base_layer.weight"):
             why = "a copy of a base layer, which is not read; save with save_embedding_layers=False"
             problems.append(f"{name}: {why}")
+            continue
+        if side is None and name.startswith(prefix) and _is_saved(name, saved):
+            if info.dtype not in FLOATS:
+                problems.append(f"{name}: is {info.dtype}, not a float")
             continue
         if side is None or not name.startswith(prefix):
             problems.append(f"{name}: not the name of a LoRA tensor ({prefix}MODULE{_SIDES[0]})")
@@ -360,9 +447,19 @@ def _wrong_tensors(file: TensorFile, prefix: str, rank: int) -> list[str]:
             problems.append(f"{name}: its other half {other} is missing")
         if info.dtype not in FLOATS:
             problems.append(f"{name}: is {info.dtype}, not a float")
+        rank = ranks(name.removeprefix(prefix).removesuffix(side))
         if len(info.shape) != 2 or info.shape[_SIDES.index(side)] != rank:
             problems.append(f"{name}: has shape {list(info.shape)}, which is not of rank {rank}")
+    for one in saved:
+        if not any(_is_saved(name, [one]) for name in file.infos):
+            problems.append(f"{CONFIG}: modules_to_save has {one}, and {WEIGHTS} has no such weight")
     return problems or ([] if file.infos else [f"{WEIGHTS}: holds no tensor"])
+
+
+def _is_saved(name: str, saved: Collection[str]) -> bool:
+    """Whether a tensor is the weight of a module that PEFT saves whole."""
+    module, _, last = name.rpartition(".")
+    return last == "weight" and any(module.endswith(f".{one}") for one in saved)
 
 
 def _bad(

@@ -28,7 +28,7 @@ from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
-from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.declare import GROUPS, LoRA, TensorSpec, target_names
 from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
@@ -236,23 +236,26 @@ def _family(name: str, values: Mapping[str, Any], families: Mapping[str, ModelFa
 
 
 def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
-    """The adapters to train, or None for all weights; names that are no projection are refused."""
+    """The adapters to train, or None for all weights.
+
+    Raises `ConfigError` for names that are no projection, and for keys of experts or routers if the model has none.
+    """
     if not config.lora:
         return None
     blocks = [block for _, block in model.blocks(0)]
-    modules = [slot.module for block in blocks for slot in block.linear_slots(None)]
-    modules += [slot.module for block in blocks for slot in block.expert_slots(None)]
-    known = {module.rsplit(".", 1)[-1] for module in modules}
+    known = {n for b in blocks for s in b.linear_slots(None) for n in target_names(s.module, s.region, experts=False)}
+    known |= {n for b in blocks for s in b.expert_slots(None) for n in target_names(s.module, s.region, experts=True)}
     targets = frozenset(config.lora_target_modules)
-    if unknown := sorted(targets - known - {"all"}):
+    if unknown := sorted(targets - known):
         problem = Problem(
             key="lora_target_modules",
             message=f"{', '.join(unknown)}: no such projection in this model.",
-            fix=f"choose from all, {', '.join(sorted(known))}.",
+            fix=f"choose from {', '.join(sorted(known, key=lambda name: (name not in GROUPS, name)))}.",
         )
         raise ConfigError([problem])
     if not targets:
         raise ConfigError([Problem(key="lora_target_modules", message="is empty.", fix="set [all], or lora=false.")])
+    _check_expert_keys(config, known)
     return LoRA(
         adapter=Adapter(
             rank=config.lora_rank,
@@ -261,7 +264,23 @@ def resolve_lora(config: RunConfig, model: Model) -> LoRA | None:
             dtype=DTYPES[config.lora_dtype],
         ),
         targets=targets,
+        expert_rank=config.lora_expert_rank,
+        train_router=config.train_router,
     )
+
+
+def _check_expert_keys(config: RunConfig, known: Collection[str]) -> None:
+    """Refuse keys of experts on a model without any. `known`: the names that select its projections."""
+    if "experts" in known:
+        return
+    keys = {"lora_expert_rank": config.lora_expert_rank is not None, "train_router": config.train_router}
+    problems = [
+        Problem(key=key, message="is set, and the model has no experts.", fix=f"remove {key}.")
+        for key, given in keys.items()
+        if given
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def resolve_recompute(config: RunConfig) -> Recompute:
@@ -491,7 +510,7 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
         check_merging(resolved.adapter.stack, shapes, tied=resolved.model.tied, key="adapter_path")
         if lora is not None:
             resolved.adapter.check_continues(
-                {n for s in specs if s.role == "adapter" for n in expanded(s.hf_name, s.shape)},
+                {n: shape for s in specs if s.trainable for n, shape in expanded(s.hf_name, s.shape).items()},
                 rank=lora.adapter.rank,
                 alpha=config.lora_alpha,
             )
@@ -560,6 +579,8 @@ def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedMode
     def one(spec: TensorSpec) -> Tensor | Kept:
         if spec.role == "adapter":
             return given.start.get(spec.hf_name) if given and given.start else random(spec)
+        if given and given.start and given.start.replaces(spec.hf_name):
+            return given.start.get(spec.hf_name)
         if spec.trainable:
             # Masters are wider than the run's dtype.
             return fold(spec.hf_name, weights.get(spec.hf_name), stack)

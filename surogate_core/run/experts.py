@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from surogate_core.bundles import Recipe
 from surogate_core.config.schema import RunConfig
+from surogate_core.dsl import Model
+from surogate_core.dsl.declare import LoRA
+from surogate_core.dsl.experts import ExpertSlot
+from surogate_core.dsl.slots import LinearSlot
 from surogate_core.run.assemble import ResolvedModel, resolve_dtype, resolve_lora
 
 
 def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, device: torch.device) -> list[str]:
-    """Notes about experts: those that the recipe leaves as they are, and adapters that PEFT does not load."""
+    """Notes about experts: those that the recipe leaves as they are, and which projections have adapters."""
     slots = next(iter(resolved.model.expert_slots().values()), ())
     notes = []
     if slots and not recipe.plain:
@@ -18,13 +24,47 @@ def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, dev
         names = ", ".join(slot.module for slot in slots)
         notes.append(f"recipe {config.recipe.name}: experts ({names}) are multiplied in {dtype}.")
     lora = resolve_lora(config, resolved.model)
-    for fused in {slot.fused: None for slot in slots if lora is not None and slot.fused is not None}:
-        modules = [slot.module for slot in slots if slot.fused == fused]
-        adapted = [module for module in modules if lora is not None and lora.for_module(module)]
-        if adapted and len(adapted) < len(modules):
-            rest = ", ".join(m for m in modules if m not in adapted)
+    if slots and lora is not None:
+        notes += [adapted_note(resolved.model, lora), *_peft_notes(slots, lora)]
+    return notes
+
+
+def adapted_note(model: Model, lora: LoRA) -> str:
+    """Which projections of a model with experts have adapters, and whether routers are trained."""
+    blocks = [block for _, block in model.blocks(0)]
+    parts = []
+    if adapted := _by_rank(slot for block in blocks for slot in block.linear_slots(lora)):
+        parts.append(adapted)
+    layers = [slots for block in blocks if (slots := block.expert_slots(lora))]
+    of_experts = _by_rank(slot for slots in layers for slot in slots)
+    if of_experts:
+        parts.append(f"{of_experts} of {layers[0][0].count} experts in each of {len(layers)} layers")
+    routers = "trained as whole matrices" if lora.train_router else "frozen"
+    frozen = f"routers are {routers}" if of_experts else f"experts have none; routers are {routers}"
+    return f"LoRA: adapters on {' and '.join(parts)}; {frozen}."
+
+
+def _by_rank(slots: Iterable[LinearSlot | ExpertSlot]) -> str:
+    """The names of the adapted slots with their rank: ``q_proj, v_proj (rank 8)``."""
+    ranks = {s.module.rpartition(".")[2]: s.adapter.rank for s in slots if s.adapter is not None}
+    return f"{', '.join(ranks)} (rank {next(iter(ranks.values()))})" if ranks else ""
+
+
+def _peft_notes(slots: Sequence[ExpertSlot], lora: LoRA) -> list[str]:
+    """Notes about adapters that PEFT or a server does not load."""
+    notes = []
+    for fused in {slot.fused: None for slot in slots if slot.fused is not None}:
+        of_one = [slot for slot in slots if slot.fused == fused]
+        adapted = [slot.module for slot in of_one if lora.of(slot.module, slot.region, experts=True)]
+        if adapted and len(adapted) < len(of_one):
+            rest = ", ".join(slot.module for slot in of_one if slot.module not in adapted)
             notes.append(
                 f"lora_target_modules has {', '.join(adapted)} without {rest}: PEFT does not load such an adapter, "
                 f"because transformers 5 keeps both in one tensor. `surogate merge` does."
             )
+    if lora.train_router:
+        notes.append(
+            "train_router: the adapter has whole routers (`modules_to_save`), which PEFT loads and vLLM refuses. "
+            "To serve it, merge it: merge_adapter=true, or `surogate merge`."
+        )
     return notes

@@ -108,7 +108,11 @@ def _method(config: RunConfig) -> str:
     if not config.lora:
         return f"all weights, {how}"
     modules = "all projections" if "all" in config.lora_target_modules else ", ".join(config.lora_target_modules)
-    return f"LoRA, {how}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, {modules}"
+    ranks = f"rank {config.lora_rank}"
+    if config.lora_expert_rank is not None:
+        ranks += f" (experts {config.lora_expert_rank})"
+    router = ", and routers" if config.train_router else ""
+    return f"LoRA, {how}, {ranks}, alpha {config.lora_alpha:g}, {modules}{router}"
 
 
 def _eval_loss(state: LoopState) -> str | None:
@@ -165,11 +169,11 @@ def _export_adapter(trained: Trained, own: LoraAdapter, card: Card, progress: Ca
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        target_modules=sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors}),
         base_model=config.model.path,
         card=card,
         tokenizer=trained.tokenizer,
         stacked_on=Path(below[-1].source) if below else None,
+        expert_names=resolved.model.expert_names(),
         generation_config=generation_of(resolved.weights, resolved.model.config, trained.tokenizer),
     )
 

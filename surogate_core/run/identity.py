@@ -40,6 +40,10 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
         essential["lora_rank"] = config.lora_rank
         essential["lora_alpha"] = config.lora_alpha
         essential["lora_target_modules"] = sorted(config.lora_target_modules)
+        if config.lora_expert_rank is not None:
+            essential["lora_expert_rank"] = config.lora_expert_rank
+        if config.train_router:
+            essential["train_router"] = True
     made_with: dict[str, Any] = {"base_model": config.model.path, "base_commit": resolved.commit}
     if (given := resolved.adapter) is not None:
         essential["adapter"] = f"{given.mode} {given.fingerprint[:16]}"

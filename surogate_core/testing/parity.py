@@ -143,26 +143,29 @@ class Pair:
         adapters = {n.removeprefix(prefix): t.clone() for n, t in get_peft_model_state_dict(adapted).items()}
         base = adapted.unload()
         engine = self.engine({**state, **adapters}, lora=tiny.lora(4, scale=2.0))
-        return self._adapted_error(path, engine, base, tiny.TARGETS)
+        return self._adapted_error(path, engine, base)
 
-    def own_adapter_error(self, path: Path, targets: Sequence[str] = tiny.TARGETS) -> float:
-        """After steps from random adapters, the logits of the exported adapter in PEFT; it is not in the reference."""
+    def own_adapter_error(self, path: Path, targets: Sequence[str] = tiny.TARGETS, **others: Any) -> float:
+        """After steps from random adapters, the logits of the exported adapter in PEFT; it is not in the reference.
+
+        `others`: further fields of `LoRA`.
+        """
         own, drawn = tiny.tensor_source(self.state()), tiny.random_source()
         engine = self.engine(
             source=lambda spec: drawn(spec) if spec.role == "adapter" else own(spec),
-            lora=tiny.lora(4, scale=2.0, targets=targets),
+            lora=tiny.lora(4, scale=2.0, targets=targets, **others),
         )
-        return self._adapted_error(path, engine, copy.deepcopy(self.reference), targets)
+        return self._adapted_error(path, engine, copy.deepcopy(self.reference))
 
-    def _adapted_error(self, path: Path, engine: Engine, base: Any, targets: Sequence[str]) -> float:
+    def _adapted_error(self, path: Path, engine: Engine, base: Any) -> float:
         from peft import PeftModel
 
         batch = tiny.batch(self.documents, tokens=self.tokens)
         for step in range(2):
             engine.train_step([batch], step=step, lr=1e-2).read()
         directory = export_adapter(
-            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, target_modules=targets,
-            base_model=None, card=Card(title="tiny"),
+            path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, base_model=None,
+            card=Card(title="tiny"), expert_names=self._built().expert_names(),
         )  # fmt: skip
         plain = self._first_error(base, engine)
         ensure(plain > 100 * TOLERANCE, "the adapter must matter")

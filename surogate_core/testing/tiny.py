@@ -227,10 +227,12 @@ def in_files(tensors: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
     return found
 
 
-def lora(rank: int = 4, *, scale: float = 2.0, dropout: float = 0.0, targets: Sequence[str] = ("all",)) -> LoRA:
-    """Adapters with fp32 weights."""
+def lora(
+    rank: int = 4, *, scale: float = 2.0, dropout: float = 0.0, targets: Sequence[str] = ("all",), **others: Any
+) -> LoRA:
+    """Adapters with fp32 weights. `others`: further fields of `LoRA`."""
     adapter = Adapter(rank=rank, scale=scale, dropout=dropout, dtype=torch.float32)
-    return LoRA(adapter=adapter, targets=frozenset(targets))
+    return LoRA(adapter=adapter, targets=frozenset(targets), **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

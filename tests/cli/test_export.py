@@ -39,7 +39,6 @@ def run(tmp_path: Path) -> Path:
         rank=2,
         alpha=4,
         dropout=0.0,
-        target_modules=["q_proj"],
         base_model="acme/base",
         card=CARD,
         tokenizer=NoTokenizer(),

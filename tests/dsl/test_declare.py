@@ -98,7 +98,14 @@ def test_declarations_keep_their_order_over_inheritance() -> None:
 
 @pytest.mark.parametrize(
     ("targets", "adapted"),
-    [({"all"}, ["up", "down", "out"]), ({"down"}, ["down"]), ({"up", "out"}, ["up", "out"]), ({"mlp"}, [])],
+    [
+        ({"all"}, ["up", "down", "out"]),
+        ({"down"}, ["down"]),
+        ({"up", "out"}, ["up", "out"]),
+        ({"mlp"}, ["up", "down"]),
+        ({"attention"}, ["out"]),
+        ({"experts"}, []),
+    ],
 )
 def test_adapters_go_on_their_targets(targets: set[str], adapted: list[str]) -> None:
     block = Wider(CONFIG)

@@ -56,6 +56,44 @@ def test_each_expert_has_an_adapter_of_two_matrices_which_folds_into_its_weight(
     torch.testing.assert_close(plain.logits(packed), made.logits(packed), rtol=1e-4, atol=1e-5)
 
 
+ROUTER = "layers.1.router.weight"
+
+
+def test_a_trained_router_has_the_gradient_of_a_full_training() -> None:
+    """B is zero at first, so the adapters change nothing yet."""
+    adapted = engine(lora=tiny.lora(train_router=True), source=tiny.RandomSource(seed=0, std=0.2, device=tiny.CPU))
+    full = engine(source=tiny.RandomSource(seed=0, std=0.2, device=tiny.CPU))
+    found, expected = (tiny.gradients(made, tiny.batches(0)) for made in (adapted, full))
+    assert tiny.relative_error(found[ROUTER], expected[ROUTER]) < 1e-6
+    assert all("lora_" in name for name in found if name != ROUTER)
+    kept = dict(adapted.parameters.base_tensors())[ROUTER].clone()
+    tiny.train(adapted, 1)
+    written = dict(adapted.parameters.adapter_tensors())[ROUTER]
+    assert torch.equal(written, dict(adapted.parameters.base_tensors())[ROUTER])
+    assert not torch.equal(written, kept)
+
+
+def test_experts_may_have_a_rank_of_their_own() -> None:
+    made = engine(lora=tiny.lora(rank=4, expert_rank=3))
+    shapes = {name: tensor.shape for name, tensor in made.parameters.adapter_tensors()}
+    assert shapes["layers.0.up_proj.lora_A.weight"][0] == 4
+    assert {shape[0] for name, shape in shapes.items() if ".experts." in name and "lora_A" in name} == {3}
+    losses = tiny.train(made, 3, same=True)
+    assert losses[-1] < losses[0]
+
+
+def test_a_trained_router_resumes_and_recomputes_to_the_same_bits() -> None:
+    lora = tiny.lora(expert_rank=2, dropout=0.1, train_router=True)
+    tiny.ensure_resumes(lambda: engine(lora=lora, optimizer=tiny.ADAMW))
+
+    def trained(*, recompute: bool) -> dict[str, Tensor]:
+        made = engine(recompute=recompute, lora=lora, optimizer=tiny.ADAMW)
+        tiny.train(made, 2)
+        return tiny.snapshot(made)
+
+    tiny.ensure_same_bits(trained(recompute=True), trained(recompute=False), "recomputed")
+
+
 def test_recomputing_changes_no_bit() -> None:
     def trained(*, recompute: bool) -> dict[str, Tensor]:
         made = engine(recompute=recompute, optimizer=tiny.ADAMW)

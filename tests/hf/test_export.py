@@ -115,7 +115,6 @@ def test_adapter_loads_in_peft(tmp_path: Path) -> None:
         rank=4,
         alpha=8.0,
         dropout=0.05,
-        target_modules=["q_proj", "down_proj"],
         base_model=str(tmp_path / "base"),
         card=CARD,
         tokenizer=tokenizer(),
@@ -143,7 +142,6 @@ def adapter(directory: Path, value: float) -> Path:
         rank=2,
         alpha=3.5,
         dropout=0.0,
-        target_modules=["q_proj"],
         base_model="Qwen/Qwen3-0.6B",
         card=replace(CARD, base_model="Qwen/Qwen3-0.6B"),
     )

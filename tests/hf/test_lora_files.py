@@ -32,7 +32,7 @@ def peft_adapter(base: Path, out: Path, *, dtype: torch.dtype = torch.float32, *
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **keys})
     adapted = peft.get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(out)
     # Through files: a model made in memory has rotary tables that loading does not give.
@@ -89,6 +89,22 @@ def test_merge_gives_the_logits_of_peft(
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text())["do_sample"] is True
 
 
+def test_ranks_of_their_own_and_whole_weights_are_merged(
+    tmp_path: Path, model_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"rank_pattern": {"q_proj": 2, "v_proj": 6}, "alpha_pattern": {r"layers\.1\.mlp\.down_proj": 9}}
+    expected = peft_adapter(model_copy, tmp_path / "adapter", modules_to_save=["embed_tokens", "lm_head"], **own)
+    assert merge(model_copy, tmp_path / "adapter", tmp_path / "merged") == 0
+    assert torch.equal(logits(tmp_path / "merged"), expected)
+    variant(model_copy, dtype=torch.float32, tied=True, sharded=False)
+    retensored(damaged(tmp_path / "adapter", modules_to_save=["embed_tokens"]), lambda t: t.pop(HEAD))
+    assert merge(model_copy, tmp_path / "adapter", tmp_path / "merged") == 2
+    assert "model.embed_tokens.weight: a whole weight, which the base uses for its head too" in capsys.readouterr().err
+
+
+HEAD = "base_model.model.lm_head.weight"
+
+
 def damaged(adapter: Path, **keys: Any) -> Path:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
@@ -102,13 +118,20 @@ def retensored(adapter: Path, change: Callable[[dict[str, torch.Tensor]], object
     return adapter
 
 
+WHOLE = "base_model.model.model.norm.weight"
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "dora": (lambda a: damaged(a, use_dora=True), "use_dora is true: not supported"),
     "bias": (lambda a: damaged(a, bias="all"), "bias is 'all'"),
-    "modules_to_save": (lambda a: damaged(a, modules_to_save=["lm_head"]), 'modules_to_save is ["lm_head"]'),
-    "rank_pattern": (lambda a: damaged(a, rank_pattern={"q": 2}), 'rank_pattern is {"q": 2}'),
-    "alpha_pattern": (lambda a: damaged(a, alpha_pattern={"q": 2}), 'alpha_pattern is {"q": 2}'),
+    "nothing saved": (lambda a: damaged(a, modules_to_save=["gate"]), "modules_to_save has gate, and adapter_model"),
+    "modules_to_save": (lambda a: damaged(a, modules_to_save="gate"), "modules_to_save is 'gate', not a list"),
+    "whole weight": (
+        lambda a: retensored(damaged(a, modules_to_save=["norm"]), lambda t: t.update({WHOLE: torch.zeros(3)})),
+        "model.norm.weight: a whole weight of [3], the base has [32]",
+    ),
+    "rank_pattern": (lambda a: damaged(a, rank_pattern={"q_proj": 2}), "which is not of rank 2"),
+    "no rank pattern": (lambda a: damaged(a, rank_pattern={"q": 0, "(": 2}), "rank_pattern: q is 0, not a positive"),
+    "no pattern": (lambda a: damaged(a, alpha_pattern=["q"]), "alpha_pattern is ['q'], not a mapping"),
     "one of all experts": (
         lambda a: damaged(a, target_parameters=["mlp.experts.gate_up_proj"]),
         "target_parameters has mlp.experts.gate_up_proj: adapters of one tensor of all experts are not read",
@@ -149,7 +172,7 @@ def test_bad_adapters_have_one_clear_message(
 
 def test_everything_wrong_is_in_one_message(tmp_path: Path, hf_dir: Path) -> None:
     peft_adapter(hf_dir, tmp_path / "adapter")
-    damaged(tmp_path / "adapter", use_dora=True, bias="all", rank_pattern={"q": 2})
+    damaged(tmp_path / "adapter", use_dora=True, bias="all", rank_pattern={"q": -2})
     with pytest.raises(UserError) as caught:
         open_stack(tmp_path / "adapter")
     assert all(word in str(caught.value) for word in ("use_dora", "bias", "rank_pattern"))

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.errors import ConfigError
+from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model, resolve_recipe
 from surogate_core.run.experts import expert_notes
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]", "max_steps=2", "tokenizer=null")
+EVERYTHING = ("lora_expert_rank=2", "train_router=true")
 IDS = torch.arange(40).reshape(2, 20)
 
 
@@ -62,9 +63,9 @@ def small(data_cache: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(model: Path, small: Sequence[str], run_here: RunHere, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with adapters on everything, merged too."""
+    """A run of two steps with adapters on everything and trained routers, merged too."""
     output = tmp_path_factory.mktemp("trained") / "out"
-    assert run_here(output, *small, f"model={model}", "merge_adapter=true") == 0
+    assert run_here(output, *small, *EVERYTHING, f"model={model}", "merge_adapter=true") == 0
     return output
 
 
@@ -106,7 +107,7 @@ def test_a_file_with_one_tensor_of_all_experts_trains_the_same_bits(
     digests: Callable[[Path], dict[str, str]], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     output = tmp_path / "out"
-    assert run_here(output, *small, f"model={fused}", "merge_adapter=true") == 0
+    assert run_here(output, *small, *EVERYTHING, f"model={fused}", "merge_adapter=true") == 0
     assert digests(output / "adapter") == digests(trained / "adapter")
     names = load_file(output / "model" / "model.safetensors").keys()
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
@@ -122,7 +123,11 @@ def test_training_goes_on_from_an_adapter_of_experts(
     model: Path, trained: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
 ) -> None:
     words = [f"model={model}", f"adapter_path={trained / 'adapter'}", "adapter_init_mode=trainable"]
-    assert run_here(tmp_path / "out", *small, *words, "max_steps=1", "learning_rate=0") == 0
+    with pytest.raises(UserError) as caught:
+        run_here(tmp_path / "out", *small, *words)
+    assert "lora_expert_rank is 4, the adapter's is 2" in str(caught.value)
+    assert "train_router: only the adapter trains model.layers.1.mlp.gate.weight" in str(caught.value)
+    assert run_here(tmp_path / "out", *small, *EVERYTHING, *words, "max_steps=1", "learning_rate=0") == 0
     before, after = (load_file(d / "adapter" / "adapter_model.safetensors") for d in (trained, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -174,15 +179,48 @@ def notes(installed: Registry, *overrides: str) -> list[str]:
 
 
 def test_a_run_says_which_recipe_leaves_experts_as_they_are(installed: Registry) -> None:
-    assert notes(installed, "recipe=bf16") == []
-    (note,) = notes(installed, "recipe=fp8-hybrid")
+    assert len(notes(installed, "recipe=bf16")) == 1
+    note, _ = notes(installed, "recipe=fp8-hybrid")
     assert note.startswith("recipe fp8-hybrid: experts (mlp.experts.{e}.gate_proj, mlp.experts.{e}.up_proj, ")
     assert note.endswith("are multiplied in float32.")
     assert notes(installed, "recipe=fp8-hybrid", "model=qwen3") == []
 
 
 def test_a_run_says_which_adapters_of_experts_peft_does_not_load(installed: Registry) -> None:
-    (note,) = notes(installed, "recipe=bf16", "lora_target_modules=[q_proj,gate_proj]")
+    _, note = notes(installed, "recipe=bf16", "lora_target_modules=[q_proj,gate_proj]")
     assert "mlp.experts.{e}.gate_proj without mlp.experts.{e}.up_proj" in note
-    assert notes(installed, "recipe=bf16", "lora_target_modules=[up_proj,gate_proj]") == []
-    assert notes(installed, "recipe=bf16", "lora_target_modules=[q_proj,down_proj]") == []
+    assert len(notes(installed, "recipe=bf16", "lora_target_modules=[up_proj,gate_proj]")) == 1
+    assert len(notes(installed, "recipe=bf16", "lora_target_modules=[q_proj,down_proj]")) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["lora_expert_rank=4", "train_router=true"],
+            "LoRA: adapters on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (rank 16) and gate_proj, "
+            "up_proj, down_proj (rank 4) of 8 experts in each of 2 layers; routers are trained as whole matrices.",
+        ),
+        (
+            ["lora_target_modules=[attention]"],
+            "LoRA: adapters on q_proj, k_proj, v_proj, o_proj (rank 16); experts have none; routers are frozen.",
+        ),
+        (
+            ["lora_target_modules=[experts]"],
+            "LoRA: adapters on gate_proj, up_proj, down_proj (rank 16) of 8 experts in each of 2 layers; routers are "
+            "frozen.",
+        ),
+    ],
+)
+def test_a_run_says_what_has_adapters(installed: Registry, words: list[str], said: str) -> None:
+    assert notes(installed, "recipe=bf16", *words)[0] == said
+    assert any("vLLM refuses" in note for note in notes(installed, "recipe=bf16", *words)) == (
+        "train_router" in str(words)
+    )
+
+
+@pytest.mark.parametrize("word", ["lora_expert_rank=4", "train_router=true", "lora_target_modules=[experts]"])
+def test_keys_of_experts_are_refused_where_there_are_none(installed: Registry, word: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{key}.*experts"):
+        notes(installed, "recipe=bf16", "model=qwen3", word)

@@ -29,7 +29,7 @@ class Sparse(Block):
 
     eps, choices = tiny.EPS, CHOICES
     norm = Param("norm.weight", D)
-    router = Param("router.weight", E, D, init="normal", role="weight")
+    router = Param("router.weight", E, D, init="normal", role="router")
     gate = Experts("experts.{e}.gate_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
     up = Experts("experts.{e}.up_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
     down = Experts("experts.{e}.down_proj", E, CHOICES, I, D, region="ffn", fused="experts.down_proj")

@@ -231,7 +231,6 @@ def test_twenty_lora_steps_and_the_exported_adapter(
         rank=RANK,
         alpha=ALPHA,
         dropout=0.0,
-        target_modules=tiny.TARGETS,
         base_model=None,
         card=Card(title="tiny"),
     )

@@ -101,7 +101,7 @@ class SparseBlock(AttentionBlock):
     """A layer with experts. Every token goes to its C most probable experts, whatever their load."""
 
     choices, renormalise = C, RENORMALISE
-    router = Param("mlp.gate.weight", E, D, init="normal", role="weight")
+    router = Param("mlp.gate.weight", E, D, init="normal", role="router")
     gate = Experts("mlp.experts.{e}.gate_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     up = Experts("mlp.experts.{e}.up_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     down = Experts("mlp.experts.{e}.down_proj", E, C, I, D, region="ffn", fused="mlp.experts.down_proj")
