@@ -329,6 +329,10 @@ class RoutingStats(Event):
     """Router z loss times its coefficient, as it is part of the loss; None if it is no part of it."""
     moe_z_loss_raw: float | None = None
     """Mean of the squared logsumexp of the router's logits; None if it is not measured."""
+    moe_experts: int = 0
+    """Experts of a layer."""
+    moe_experts_per_token: int | None = None
+    """Experts that each token goes to; None if the family does not report the router's probabilities."""
     moe_dropped: int = 0
     """Choices of experts that were not computed. Routing is exact, so it is always 0."""
 

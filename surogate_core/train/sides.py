@@ -102,7 +102,11 @@ class SideFigures:
             entropies += (entropy_L / max(math.log(tokens_LE.shape[1]), 1e-9)).tolist()
             spreads += (tokens_LE.std(1, correction=0) / mean_L).tolist()
         worst = max(range(len(peaks)), key=peaks.__getitem__)
-        aux, z = self._losses_of(counts, sides, terms)
+        by_role: dict[str, list[Tensor]] = {}
+        for role, total in sides.values():
+            by_role.setdefault(role, []).append(total)
+        probabilities = by_role.get("router_probability", [])
+        aux, z = self._losses_of(by_role, terms)
         return RoutingStats(
             step=step,
             moe_load_imbalance=sum(peaks) / len(peaks),
@@ -116,22 +120,21 @@ class SideFigures:
             moe_aux_loss=None if aux is None or self._losses.aux is None else self._losses.aux * aux,
             moe_z_loss_raw=z,
             moe_z_loss=None if z is None or self._losses.z is None else self._losses.z * z,
+            moe_experts=max(total.shape[1] for total in counts.values()),
+            moe_experts_per_token=_choices(list(counts.values()), probabilities),
         )
 
     def _losses_of(
-        self, counts: Mapping[str, Tensor], sides: Sides, terms: Mapping[str, float]
+        self, by_role: Mapping[str, Sequence[Tensor]], terms: Mapping[str, float]
     ) -> tuple[float | None, float | None]:
         """(auxiliary loss, z loss) before their coefficients, as far as the blocks report what they need."""
-        by_role: dict[str, list[Tensor]] = {}
-        for role, total in sides.values():
-            by_role.setdefault(role, []).append(total)
-        probabilities, squares = by_role.get("router_probability", ()), by_role.get("router_z", ())
+        counts, probabilities = list(by_role["expert_tokens"]), list(by_role.get("router_probability", ()))
         aux, z = sum(terms.values()) if terms else None, None
-        if probabilities and len({total.shape[1] for total in [*counts.values(), *probabilities]}) == 1:
-            tokens_LE, probability_LE = torch.cat(list(counts.values())), torch.cat(list(probabilities))
+        if probabilities and len({total.shape[1] for total in [*counts, *probabilities]}) == 1:
+            tokens_LE, probability_LE = torch.cat(counts), torch.cat(probabilities)
             aux = balance(tokens_LE, probability_LE, per_layer=self._losses.per_layer)
-            if squares:
-                z = float(sum(total.double().sum() for total in squares) / _rows(probability_LE))
+            if squares := by_role.get("router_z"):
+                z = float(torch.cat(list(squares)).double().sum() / _rows(probability_LE))
         return aux, z
 
     def _dead(self, counts: Sequence[Tensor]) -> int | None:
@@ -164,6 +167,13 @@ class SideFigures:
                 step=step, steps=self._loaded_steps, layers=layers, tokens=tuple(found[layer] for layer in layers)
             )
             self._loads, self._loaded_steps = [], 0
+
+
+def _choices(counts: Sequence[Tensor], probabilities: Sequence[Tensor]) -> int | None:
+    """K: rows by tokens."""
+    tokens = sum(float(total.double().sum()) for total in probabilities)
+    rows = sum(float(total.double().sum()) for total in counts)
+    return round(rows / tokens) if math.isfinite(tokens) and tokens > 0 else None
 
 
 def _mean(total: Tensor, micro_steps: int) -> float:

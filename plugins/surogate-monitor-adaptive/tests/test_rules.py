@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from surogate_monitor_adaptive.advisor import COOLDOWN, RULES
+from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, RULES
 from surogate_monitor_adaptive.monitor import GUARDED, replay
 
 from surogate_core.bundles.options import options_from_flat
@@ -114,10 +114,6 @@ def even(at: int) -> RoutingStats:
     return stats(at, moe_aux_loss_raw=1.0)
 
 
-def jumping(at: int, *, to: int, **changed: Any) -> RoutingStats:
-    return stats(at, **(changed if at == to else {}))
-
-
 def scaled(at: int, saturated: float, excess: float = 1.3) -> PrecisionStats:
     shares = {"activation": 0.0, "gradient": saturated}
     return PrecisionStats(
@@ -140,6 +136,18 @@ def spiky(height: float, at_step: int = 300) -> Value:
 
 def rising_norm(at: int, rate: float) -> float:
     return 1.0 + max(0.0, at - 300) * rate
+
+
+QUARTER = {"moe_experts": 16, "moe_experts_per_token": 4}
+"""A model whose tokens go to a quarter of the experts."""
+
+
+def routed_from(begin: int, *, steps: int = 130, **changed: float) -> list[Event]:
+    """A run whose routing changes at the step `begin`, for good."""
+    usual = {"moe_load_imbalance": 4.0, **QUARTER}
+    return list(
+        routed(curve(steps, falling), lambda at: replace(stats(at), **{**usual, **(changed if at >= begin else {})}))
+    )
 
 
 LONG_WARMUP = {"warmup_steps": 100}
@@ -177,30 +185,28 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
         curve(340, lambda at: 4.0, lambda at: 1.0 if at <= 300 else 0.02),
         {},
     ),
-    "expert_imbalance": (
-        40,
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=3.1))),
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=2.9))),
-        {},
-    ),
-    "expert_collapse": (
-        40,
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=10.1))),
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, imbalance=9.9))),
+    # The beginning has an imbalance of 4, a utilization of 0.95 and an entropy of 0.97.
+    "expert_imbalance": (109, routed_from(100, moe_load_imbalance=8.1), routed_from(100, moe_load_imbalance=7.9), {}),
+    "expert_collapse": (102, routed_from(100, moe_load_imbalance=12.1), routed_from(100, moe_load_imbalance=11.9), {}),
+    "expert_imbalance_rises": (
+        170,
+        list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 60, **QUARTER))),
+        list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 90, **QUARTER))),
         {},
     ),
     "experts_underused": (
-        40,
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.79))),
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.81))),
+        109,
+        routed_from(100, moe_expert_utilization=0.84),
+        routed_from(100, moe_expert_utilization=0.86),
         {},
     ),
     "experts_idle": (
-        40,
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.49))),
-        list(routed(curve(60, falling), lambda at: jumping(at, to=40, utilization=0.51))),
+        102,
+        routed_from(100, moe_expert_utilization=0.74),
+        routed_from(100, moe_expert_utilization=0.76),
         {},
     ),
+    "routing_narrows": (109, routed_from(100, moe_entropy=0.82), routed_from(100, moe_entropy=0.83), {}),
     "aux_loss_spike": (
         40,
         list(
@@ -291,6 +297,40 @@ def test_norms_of_the_first_steps_and_norms_that_come_back_are_no_acceleration()
     # Down to a third for 30 steps, and back.
     dip = curve(340, falling, lambda at: 0.35 if 270 <= at < 300 else 1.0)
     assert told("gradient_acceleration", dip) == []
+
+
+def test_a_single_batch_says_little_about_routing() -> None:
+    assert told("expert_collapse", routed_from(100, steps=101, moe_load_imbalance=50.0)) == []
+    assert told("experts_idle", routed_from(100, steps=101, moe_expert_utilization=0.1)) == []
+
+
+def test_fixed_limits_until_the_beginning_is_known() -> None:
+    def early(**changed: Any) -> list[Event]:
+        return list(routed(curve(40, falling), lambda at: replace(stats(at), **changed)))
+
+    assert told("expert_imbalance", early(moe_load_imbalance=3.1)) == [19], "nothing fires before step 10"
+    assert told("expert_imbalance", early(moe_load_imbalance=2.9)) == []
+    assert told("expert_collapse", early(moe_load_imbalance=10.1)) == [12]
+    assert told("experts_underused", early(moe_expert_utilization=0.79)) == [19]
+    assert told("experts_idle", early(moe_expert_utilization=0.49)) == [12]
+    many = {"moe_experts": 128, "moe_experts_per_token": 8}  # a pretrained Qwen3-30B-A3B is at 8 to 12
+    assert told("expert_imbalance", early(moe_load_imbalance=12.0, **many)) == []
+    assert told("expert_imbalance", early(moe_load_imbalance=25.0, **many)) == [19]
+    assert told("expert_collapse", early(moe_load_imbalance=49.0, **many)) == [12]
+
+
+def test_a_run_that_is_uneven_from_the_beginning_gets_no_advice() -> None:
+    uneven = {"moe_experts": 128, "moe_experts_per_token": 8, "moe_load_imbalance": 14.0, "moe_entropy": 0.7}
+    events = list(routed(curve(400, falling), lambda at: replace(stats(at), **uneven)))
+    assert not advices(replay(events, info()))
+
+
+def test_advice_about_a_frozen_router() -> None:
+    events = routed_from(100, moe_load_imbalance=8.1)
+    (trained,) = advices(replay(events, info(lora=True, train_router=True)))
+    assert (trained.key, trained.evidence["imbalance_at_the_beginning"]) == ("router_aux_loss_coef", pytest.approx(4.0))
+    (frozen,) = advices(replay(events, info(lora=True)))
+    assert (frozen.key, frozen.suggestion) == ("datasets", FROZEN_ROUTER)
 
 
 def test_advice_has_evidence_and_a_key() -> None:

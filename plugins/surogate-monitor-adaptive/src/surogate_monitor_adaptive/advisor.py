@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surogate_core.events import Advice
@@ -55,23 +55,33 @@ RULES: Mapping[str, Rule] = {
     ),
     "expert_imbalance": Rule(
         key="router_aux_loss_coef",
-        message="The busiest expert gets more than 3 times its share of tokens.",
+        message="The busiest experts get far more than their share of the tokens.",
         suggestion="raise router_aux_loss_coef",
     ),
     "expert_collapse": Rule(
         key="router_aux_loss_coef",
-        message="The busiest expert gets more than 10 times its share of tokens: routing has collapsed.",
+        message="Routing has collapsed: a few experts get most of the tokens.",
         suggestion="raise router_aux_loss_coef by a factor of 10, lower learning_rate, resume from before",
+    ),
+    "expert_imbalance_rises": Rule(
+        key="router_aux_loss_coef",
+        message="The busiest experts' share of the tokens has risen for 100 steps.",
+        suggestion="raise router_aux_loss_coef before routing collapses",
     ),
     "experts_underused": Rule(
         key="router_aux_loss_coef",
-        message="More than a fifth of the experts get no token.",
+        message="Many experts get no token.",
         suggestion="raise router_aux_loss_coef, or use larger batches",
     ),
     "experts_idle": Rule(
         key="router_aux_loss_coef",
-        message="More than half of the experts get no token.",
+        message="Most of the experts that should work get no token.",
         suggestion="raise router_aux_loss_coef by a factor of 10, resume from before",
+    ),
+    "routing_narrows": Rule(
+        key="router_aux_loss_coef",
+        message="Tokens go to fewer experts than at the beginning of the run: the entropy of their loads fell.",
+        suggestion="raise router_aux_loss_coef, or lower learning_rate",
     ),
     "aux_loss_spike": Rule(
         key="router_z_loss_coef",
@@ -116,6 +126,20 @@ RULES: Mapping[str, Rule] = {
     ),
 }
 """Rule → its advice; the last six rules are the advisor's."""
+
+FROZEN_ROUTER = (
+    "the router is frozen, so other data or the adapters before it caused this and router_aux_loss_coef cannot help: "
+    "look at the rows of these steps, lower learning_rate, or let the router learn (train_router=true)"
+)
+"""Suggestion of the rules about routing if the router is not trained; their key is then `datasets`."""
+
+ROUTER_KEYS = frozenset({"router_aux_loss_coef", "router_z_loss_coef"})
+"""Keys that act on a trained router only."""
+
+
+def for_frozen_router(advice: Advice) -> Advice:
+    """The advice for a run that does not train its router."""
+    return replace(advice, key="datasets", suggestion=FROZEN_ROUTER) if advice.key in ROUTER_KEYS else advice
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from surogate_core.bundles import Flat
 from surogate_core.bundles.options import options_from_flat
 from surogate_core.events import (
+    Advice,
     Control,
     EvalEnd,
     Event,
@@ -24,7 +25,7 @@ from surogate_core.events import (
 )
 from surogate_core.run.token_budget import TOKENS_PER_PARAMETER, token_budget
 from surogate_core.train.lr import warmup_length
-from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor
+from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_frozen_router
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
 from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
@@ -85,6 +86,7 @@ class AdaptiveMonitor:
         self._phases, self._levels, self._plateau = PhaseDetector(), LevelWatch(), PlateauDetector()
         self._gradients, self._guard, self._routing = GradientTracker(), LossGuard(), RoutingMonitor()
         self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
+        self._router_frozen = bool(config.get("lora")) and not config.get("train_router")
 
     def on_event(self, event: Event) -> Control | None:
         """The control that answers the event; None for most events."""
@@ -183,10 +185,14 @@ class AdaptiveMonitor:
         return told + self._judge(step)
 
     def _routing_stats(self, event: RoutingStats) -> Control | None:
+        beginning = self._routing.beginning(event.step)
         evidence = {
             "imbalance": event.moe_load_imbalance,
             "utilization": event.moe_expert_utilization,
+            "entropy": event.moe_entropy,
+            "worst_layer": event.moe_worst_layer,
             "aux_loss": event.moe_aux_loss_raw,
+            **{f"{name}_at_the_beginning": value for name, value in (beginning or {}).items()},
         }
         told = [a for rule in self._routing.observe(event) for a in self._advisor.tell(event.step, rule, evidence)]
         return self._control(told, None)
@@ -246,7 +252,11 @@ class AdaptiveMonitor:
         stop: str | None = None,
         why: str = "",
     ) -> Control | None:
-        events = tuple(event for event in told if self._options.advice or event.name != "advice")
+        events = tuple(
+            for_frozen_router(event) if self._router_frozen and isinstance(event, Advice) else event
+            for event in told
+            if self._options.advice or not isinstance(event, Advice)
+        )
         if not (events or reduction or proceed or stop):
             return None
         reason = f"early stop: {stop}" if stop else ""

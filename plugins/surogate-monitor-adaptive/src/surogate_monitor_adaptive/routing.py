@@ -1,18 +1,40 @@
-"""How a mixture of experts is routed."""
+"""How a mixture of experts is routed: against the run's own beginning, and against fixed limits until that is known."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from surogate_core.events import RoutingStats
-from surogate_monitor_adaptive.windows import Detector, deviation, mean
+from surogate_monitor_adaptive.windows import Detector, deviation, mean, push
 
-IMBALANCED, COLLAPSED = 3.0, 10.0
-"""Imbalance above which routing is uneven, and above which it has collapsed."""
+FIRST, LAST = 10, 60
+"""Steps whose means are the run's beginning. Nothing fires before the first of them."""
+
+ENOUGH = 25
+"""Steps of those that must have been seen; a monitor without them keeps the fixed limits."""
+
+UNEVEN, COLLAPSED = 3.0, 10.0
+"""Fixed limits of the imbalance; with E experts, K a token, at least 1.5 and 3 times E / K."""
 
 UNDERUSED, UNUSED = 0.8, 0.5
-"""Utilization below which experts are underused, and below which half of them are idle."""
+"""Fixed limits of the utilization."""
+
+TWICE, SEVERE = 2.0, 1.5
+"""The imbalance is high above `TWICE` that of the beginning (and `UNEVEN`), and severe above `SEVERE` times that."""
+
+FEWER, MANY_FEWER = 0.1, 0.2
+"""Share of the experts that, beyond those of the beginning, get no token."""
+
+NARROWER = 0.85
+"""Share of the beginning's entropy below which routing has narrowed."""
+
+HELD, HELD_SEVERE = 10, 3
+"""Consecutive steps for which a limit must be exceeded: single batches say little."""
+
+RISE, PARTS, PART = 1.25, 5, 20
+"""The imbalance rises if `PARTS` consecutive means of `PART` steps rise, from the first to the last by this factor."""
 
 WINDOW, FEWEST, SIGMAS = 100, 20, 3.0
 """An auxiliary loss jumps above mean + `SIGMAS`·σ of the last `WINDOW`, once there are `FEWEST`."""
@@ -21,35 +43,111 @@ RECENT = 100
 """Steps for which what was seen last still counts."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a step's figures are compared with."""
+
+    uneven: float
+    collapsed: float
+    underused: float
+    unused: float
+    narrow: float
+
+
 @dataclass(slots=True)
 class RoutingMonitor(Detector):
     """Routing over a run."""
 
+    seen: int = 0
+    """Steps of the beginning that were seen."""
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Over those steps: imbalance, utilization, entropy."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Rule → consecutive steps for which its limit has been exceeded."""
+    imbalances: list[float] = field(default_factory=list)
     aux_losses: list[float] = field(default_factory=list)
     collapsed_at: int | None = None
     underused_at: int | None = None
 
+    def beginning(self, step: int) -> dict[str, float] | None:
+        """Imbalance, utilization and entropy of the run's beginning; None until it is over."""
+        if step <= LAST or self.seen < ENOUGH:
+            return None
+        names = ("imbalance", "utilization", "entropy")
+        return {name: total / self.seen for name, total in zip(names, self.sums, strict=True)}
+
+    def limits(self, event: RoutingStats) -> Limits:
+        """The limits for a step."""
+        first = self.beginning(event.step)
+        if first is None:
+            choices = event.moe_experts_per_token
+            share = event.moe_experts / choices if choices else 1.0
+            return Limits(
+                uneven=max(UNEVEN, 1.5 * share),
+                collapsed=max(COLLAPSED, 3 * share),
+                underused=UNDERUSED,
+                unused=UNUSED,
+                narrow=0.0,
+            )
+        uneven = max(UNEVEN, TWICE * first["imbalance"])
+        return Limits(
+            uneven=uneven,
+            collapsed=SEVERE * uneven,
+            underused=first["utilization"] - FEWER,
+            unused=first["utilization"] - MANY_FEWER,
+            narrow=NARROWER * first["entropy"],
+        )
+
     def observe(self, event: RoutingStats) -> list[str]:
         """Take the routing of a step; the names of the rules that fire, the worst of each kind."""
+        step, limits = event.step, self.limits(event)
+        if FIRST <= step <= LAST:
+            figures = (event.moe_load_imbalance, event.moe_expert_utilization, event.moe_entropy)
+            self.sums = [total + figure for total, figure in zip(self.sums, figures, strict=True)]
+            self.seen += 1
+        exceeded = {
+            "expert_imbalance": event.moe_load_imbalance > limits.uneven,
+            "expert_collapse": event.moe_load_imbalance > limits.collapsed,
+            "experts_underused": event.moe_expert_utilization < limits.underused,
+            "experts_idle": event.moe_expert_utilization < limits.unused,
+            "routing_narrows": event.moe_entropy < limits.narrow,
+        }
+        self.held = {
+            rule: self.held.get(rule, 0) + 1 if is_so and step >= FIRST else 0 for rule, is_so in exceeded.items()
+        }
         found = []
-        if event.moe_load_imbalance > COLLAPSED:
-            found.append("expert_collapse")
-        elif event.moe_load_imbalance > IMBALANCED:
-            found.append("expert_imbalance")
-        if event.moe_expert_utilization < UNUSED:
-            found.append("experts_idle")
-        elif event.moe_expert_utilization < UNDERUSED:
-            found.append("experts_underused")
+        for severe, mild in (("expert_collapse", "expert_imbalance"), ("experts_idle", "experts_underused")):
+            if self.held[severe] >= HELD_SEVERE:
+                found.append(severe)
+            elif self.held[mild] >= HELD:
+                found.append(mild)
+        if self.held["routing_narrows"] >= HELD:
+            found.append("routing_narrows")
         if {"expert_collapse", "experts_idle"} & set(found):
-            self.collapsed_at = event.step
-        if event.moe_expert_utilization < UNDERUSED:
-            self.underused_at = event.step
-        if event.moe_aux_loss_raw is not None and math.isfinite(event.moe_aux_loss_raw):
-            known = self.aux_losses
-            if len(known) >= FEWEST and event.moe_aux_loss_raw > mean(known) + SIGMAS * deviation(known) + 1e-9:
-                found.append("aux_loss_spike")
-            self.aux_losses = [*known, event.moe_aux_loss_raw][-WINDOW:]
-        return found
+            self.collapsed_at = step
+        if {"experts_underused", "experts_idle"} & set(found):
+            self.underused_at = step
+        push(self.imbalances, event.moe_load_imbalance, PARTS * PART)
+        if self._rises() and "expert_collapse" not in found:
+            found.append("expert_imbalance_rises")
+        return found + self._aux_jump(event.moe_aux_loss_raw)
+
+    def _rises(self) -> bool:
+        """Whether the imbalance has risen over the whole window, above what is even anyway."""
+        known = self.imbalances
+        if len(known) < PARTS * PART:
+            return False
+        means = [mean(known[at : at + PART]) for at in range(0, PARTS * PART, PART)]
+        rising = all(before < after for before, after in pairwise(means))
+        return rising and means[-1] >= max(UNEVEN, RISE * means[0])
+
+    def _aux_jump(self, loss: float | None) -> list[str]:
+        if loss is None or not math.isfinite(loss):
+            return []
+        known = self.aux_losses
+        jumped = len(known) >= FEWEST and loss > mean(known) + SIGMAS * deviation(known) + 1e-9
+        self.aux_losses = [*known, loss][-WINDOW:]
+        return ["aux_loss_spike"] if jumped else []
 
     def collapsed(self, step: int) -> bool:
         """Whether routing had collapsed lately."""
