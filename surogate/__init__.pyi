@@ -81,6 +81,8 @@ def sft(
     lora_dropout: float = ...,
     lora_dtype: Literal["fp32", "bf16"] = ...,
     lora_target_modules: list[str] = ...,
+    lora_expert_rank: int | None = ...,
+    train_router: bool = ...,
     adapter_path: _Path | None = ...,
     adapter_init_mode: Literal["merge", "trainable"] = ...,
     merge_adapter: bool = ...,
@@ -213,8 +215,11 @@ def sft(
         lora_alpha: The adapter's output is scaled by alpha / r.
         lora_dropout: Dropout probability of the inputs of the adapters.
         lora_dtype: Dtype in which the model computes with the adapter weights; their masters have `master_dtype`.
-        lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`); `all` is every
-            projection.
+        lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`) or by group:
+            `attention`, `mlp` (outside of attention and experts), `experts`; `all` is every projection.
+        lora_expert_rank: Rank of the adapters of experts, with the same alpha / r as the others; null is
+            `lora_rank`.
+        train_router: Train the routers of a model with experts too, as whole matrices beside the adapters.
         adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
         adapter_init_mode: merge folds `adapter_path` into the base and trains a new adapter on top; trainable
             continues to train it.
@@ -361,6 +366,8 @@ def pt(
     lora_dropout: float = ...,
     lora_dtype: Literal["fp32", "bf16"] = ...,
     lora_target_modules: list[str] = ...,
+    lora_expert_rank: int | None = ...,
+    train_router: bool = ...,
     adapter_path: _Path | None = ...,
     adapter_init_mode: Literal["merge", "trainable"] = ...,
     merge_adapter: bool = ...,
@@ -493,8 +500,11 @@ def pt(
         lora_alpha: The adapter's output is scaled by alpha / r.
         lora_dropout: Dropout probability of the inputs of the adapters.
         lora_dtype: Dtype in which the model computes with the adapter weights; their masters have `master_dtype`.
-        lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`); `all` is every
-            projection.
+        lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`) or by group:
+            `attention`, `mlp` (outside of attention and experts), `experts`; `all` is every projection.
+        lora_expert_rank: Rank of the adapters of experts, with the same alpha / r as the others; null is
+            `lora_rank`.
+        train_router: Train the routers of a model with experts too, as whole matrices beside the adapters.
         adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
         adapter_init_mode: merge folds `adapter_path` into the base and trains a new adapter on top; trainable
             continues to train it.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from surogate_core.cli.plan_fit import Proposal
     from surogate_core.cli.plan_view import Plan
     from surogate_core.config.schema import RunConfig
+    from surogate_core.dsl import Model
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
@@ -120,7 +122,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     prediction = predicted(config)
     rates = plan_fit.Rates.of(gpu)
     estimate = None
-    experts = resolved.model.expert_slots()
+    experts = _of_experts(config, resolved.model)
     if gpu is not None and not experts:  # rates are measured with dense products
         more = plan_fit.seconds_of(config, registry, prediction, rates)
         estimate = speed(config, registry, resolved.model, prediction, gpu, more=more)
@@ -137,7 +139,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
-        unused=sum(s.unused for slots in experts.values() for s in slots),
+        **experts,
     )
     if plan.fits is False and device.type == "cuda" and room.device is not None:
         optimizer = registry.get("optimizer", config.optimizer.name)
@@ -147,6 +149,23 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0
+
+
+def _of_experts(config: RunConfig, model: Model) -> dict[str, Any]:
+    """The fields of a plan that a model with experts has; none for another model."""
+    from surogate_core.engine.pieces import distinct, pieces
+    from surogate_core.run.assemble import resolve_lora
+    from surogate_core.run.experts import adapted_note
+
+    experts = model.expert_slots()
+    if not experts:
+        return {}
+    unused = sum(slot.unused for slots in experts.values() for slot in slots)
+    if (lora := resolve_lora(config, model)) is None:
+        return {"unused": unused}
+    specs = distinct(pieces(model, lora=lora, max_seqlen=0))
+    routers = sum(math.prod(spec.shape) for spec in specs if spec.role == "router" and spec.trainable)
+    return {"unused": unused, "routers": routers, "of_experts": (adapted_note(model, lora),)}
 
 
 def _with_number(config: RunConfig, device: torch.device) -> RunConfig:

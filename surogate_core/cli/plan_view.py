@@ -66,13 +66,17 @@ class Plan:
     chosen: str
     unused: int = 0
     """Parameters of the base that a token does not use: those of the experts that it does not go to."""
+    routers: int = 0
+    """Parameters of routers that are trained beside adapters."""
+    of_experts: tuple[str, ...] = ()
+    """Notes on experts."""
     more_gpus: tuple[tuple[str, ...], int] | None = None
     """On how many GPUs it fits if it does not fit on these: overrides, and what it needs of each."""
 
     @property
     def base(self) -> int:
         """Parameters without adapters."""
-        adapters = self.prediction.trainable_parameters if self.config.lora else 0
+        adapters = self.prediction.trainable_parameters - self.routers if self.config.lora else 0
         return self.prediction.parameters - adapters
 
     @property
@@ -237,6 +241,7 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
+    notes += plan.of_experts
     notes += sharing.notes(plan.config)
     notes += reduction_notes(plan.settings, None, deterministic=plan.config.deterministic)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]

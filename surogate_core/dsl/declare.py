@@ -210,14 +210,7 @@ class Block:
         ]
         for s in slots:
             module = prefix + s.module
-            weight = TensorSpec(
-                name=f"{s.name}.weight",
-                hf_name=f"{module}.weight",
-                shape=(s.outputs, s.inputs),
-                trainable=train_base,
-                role="weight",
-                init="normal",
-            )
+            weight = _weight_spec(s, module, (s.outputs, s.inputs), trainable=train_base)
             specs.append(weight)
             if s.bias:
                 bias_name = f"{s.name}.bias"
@@ -234,16 +227,7 @@ class Block:
             specs += _adapter_specs(s, module)
         for e in experts:
             module = prefix + e.module
-            specs.append(
-                TensorSpec(
-                    name=f"{e.name}.weight",
-                    hf_name=f"{module}.weight",
-                    shape=(e.count, e.outputs, e.inputs),
-                    trainable=train_base,
-                    role="weight",
-                    init="normal",
-                )
-            )
+            specs += [_weight_spec(e, module, (e.count, e.outputs, e.inputs), trainable=train_base)]
             specs += _adapter_specs(e, module)
         return tuple(specs)
 
@@ -322,6 +306,18 @@ class Block:
 def _of_slot(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a slot by their names within it."""
     return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+
+
+def _weight_spec(slot: LinearSlot | ExpertSlot, module: str, shape: tuple[int, ...], *, trainable: bool) -> TensorSpec:
+    """The weight of a slot."""
+    return TensorSpec(
+        name=f"{slot.name}.weight",
+        hf_name=f"{module}.weight",
+        shape=shape,
+        trainable=trainable,
+        role="weight",
+        init="normal",
+    )
 
 
 def _adapter_specs(slot: LinearSlot | ExpertSlot, module: str) -> list[TensorSpec]:

@@ -256,6 +256,10 @@ def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed
     )
     unused = 2 * 3 * 128 * 128 * (8 - 2)
     assert base - active == unused
+    assert " of 8 experts in each of 2 layers; routers are frozen." in text
+    assert main([*words, "train_router=true"]) == 0
+    assert f"{base:,} in the base, {active:,} of them active" in (trained := capsys.readouterr().out)
+    assert "routers are trained as whole matrices." in trained
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["active_parameters"] == active

@@ -94,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, level 1": {"zero_level": 1, "build": mixture.Mixture, "config": mixture.CONFIG},
     "experts, level 3": {"zero_level": 3, "build": mixture.Mixture, "config": mixture.CONFIG},
     "experts, lora on a sharded base": {
-        "lora": tiny.lora(dropout=0.1),
+        "lora": tiny.lora(dropout=0.1, expert_rank=2, train_router=True),
         "shard_weights": True,
         "build": mixture.Mixture,
         "config": mixture.CONFIG,
