@@ -107,11 +107,15 @@ class SparseBlock(AttentionBlock):
     down = Experts("mlp.experts.{e}.down_proj", E, C, I, D, region="ffn", fused="mlp.experts.down_proj")
     tokens, probability, z = router_sides(E)
 
+    def scores(self, h: Tensor) -> Tensor:
+        """[N, D] → [N, E]: the router's logits."""
+        return h @ self.router.t()
+
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """[N, D] → [N, D], and what the router reports."""
         x = self.attend(x, tables)
         h = ops.rms_norm(x, self.post_norm, self.eps)
-        logits_NE = h @ self.router.t()
+        logits_NE = self.scores(h)
         routes = Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
         gate_RI, up_RI = project(h, routes, self.gate, self.up)
         (y_RD,) = project(ops.swiglu(gate_RI, up_RI), routes, self.down, gathered=True)
