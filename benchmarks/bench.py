@@ -35,10 +35,10 @@ def packs(names: Sequence[str] = PACKS) -> list[KernelPack]:
     return [TORCH_PACK, *(registry().get("kernels", name) for name in names)]
 
 
-def adapters(rank: int, *, dropout: float = 0.0, scale: float = 2.0) -> LoRA:
-    """Adapters with fp32 weights on every projection."""
+def adapters(rank: int, *, dropout: float = 0.0, scale: float = 2.0, targets: Sequence[str] = ("all",)) -> LoRA:
+    """Adapters with fp32 weights; by default on every projection."""
     adapter = Adapter(rank=rank, scale=scale, dropout=dropout, dtype=torch.float32)
-    return LoRA(adapter=adapter, targets=frozenset(["all"]))
+    return LoRA(adapter=adapter, targets=frozenset(targets))
 
 
 def assemble(

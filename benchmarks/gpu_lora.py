@@ -1,6 +1,6 @@
 """Our training step on one GPU: tokens a second, share of the GEMM ceiling, peak memory, set-up time.
 
-Published Qwen3 shapes with random weights; LoRA r=16 on all seven projections or full fine-tuning;
+Published Qwen3 and Qwen3-MoE shapes with random weights (shapes.py); LoRA r=16 or full fine-tuning;
 2 rows of 2048 tokens a micro-step, 4 micro-steps an optimizer step. Times are CUDA events around
 whole optimizer steps, the median is reported. The ceiling is a bf16 product of 8192³ in the same
 process. Peak memory is that of training: random weights are drawn in fp32, which loaded ones are not.
@@ -29,22 +29,21 @@ from typing import Any, get_args
 import bench
 import numpy as np
 import torch
-from surogate_model_qwen3.model import build
-from surogate_model_qwen3.presets import PRESETS
+from shapes import PRESETS, Weights, model_of
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     TensorKind,
 )
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.train.flops import Work, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
-RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid"), ("adamw", "adamw_8bit")
+RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid", "nvfp4"), ("adamw", "adamw_8bit")
+TARGETS = {"all": ("all",), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
 MEAN_LENGTH, SIGMA = 400.0, 0.8
 """Mean, and sigma of the logarithm, of the log-normal document lengths."""
 
@@ -116,8 +115,8 @@ def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
     return batches
 
 
-def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
-    """The engine that a training run would make."""
+def make_assembly(options: argparse.Namespace, device: torch.device, borders: int) -> Assembly:
+    """The parts of the engine that a training run would make."""
     settings = EngineSettings(
         device=device,
         dtype=torch.bfloat16,
@@ -129,17 +128,22 @@ def make_engine(options: argparse.Namespace, device: torch.device, borders: int)
         head_chunks=options.head_chunks or (1 if options.full else 4),
         recompute=Recompute(block=options.recompute, regions=frozenset(options.regions), budget=options.budget),
     )
-    assembly = bench.assemble(
-        build(PRESETS[options.preset]),
+    return bench.assemble(
+        model_of(options.preset, layers=options.layers),
         settings,
         recipe=options.recipe,
         optimizer=options.optimizer,
         offload=frozenset(options.offload),
         kernels=KernelTable.build(device, bench.packs(options.packs), deterministic=not options.any_order),
-        lora=None if options.full else bench.adapters(RANK, dropout=options.dropout),
+        lora=None if options.full else bench.adapters(RANK, dropout=options.dropout, targets=TARGETS[options.targets]),
         weight_format=None if options.base == "bf16" else options.base,
     )
-    return Engine(assembly, RandomSource(seed=0, std=0.02, device=device), progress=forget_the_set_up)
+
+
+def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
+    """The engine that a training run would make, with random weights."""
+    assembly = make_assembly(options, device, borders)
+    return Engine(assembly, Weights(seed=0, std=0.02, device=device), progress=forget_the_set_up)
 
 
 def forget_the_set_up(task: str, done: int, total: int) -> None:
@@ -162,9 +166,9 @@ def device_gib() -> float:
     return (there - free) / 2**30
 
 
-def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool) -> float:
+def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool, layers: int = 0) -> float:
     """FLOPs that a step cannot do without, by the accounting of the training loop's own SOL."""
-    work = Work.of(build(PRESETS[preset]), frozen=not full)
+    work = Work.of(model_of(preset, layers=layers), frozen=not full)
     return work.step(batches) / sum(b.tokens for b in batches) / 1e9
 
 
@@ -259,7 +263,7 @@ def measure(options: argparse.Namespace, turn: Callable[[], None] = lambda: None
     times = timed(step, options.steps)
     milliseconds = statistics.median(times)
     tokens = MICRO_STEPS * ROWS * LENGTH
-    work = gflop_per_token(options.preset, batches, full=options.full)
+    work = gflop_per_token(options.preset, batches, full=options.full, layers=options.layers)
     peak = max(peak, torch.cuda.max_memory_allocated())
     return Result(
         preset=options.preset,
@@ -287,6 +291,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of one configuration."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("preset", choices=list(PRESETS))
+    parser.add_argument("--layers", type=int, default=0, help="fewer than the shape has")
+    parser.add_argument("--targets", choices=list(TARGETS), default="all", help="the adapted projections")
     parser.add_argument("--recipe", choices=RECIPES, default="bf16")
     parser.add_argument("--documents", choices=["row", "lognormal"], default="row", help="one a row, or mean 400")
     parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")

@@ -129,7 +129,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     def step() -> None:
         losses.append(side.step())
 
-    times = gpu_lora.timed(step, line.steps) if device.type == "cuda" else _cpu_times(step, line.steps)
+    times = gpu_lora.timed(step, line.steps) if device.type == "cuda" else cpu_times(step, line.steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     tokens = sum(b.tokens for b in batches)
     milliseconds = statistics.median(times)
@@ -209,7 +209,8 @@ def _synchronize(device: Any) -> None:
         torch.cuda.synchronize()
 
 
-def _cpu_times(step: Callable[[], Any], count: int) -> list[float]:
+def cpu_times(step: Callable[[], Any], count: int) -> list[float]:
+    """Milliseconds of each call, by the clock."""
     times = []
     for _ in range(count):
         before = time.perf_counter()
@@ -223,7 +224,7 @@ def _cpu_ceiling() -> float:
     import torch
 
     a = torch.ones(256, 256, dtype=torch.bfloat16)
-    return 2 * 256**3 / statistics.median(_cpu_times(lambda: a @ a, 3)) / 1e9
+    return 2 * 256**3 / statistics.median(cpu_times(lambda: a @ a, 3)) / 1e9
 
 
 # ------------------------------------------------------------------------------ all the lines
@@ -255,13 +256,16 @@ def plan(options: argparse.Namespace, peers: Sequence[str]) -> list[Line]:
 
 
 def start(
-    line: Line,
+    line: Any,
     limit: float,
     environment: Mapping[str, str],
     *,
     script: Sequence[str] = (sys.executable, __file__),
 ) -> dict[str, Any]:
-    """A line's result, from a process of its own; ``{"error": …}`` if it fails or takes longer than `limit` seconds."""
+    """The result of a line (a dataclass), from a process of its own.
+
+    ``{"error": …}`` if it fails or takes longer than `limit` seconds.
+    """
     with tempfile.TemporaryDirectory() as place:
         result, log = Path(place, "result.json"), Path(place, "log")
         command = [*script, "--line", json.dumps(asdict(line)), "--started", repr(time.time())]

@@ -62,9 +62,14 @@ def build_peer(peer: str, work: Work) -> Side:
         model = bitsandbytes_model(work)
     else:
         model = transformers_model(work, liger=peer == "liger")
+    return side_of(model, work, mixed=peer == "bitsandbytes")
+
+
+def side_of(model: Any, work: Work, *, mixed: bool = False) -> Side:
+    """A model of transformers with its step: fused AdamW, gradients clipped at 1. `mixed`: in autocast to bf16."""
     model.train()
     # What prepare_model_for_kbit_training keeps in fp32 is multiplied in bf16, as transformers' Trainer does.
-    mixed = torch.autocast(work.device.type, torch.bfloat16, enabled=peer == "bitsandbytes")
+    autocast = torch.autocast(work.device.type, torch.bfloat16, enabled=mixed)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=True)
     label_tokens = sum(b.label_tokens for b in work.batches)
@@ -73,7 +78,7 @@ def build_peer(peer: str, work: Work) -> Side:
     def step() -> Loss:
         total = torch.zeros((), device=work.device)
         for given, share in inputs:
-            with mixed:
+            with autocast:
                 loss = model(**given, use_cache=False).loss * share
             loss.backward()
             total += loss.detach()
@@ -207,7 +212,7 @@ def unsloth_model(work: Work) -> Any:
         model = random_model(work)
         model.save_pretrained(place)
         del model
-        _stub_tokenizer(place)
+        stub_tokenizer(place)
         torch.cuda.empty_cache()
         model, _ = FastLanguageModel.from_pretrained(
             place,
@@ -230,7 +235,8 @@ def unsloth_model(work: Work) -> Any:
     return FastLanguageModel.for_training(model, use_gradient_checkpointing=work.recompute) or model
 
 
-def _stub_tokenizer(place: str) -> None:
+def stub_tokenizer(place: str) -> None:
+    """Write a tokenizer of three words, which a loader asks for."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
