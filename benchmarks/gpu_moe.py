@@ -252,7 +252,7 @@ def markdown(found: Mapping[str, dict[str, Any]]) -> str:
             name,
             f"{row['tokens_per_second']:,.0f}",
             ratio(name, LIKE.get(name)),
-            ratio(peer and peer.like, name),
+            ratio(peer.like if peer else None, name),
             f"{row['milliseconds']:.1f}",
             f"{sol:.1%}" if sol else "",
             *(size(row, field) for field in ("peak_gib", "predicted_gib", "device_gib")),
