@@ -1,6 +1,6 @@
 """Weight formats: how frozen weights are stored under QLoRA.
 
-Suffixes: O outputs, I inputs.
+Suffixes: E experts, B bytes of a packed weight, O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ class WeightFormat:
         Called before each use, in CUDA graphs too, so it must not wait for the device. Equal inputs give equal bits.
         """
         raise NotImplementedError
+
+    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
+        """`unpack` for the weight of each expert. Row e of `packed_EB`, aligned to 16 bytes, begins with the result of
+        `pack` for expert e. A format with a kernel for all of them overrides this.
+        """
+        _, outputs, inputs = room_EOI.shape
+        nbytes = self.nbytes(outputs, inputs)
+        for packed, room_OI in zip(packed_EB, room_EOI, strict=True):
+            self.unpack(packed[:nbytes], room_OI)
 
     def note(self, device: torch.device) -> str | None:
         """A note that the run shows once, such as that a device has no kernel for it, or None."""

@@ -16,7 +16,7 @@ from surogate_core.dsl.experts import split
 from surogate_core.dsl.slots import Join, Panel
 from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
-from surogate_core.engine.pieces import InFile, Kept, Packed, Piece, Source, distinct
+from surogate_core.engine.pieces import InFile, Kept, OneByOne, Packed, Piece, Source, distinct
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
@@ -123,23 +123,27 @@ class Parameters:
         missing, waiting = set(self.specs), list(self.pieces)
         for done, spec in enumerate(self.specs.values(), start=1):
             value = source(spec)
+            how = self.packed.get(spec.hf_name)
             if isinstance(value, InFile):
                 self._read_master(spec, value)
             elif isinstance(value, Kept):
-                packed = self.packed[spec.hf_name]
-                assert packed.unpack is not None
-                assert tuple(value.tensor.shape) == packed.shape, f"{spec.hf_name}: {value.tensor.shape}"
+                assert how is not None
+                assert how.unpack is not None
+                assert tuple(value.tensor.shape) == how.shape, f"{spec.hf_name}: {value.tensor.shape}"
                 self._frozen[spec.hf_name] = value.tensor.to(self.device)
+            elif isinstance(value, OneByOne):
+                self._frozen[spec.hf_name] = self._of_experts(spec, value.read)
             elif tuple(value.shape) != spec.shape:
                 raise AssertionError(f"{spec.hf_name}: source gave {tuple(value.shape)}, not {spec.shape}")
             elif spec.trainable:
                 self._set_master(spec.hf_name, value)
             else:
                 place = in_panel.get(spec.hf_name)
-                if place is None:
+                if how is not None and how.by_expert:
+                    place = self._of_experts(spec, value.__getitem__)
+                elif place is None:
                     place = value.to(self.device, self.dtype).contiguous()
-                    if spec.hf_name in self.packed:
-                        place = self.packed[spec.hf_name].pack(place)
+                    place = place if how is None else how.pack(place)
                 else:
                     place.copy_(value)
                 self._frozen[spec.hf_name] = place
@@ -150,6 +154,22 @@ class Parameters:
             while waiting and not any(s.hf_name in missing for s in waiting[0].specs):
                 self._hand_over(waiting.pop(0), last)
         self.refresh()
+
+    def _of_experts(self, spec: TensorSpec, read: Callable[[int], Tensor | Kept]) -> Tensor:
+        """A frozen weight of experts as it is kept, from the weight of each; only one is in full precision at a
+        time.
+        """
+        packed = self.packed[spec.hf_name]
+        assert packed.by_expert, f"{spec.hf_name}: the experts are kept together"
+        whole = torch.zeros(packed.shape, dtype=packed.dtype, device=self.device)
+        for number, row in enumerate(whole):
+            value = read(number)
+            if isinstance(value, Kept):
+                kept = value.tensor
+            else:
+                kept = packed.pack(value.to(self.device, self.dtype).contiguous())
+            row[: len(kept)].copy_(kept)
+        return whole
 
     def _set_master(self, name: str, value: Tensor) -> None:
         if self.sharded is not None and name in self.sharded.shapes:

@@ -32,7 +32,15 @@ class InFile:
     """(first element, flat tensor of any float dtype and device): reads as many elements into it."""
 
 
-Source = Callable[[TensorSpec], Tensor | Kept | InFile]
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """A frozen weight of experts that is read one expert at a time, so that it is never whole in full precision."""
+
+    read: Callable[[int], Tensor | Kept]
+    """The number of an expert → its weight."""
+
+
+Source = Callable[[TensorSpec], Tensor | Kept | InFile | OneByOne]
 """Returns the initial value of a tensor with its shape, in any float dtype, on any device; `InFile` only for a trained
 one, on one of several ranks.
 """
@@ -52,6 +60,8 @@ class Packed:
     """
     rounded: bool = True
     """Whether the kept form differs from the weight in value."""
+    by_expert: bool = False
+    """Whether `pack` takes the weight of one expert; its kept form is the beginning of a row of the whole."""
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from surogate_core.bundles import WeightFormat
+from surogate_core.dsl.experts import expanded
 from surogate_core.engine.pieces import Packed, Piece
+
+ROW_ALIGNMENT = 16
+"""Alignment in bytes of each expert's packed weight."""
 
 
 def plan_format(
@@ -24,9 +28,12 @@ def plan_format(
     made: dict[tuple[int, ...], Packed] = {}
     packed: dict[str, Packed] = {}
     for piece in found:
-        slots = {f"{slot.name}.weight" for slot in piece.slots}
+        slots = {f"{slot.name}.weight" for slot in piece.slots} | {f"{e.name}.weight" for e in piece.experts}
         for spec in piece.specs:
-            if spec.name in slots and not spec.trainable and not skips(spec.hf_name):
+            if spec.name not in slots or spec.trainable:
+                continue
+            # Experts share one form: all of them stay unchanged if the format skips one.
+            if not any(map(skips, expanded(spec.hf_name, spec.shape))):
                 if spec.shape not in made:
                     made[spec.shape] = _packed(weight_format, spec.shape)
                 packed[spec.hf_name] = made[spec.shape]
@@ -34,5 +41,15 @@ def plan_format(
 
 
 def _packed(weight_format: WeightFormat, shape: tuple[int, ...]) -> Packed:
-    nbytes = weight_format.nbytes(shape[0], shape[1])
-    return Packed(pack=weight_format.pack, unpack=weight_format.unpack, shape=(nbytes,), dtype=torch.uint8)
+    *experts, outputs, inputs = shape
+    nbytes = weight_format.nbytes(outputs, inputs)
+    if not experts:
+        return Packed(pack=weight_format.pack, unpack=weight_format.unpack, shape=(nbytes,), dtype=torch.uint8)
+    row = -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return Packed(
+        pack=weight_format.pack,
+        unpack=weight_format.unpack_experts,
+        shape=(*experts, row),
+        dtype=torch.uint8,
+        by_expert=True,
+    )

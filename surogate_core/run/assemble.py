@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from surogate_core.bundles import (
     ModelFamily,
@@ -28,17 +26,17 @@ from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
-from surogate_core.dsl.declare import GROUPS, LoRA, TensorSpec, target_names
-from surogate_core.dsl.experts import EXPERT, expanded
+from surogate_core.dsl.declare import GROUPS, LoRA, target_names
+from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.pieces import InFile, Kept, RandomSource, Source, distinct, pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.files.hub import commit_of, split_revision
 from surogate_core.hf.card import config_overrides
-from surogate_core.hf.lora_files import InitialAdapter, another_base, check_merging, fold
+from surogate_core.hf.lora_files import InitialAdapter, another_base, check_merging
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, locate
 from surogate_core.kernels.native import assumed
@@ -369,18 +367,8 @@ def resolve_recipe(config: RunConfig, registry: Registry, device: torch.device) 
 def weight_format_spec(config: RunConfig, registry: Registry, model: Model) -> WeightFormatSpec | None:
     """The storage format of frozen projections; None if they do not change.
 
-    Without such a key, projections of a quantised checkpoint stay in its format, if a plugin offers it; those of a
-    model with experts are dequantised. Raises `ConfigError` if a key asks for a format for a model with experts.
+    Without such a key, projections of a quantised checkpoint stay in its format, if a plugin offers it.
     """
-    if slots := next(iter(model.expert_slots().values()), ()):
-        if config.weight_format is None:
-            return None
-        problem = Problem(
-            key="qlora_format",
-            message=f"{config.weight_format}: experts ({slots[0].module} …) are not available in a weight format.",
-            fix="lora: true without a weight format, or a model without experts",
-        )
-        raise ConfigError([problem])
     if config.weight_format is not None:
         spec: WeightFormatSpec = registry.get("quant", config.weight_format)
         return spec
@@ -428,7 +416,7 @@ def weight_format_notes(
     if scheme is not None:
         kept = f"dequantised to {dtype}"
         if weight_format is not None:
-            adopts = _adopts(config, registry, resolved, weight_format)
+            adopts = adopts_checkpoint(config, registry, resolved, weight_format)
             kept = "kept as they are" if adopts else f"quantised again to {weight_format.name}"
         notes.append(f"The projections of {resolved.title} are quantised ({scheme.name}); they are {kept}.")
     if weight_format is None:
@@ -529,71 +517,12 @@ def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
     return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
 
 
-def _adopts(config: RunConfig, registry: Registry, resolved: ResolvedModel, weight_format: WeightFormat) -> bool:
+def adopts_checkpoint(
+    config: RunConfig, registry: Registry, resolved: ResolvedModel, weight_format: WeightFormat
+) -> bool:
     """Whether the format adopts the tensors of the run's quantised checkpoint unchanged."""
     spec = weight_format_spec(config, registry, resolved.model)
     scheme = resolved.weights.scheme if resolved.weights is not None else None
     if spec is None or scheme is None or scheme.name not in spec.adopts:
         return False
     return weight_format.adopts(scheme.block)
-
-
-def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
-    """The source of the initial values: random numbers, or files with the adapter folded in."""
-    device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
-    std = float(resolved.model.config.get("initializer_range") or 0.02)
-    random = RandomSource(seed=config.train_seed, std=std, device=device)
-    weights = resolved.weights
-    if weights is None:
-        return random
-    given = resolved.adapter
-    stack = given.folded if given else ()
-
-    adopt = None
-    if weight_format is not None and _adopts(config, registry, resolved, weight_format):
-        adopt = weight_format.adopt
-
-    # One rank reads whole tensors, which is faster.
-    in_parts = assembly.settings.ranks > 1 and assembly.settings.zero_level > 0
-
-    def source(spec: TensorSpec) -> Tensor | Kept | InFile:
-        if spec.trainable and in_parts and _in_file(spec.hf_name):
-            return InFile(partial(weights.read_part, spec.hf_name))
-        if EXPERT not in spec.hf_name or (spec.role == "adapter" and not (given and given.start)):
-            return one(spec)
-        whole = None
-        for number, (name, shape) in enumerate(expanded(spec.hf_name, spec.shape).items()):
-            value = one(replace(spec, hf_name=name, shape=shape))
-            assert isinstance(value, Tensor), "experts are not kept in a weight format"
-            if whole is None:
-                whole = value.new_empty(spec.shape)
-            whole[number].copy_(value)
-        assert whole is not None
-        return whole
-
-    def _in_file(name: str) -> bool:
-        """Whether a tensor is in a file as it is used."""
-        folds = any(adapter.adapts(name) for adapter in stack)
-        return EXPERT not in name and not folds and not weights.is_quantised(name)
-
-    def one(spec: TensorSpec) -> Tensor | Kept:
-        if spec.role == "adapter":
-            return given.start.get(spec.hf_name) if given and given.start else random(spec)
-        if given and given.start and given.start.replaces(spec.hf_name):
-            return given.start.get(spec.hf_name)
-        if spec.trainable:
-            # Masters are wider than the run's dtype.
-            return fold(spec.hf_name, weights.get(spec.hf_name), stack)
-        folds = any(adapter.adapts(spec.hf_name) for adapter in stack)
-        if adopt is not None and spec.role == "weight" and not folds:
-            parts = weights.parts(spec.hf_name)
-            if parts is not None:
-                return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}))
-        # Allocate the destination before the source. Otherwise the freed source leaves a hole in the host's memory.
-        weight = torch.empty(spec.shape, dtype=dtype, device=device)
-        if folds:
-            return weight.copy_(fold(spec.hf_name, weights.get(spec.hf_name), stack))
-        weights.copy_into(spec.hf_name, weight)
-        return weight
-
-    return source

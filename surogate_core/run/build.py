@@ -30,8 +30,8 @@ from surogate_core.run.assemble import (
     resolve_device,
     resolve_dtype,
     resolve_lora,
-    weights_source,
 )
+from surogate_core.run.initial_weights import weights_source
 
 if TYPE_CHECKING:
     from surogate_core.batch import MicroBatch

@@ -164,13 +164,6 @@ def test_experts_of_a_quantised_checkpoint_are_dequantised(
     assert "they are dequantised to float32" in (outputs[0] / "metrics.jsonl").read_text()
 
 
-def test_a_weight_format_is_refused_by_name(
-    model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"qlora_format.*nf4: experts \(mlp\.experts\.\{e\}\.gate_proj.*Fix: "):
-        run_here(tmp_path / "out", *small, f"model={model}", "qlora_format=nf4")
-
-
 def notes(installed: Registry, *overrides: str) -> list[str]:
     config = load_run_config([*QUICK, "model=qwen3-moe", "lora=true", *overrides], registry=installed)
     device = torch.device("cpu")
