@@ -162,13 +162,16 @@ class Parameters:
         packed = self.packed[spec.hf_name]
         assert packed.by_expert, f"{spec.hf_name}: the experts are kept together"
         whole = torch.zeros(packed.shape, dtype=packed.dtype, device=self.device)
-        for number, row in enumerate(whole):
-            value = read(number)
+
+        def keep(value: Tensor | Kept, row: Tensor) -> None:
             if isinstance(value, Kept):
                 kept = value.tensor
             else:
                 kept = packed.pack(value.to(self.device, self.dtype).contiguous())
             row[: len(kept)].copy_(kept)
+
+        for number, row in enumerate(whole):
+            keep(read(number), row)
         return whole
 
     def _set_master(self, name: str, value: Tensor) -> None:

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -83,6 +83,25 @@ class TensorInfo:
         dtype = getattr(torch, _DTYPES[self.dtype][0])
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A part of a tensor that is read as a tensor of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    """Number of its first element."""
+
+
+def in_order(parts: Iterable[tuple[str, tuple[int, ...]]]) -> list[View]:
+    """The views of parts (name, shape) that follow each other in a tensor."""
+    views, first = [], 0
+    for name, shape in parts:
+        views.append(View(name=name, shape=shape, first=first))
+        first += prod(shape)
+    return views
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -160,16 +179,16 @@ class TensorFile(Mapping[str, "Tensor"]):
         self._read(info.begin, tensor.reshape(-1))
         return tensor
 
-    def split(self, parts: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]]) -> TensorFile:
-        """The file with each of these tensors seen as others: name → (name, shape) of its parts, in order."""
+    def split(self, parts: Mapping[str, Sequence[View]]) -> TensorFile:
+        """The file with each of these tensors seen as others."""
         views: dict[str, TensorInfo] = {}
         for name, info in self.infos.items():
-            begin, size = info.begin, _DTYPES[info.dtype][1]
-            for part, shape in parts.get(name, ((name, info.shape),)):
-                end = begin + size * prod(shape)
-                views[part] = TensorInfo(shape=tuple(shape), dtype=info.dtype, begin=begin, end=end)
-                begin = end
-            assert begin == info.end, f"{name}: its parts do not fill it"
+            size = _DTYPES[info.dtype][1]
+            for part in parts.get(name, (View(name=name, shape=info.shape, first=0),)):
+                begin = info.begin + size * part.first
+                end = begin + size * prod(part.shape)
+                assert end <= info.end, f"{part.name} is not inside of {name}"
+                views[part.name] = TensorInfo(shape=tuple(part.shape), dtype=info.dtype, begin=begin, end=end)
         found = copy.copy(self)
         found.infos = views
         return found

@@ -32,6 +32,29 @@ class Part:
     """(outputs, inputs) → its shape."""
 
 
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """The modules that a method leaves as they are."""
+
+    names: frozenset[str]
+    """Names, and beginnings or ends of names."""
+    patterns: tuple[str, ...]
+    """Patterns of names with ``*``."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Skip:
+        """Those that a ``quantization_config`` lists."""
+        names = tuple(str(m) for key in SKIP_KEYS for m in values.get(key) or ())
+        return cls(frozenset(names), tuple(name for name in names if set("*?[") & set(name)))
+
+    def has(self, module: str) -> bool:
+        """Whether a module is among them."""
+        # Looked up, not compared one by one: a model with experts has tens of thousands of modules.
+        dots = [at for at, letter in enumerate(module) if letter == "."]
+        parts = {module, *(module[at + 1 :] for at in dots), *(module[:at] for at in dots)}
+        return not self.names.isdisjoint(parts) or any(fnmatchcase(module, p) for p in self.patterns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """The format in which a checkpoint stores the weights of its projections."""
@@ -43,8 +66,8 @@ class Scheme:
     """(parts, first row, one past the last) → [rows, I] fp32."""
     whole: Callable[[tuple[int, ...]], tuple[int, ...]]
     """Shape of the codes → shape of the weight."""
-    skip: tuple[str, ...]
-    """Modules that are not quantised: names, ends or beginnings of names, or patterns with ``*``."""
+    skip: Skip
+    """Modules that are not quantised."""
     rows: int = 1
     """Ranges of rows must begin at multiples of this number."""
     block: tuple[int, int] | None = None
@@ -57,7 +80,7 @@ class Scheme:
         if not isinstance(values, Mapping):
             return None
         method = str(values.get("quant_method", "")).lower()
-        skip = tuple(str(m) for key in SKIP_KEYS for m in values.get(key) or ())
+        skip = Skip.of(values)
         if method == "fp8":
             return _fp8(values.get("weight_block_size"), skip)
         if method.startswith("modelopt") and "NVFP4" in str(values.get("quant_algo", "")).upper():
@@ -66,10 +89,7 @@ class Scheme:
 
     def skips(self, module: str) -> bool:
         """Whether a module is not quantised."""
-        return any(
-            module == m or module.endswith(f".{m}") or module.startswith(f"{m}.") or fnmatchcase(module, m)
-            for m in self.skip
-        )
+        return self.skip.has(module)
 
     def tensors(self, name: str, known: Iterable[str]) -> dict[str, str] | None:
         """Part → tensor of the weight of this name; None if it is not quantised.
@@ -108,7 +128,7 @@ def _up(value: int, block: int) -> int:
     return -(-value // block)
 
 
-def _fp8(block_size: Any, skip: tuple[str, ...]) -> Scheme | None:
+def _fp8(block_size: Any, skip: Skip) -> Scheme | None:
     if not isinstance(block_size, list | tuple) or [type(b) for b in block_size] != [int, int]:
         return None
     height, width = block_size
@@ -137,7 +157,7 @@ def _fp8(block_size: Any, skip: tuple[str, ...]) -> Scheme | None:
     )
 
 
-def _nvfp4(skip: tuple[str, ...]) -> Scheme:
+def _nvfp4(skip: Skip) -> Scheme:
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         from surogate_core.formats import fp4
 
@@ -157,7 +177,7 @@ def _nvfp4(skip: tuple[str, ...]) -> Scheme:
     )
 
 
-def _mxfp4(skip: tuple[str, ...]) -> Scheme:
+def _mxfp4(skip: Skip) -> Scheme:
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         import torch
 

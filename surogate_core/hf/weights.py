@@ -14,6 +14,7 @@ from surogate_core.data.tokenizer import TOKENIZER_FILES
 from surogate_core.errors import UserError
 from surogate_core.files.hub import absent, commit_of, fetch, one_revision
 from surogate_core.files.tensorfile import FLOATS, TensorFile, TensorInfo
+from surogate_core.hf.fused import views_of_experts
 from surogate_core.hf.prequantised import Scheme
 
 if TYPE_CHECKING:
@@ -78,23 +79,16 @@ class ModelDir:
     def with_experts(self, fused: Mapping[str, Fused]) -> ModelDir:
         """The directory with the tensors of each expert, for those that are parts of one tensor of all experts.
 
-        Raises `UserError` that lists every such tensor of another shape, or of a dtype that is no plain float.
+        Raises `UserError` that lists every such tensor of another shape or dtype.
         """
-        here = {name: one for name, one in fused.items() if name in self._where}
-        if not here:
-            return self
-        problems = []
-        for name, one in here.items():
-            info = self.info(name)
-            if info.dtype not in FLOATS or info.shape != one.shape:
-                problems.append(
-                    f"{name} is {info.dtype} {list(info.shape)} in {self._where[name]}, the model needs "
-                    f"{list(one.shape)} of {', '.join(FLOATS)}"
-                )
+        infos = {name: self.info(name) for name in self._where}
+        parts, problems = views_of_experts(fused, self.scheme, infos, self._where)
         if problems:
             raise _another_model(self.path, problems)
-        parts = {name: one.parts for name, one in here.items()}
-        where = {part: file for name, file in self._where.items() for part, _ in parts.get(name, ((name, ()),))}
+        if not parts:
+            return self
+        names = {name: [view.name for view in parts[name]] if name in parts else [name] for name in self._where}
+        where = {part: file for name, file in self._where.items() for part in names[name]}
         files = {name: file.split(parts) for name, file in self._files.items()}
         return ModelDir(self.path, self.config, files, where)
 

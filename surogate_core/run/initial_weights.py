@@ -63,9 +63,8 @@ def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedMode
 
     def _in_file(name: str) -> bool:
         """Whether a tensor is in a file as it is used."""
-        replaced = given is not None and given.start is not None and given.start.replaces(name)
         folds = any(adapter.adapts(name) for adapter in stack)
-        return EXPERT not in name and not replaced and not folds and not weights.is_quantised(name)
+        return EXPERT not in name and not folds and not weights.is_quantised(name)
 
     def one(spec: TensorSpec, *, adopts: bool = False) -> Tensor | Kept:
         if spec.role == "adapter":

@@ -14,6 +14,7 @@ from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files import atomic
 from surogate_core.files.hub import split_revision
 from surogate_core.files.paths import is_hub_id
+from surogate_core.files.tensorfile import in_order
 from surogate_core.hf import lora_files
 from surogate_core.hf.card import Card, config_overrides
 from surogate_core.hf.contents import contents_of, digest_cache
@@ -118,7 +119,7 @@ def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
         rank=rank,
         alpha=alpha,
         scale=alpha / rank,
-        tensors=file.split({n: list(expanded(n, i.shape).items()) for n, i in file.infos.items() if EXPERT in n}),
+        tensors=file.split({n: in_order(expanded(n, i.shape).items()) for n, i in file.infos.items() if EXPERT in n}),
         base_fingerprint=str(essential.get("model", "")).removeprefix("weights ") or None,
         base_model=checkpoint.state.get("base_model"),
         base_commit=checkpoint.state.get("base_commit"),

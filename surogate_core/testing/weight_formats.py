@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightFormat, WeightFormatSpec
 from surogate_core.dsl.declare import TensorSpec
@@ -75,6 +76,25 @@ def gives_back(spec: WeightFormatSpec) -> None:
                 ensure(error <= BOUND, f"{where}: relative error {error:.3f} is above {BOUND}")
 
 
+def unpacks_experts(spec: WeightFormatSpec) -> None:
+    """All experts are unpacked at once as each is alone, bit for bit, in the workspace alone."""
+    weight_format = built(spec)
+    for device in _devices():
+        for shape, dtype in ((SHAPES[0], torch.bfloat16), *((s, torch.float32) for s in SHAPES)):
+            outputs, inputs = shape
+            weights = [_weight(shape, torch.float32, device).to(dtype) * (e + 1) for e in range(3)]
+            rows = [weight_format.pack(weight) for weight in weights]
+            packed = torch.stack([pad(row, (0, -len(row) % 16 + 16)) for row in rows])
+            room = torch.full((4, outputs, inputs), 7.0, dtype=dtype, device=device)
+            weight_format.unpack_experts(packed, room[:3])
+            where = f"{list(shape)} {dtype} on {device.type}"
+            for number, row in enumerate(rows):
+                found = torch.empty_like(weights[number])
+                weight_format.unpack(row, found)
+                ensure(torch.equal(room[number], found), f"{where}: expert {number} has other bits than alone")
+            ensure(bool((room[3] == 7).all()), f"{where}: unpack_experts writes outside of the room")
+
+
 def is_smaller(spec: WeightFormatSpec) -> None:
     """A large weight takes less than in bf16."""
     weight_format = built(spec)
@@ -100,15 +120,18 @@ def keeps_extremes(spec: WeightFormatSpec) -> None:
 
 
 def rounded(weight_format: WeightFormat, source: Source) -> Source:
-    """The source with the projections' weights packed and unpacked."""
+    """The source with the projections' weights packed and unpacked; those of experts one by one."""
 
     def wrapped(spec: TensorSpec) -> Tensor:
         value = source(spec)
         assert isinstance(value, Tensor)
-        if spec.role != "weight":
+        # A parameter of role weight, such as a router, is no projection.
+        if spec.role != "weight" or not spec.name.endswith(".weight"):
             return value
         room = torch.empty_like(value)
-        weight_format.unpack(weight_format.pack(value), room)
+        pairs = zip(value, room, strict=True) if value.dim() == 3 else ((value, room),)
+        for weight, place in pairs:
+            weight_format.unpack(weight_format.pack(weight), place)
         return room
 
     return wrapped
@@ -132,4 +155,4 @@ def resumes(spec: WeightFormatSpec) -> None:
     tiny.ensure_resumes(lambda: tiny.engine(weight_format=weight_format, lora=tiny.lora()))
 
 
-CHECKS = (gives_back, is_smaller, keeps_extremes, trains_as_on_rounded_weights, resumes)
+CHECKS = (gives_back, unpacks_experts, is_smaller, keeps_extremes, trains_as_on_rounded_weights, resumes)

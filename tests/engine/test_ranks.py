@@ -10,6 +10,8 @@ import mixture
 import pytest
 import torch
 from surogate_offload_host.store import HostStores
+from surogate_quant_nf4 import NF4Options
+from surogate_quant_nf4.nf4 import NF4
 from tiny_qwen3 import StrictStore
 from torch import Tensor
 
@@ -93,6 +95,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "experts, level 1": {"zero_level": 1, "build": mixture.Mixture, "config": mixture.CONFIG},
     "experts, level 3": {"zero_level": 3, "build": mixture.Mixture, "config": mixture.CONFIG},
+    "experts in NF4, sharded": {
+        "lora": tiny.lora(dropout=0.1),
+        "shard_weights": True,
+        "build": mixture.Mixture,
+        "config": mixture.CONFIG,
+        "weight_format": NF4(NF4Options()),
+    },
     "experts, lora on a sharded base": {
         "lora": tiny.lora(dropout=0.1, expert_rank=2, train_router=True),
         "shard_weights": True,
@@ -108,7 +117,7 @@ def alone(case: str, *, micro_batches: int = 8, count: int = 3) -> tuple[Any, Ma
     return trained(1, exact=True, micro_batches=micro_batches, count=count, **CASES[case])
 
 
-QUICK = {("lora", 4), ("level 1", 2), ("level 3 in 8 bits, bf16 masters", 2)}
+QUICK = {("lora", 4), ("level 1", 2), ("experts in NF4, sharded", 2), ("level 3 in 8 bits, bf16 masters", 2)}
 IN_WORLDS = [
     pytest.param(case, world, marks=[] if (case, world) in QUICK else pytest.mark.slow)
     for case in CASES

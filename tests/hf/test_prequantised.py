@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised as files
 import torch
+from quantised import METHODS, SKIPPED
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from surogate_core.errors import ConfigError, UserError
-from surogate_core.formats import fp4
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir
 from surogate_core.plugins.registry import Registry
@@ -22,91 +22,15 @@ from surogate_core.run.merge import merge
 
 Run = Callable[..., int]
 LORA = ["lora=true", "lora_rank=4"]
-SKIPPED = "model.layers.1.mlp.down_proj"
-BLOCK = 32
-
-
-def fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
-    rows, columns = -(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)
-    wide = torch.nn.functional.pad(weight, (0, columns * BLOCK - weight.shape[1], 0, rows * BLOCK - weight.shape[0]))
-    tiles = wide.view(rows, BLOCK, columns, BLOCK)
-    scales = tiles.abs().amax((1, 3)) / 448
-    codes = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(wide.shape)
-    return {f"{name}.weight": codes[: weight.shape[0], : weight.shape[1]], f"{name}.weight_scale_inv": scales}
-
-
-def nvfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
-    decode = weight.abs().amax() / (448 * 6)
-    tiles = weight.view(weight.shape[0], -1, 16)
-    scales = (tiles.abs().amax(-1) / 6 / decode).to(torch.float8_e4m3fn)
-    codes = fp4.encode(tiles / (scales.float() * decode)[..., None]).flatten(1)
-    extra = {f"{name}.input_scale": torch.ones(())}
-    return {
-        f"{name}.weight": fp4.pairs(codes),
-        f"{name}.weight_scale": scales,
-        f"{name}.weight_scale_2": decode,
-    } | extra
-
-
-def mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
-    tiles = weight.view(weight.shape[0], -1, 32)
-    exponents = torch.frexp(tiles.abs().amax(-1))[1] - 3
-    codes = fp4.encode(tiles / 2.0 ** exponents[..., None]).flatten(1)
-    blocks = fp4.pairs(codes).view(weight.shape[0], -1, 16)
-    return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}
-
-
-METHODS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any]]] = {
-    "fp8": (
-        fp8,
-        {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": ["lm_head", SKIPPED]},
-    ),
-    "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", f"{SKIPPED}*"]}),
-    "mxfp4": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["layers.1.mlp.down_proj", "lm_head"]}),
-}
-
-
-def expected(method: str, tensors: dict[str, Tensor], module: str) -> Tensor:
-    """The weight [O, I] fp32 by the method's definition, element by element where that is short."""
-    if method == "fp8":
-        scales = tensors[f"{module}.weight_scale_inv"]
-        codes = tensors[f"{module}.weight"].float()
-        rows, columns = torch.arange(codes.shape[0]) // BLOCK, torch.arange(codes.shape[1]) // BLOCK
-        return codes * scales[rows][:, columns]
-    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    table = torch.cat((sizes, -sizes))
-    packed = tensors[f"{module}.weight" if method == "nvfp4" else f"{module}_blocks"].flatten(1).long()
-    values = torch.stack((table[packed % 16], table[packed // 16]), dim=-1).flatten(1)
-    if method == "nvfp4":
-        scales = tensors[f"{module}.weight_scale"].float()
-        return values * scales.repeat_interleave(16, 1) * tensors[f"{module}.weight_scale_2"]
-    return values * (2.0 ** (tensors[f"{module}_scales"].float() - 127)).repeat_interleave(32, 1)
 
 
 @pytest.fixture(params=METHODS)
 def quantised(request: pytest.FixtureRequest, hf_dir: Path, tmp_path: Path) -> tuple[str, Path, Path]:
     """(method, the checkpoint, what it stands for in fp32) of a model whose projections are quantised, but for one."""
     method: str = request.param
-    quantise, config = METHODS[method]
-    directory, plain = tmp_path / "quantised", tmp_path / "plain"
-    shutil.copytree(hf_dir, directory)
-    shutil.copytree(hf_dir, plain)
-    tensors = load_file(hf_dir / "model.safetensors")
-    made: dict[str, Tensor] = {}
-    wide: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        module = name.removesuffix(".weight")
-        if name.endswith("_proj.weight") and module != SKIPPED:
-            found = quantise(module, value.float())
-            made |= found
-            wide[name] = expected(method, found, module)
-        else:
-            made[name] = wide[name] = value
-    save_file({n: t.contiguous() for n, t in made.items()}, directory / "model.safetensors", metadata={"format": "pt"})
-    save_file(wide, plain / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
-    return method, directory, plain
+    made, wide = files.quantised(method, load_file(hf_dir / "model.safetensors"))
+    directory = files.write(tmp_path / "quantised", hf_dir, made, method=method)
+    return method, directory, files.write(tmp_path / "plain", hf_dir, wide)
 
 
 def test_weights_are_what_the_format_says(quantised: tuple[str, Path, Path]) -> None:
@@ -134,7 +58,7 @@ def test_training_is_that_on_the_weights_they_stand_for(
     method, directory, plain = quantised
     outputs = [tmp_path / "a", tmp_path / "b"]
     for source, output in zip((directory, plain), outputs, strict=True):
-        keys = [*LORA, f"qlora_block_size={BLOCK}", "merge_adapter=true"]
+        keys = [*LORA, f"qlora_block_size={files.BLOCK}", "merge_adapter=true"]
         assert run_here(output, *base_on(source), *keys) == 0
     assert history(outputs[0]) == history(outputs[1])
     notes = (outputs[0] / "metrics.jsonl").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,36 +131,6 @@ def test_training_goes_on_from_an_adapter_of_experts(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert run_here(tmp_path / "merged", *small, *words[:2], "adapter_init_mode=merge", "max_steps=1") == 0
-
-
-@pytest.mark.slow
-def test_experts_of_a_quantised_checkpoint_are_dequantised(
-    model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path,
-    digests: Callable[[Path], dict[str, str]],
-) -> None:  # fmt: skip
-    base = transformers.AutoModelForCausalLM.from_pretrained(model)
-    base.save_pretrained(tmp_path / "saved")
-    codes, wide = {}, {}
-    for name, value in load_file(tmp_path / "saved" / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            codes[name] = wide[name] = value
-            continue
-        scales = torch.full([-(-size // 16) for size in value.shape], 2.0**-10)
-        codes[name] = (value * 2**10).to(torch.float8_e4m3fn)
-        codes[f"{name}_scale_inv"] = scales
-        wide[name] = codes[name].float() * 2.0**-10
-    config = json.loads((model / "config.json").read_text())
-    scheme = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    outputs = []
-    for kind, tensors, keys in (("quantised", codes, scheme), ("wide", wide, {})):
-        directory = tmp_path / kind
-        shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory)
-        save_file(tensors, directory / "model.safetensors")
-        (directory / "config.json").write_text(json.dumps({**config, **keys}))
-        outputs.append(tmp_path / f"{kind}-out")
-        assert run_here(outputs[-1], *small, f"model={directory}") == 0
-    assert digests(outputs[0] / "adapter") == digests(outputs[1] / "adapter")
-    assert "they are dequantised to float32" in (outputs[0] / "metrics.jsonl").read_text()
 
 
 def notes(installed: Registry, *overrides: str) -> list[str]:

@@ -1,17 +1,91 @@
-"""Whole runs over quantised experts."""
+"""Runs over quantised experts: in each format, from quantised checkpoints, resumed, merged, and what is noted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised
+import torch
+import transformers
+from run_fixtures import EMBEDDED, QUICK, RunHere
+from safetensors.torch import load_file
 
-RunHere = Callable[..., int]
+from surogate_core.files.paths import resolve_package_path
+
+LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "max_steps=2", "tokenizer=null")
+FORMATS = pytest.mark.parametrize("key", ["qlora_bnb", "qlora_fp8", "qlora_fp4"])
 
 
-@pytest.mark.parametrize("key", ["qlora_bnb"])
-def test_t(key: str, tmp_path: Path, base: list[str], run_here: RunHere, history: Any) -> None:
-    moe = ["model=qwen3-moe", "model.config.hidden_size=64", "model.config.moe_intermediate_size=32"]
-    assert run_here(tmp_path / "a", *base, *moe, "lora=true", "lora_rank=4", "max_steps=2", f"{key}=true") == 0
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE whose second layer is dense."""
+    directory = tmp_path_factory.mktemp("moe") / "base"
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory, dirs_exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small(data_cache: Path) -> list[str]:
+    return [*QUICK, *LORA, f"data_cache_dir={data_cache}"]
+
+
+@pytest.mark.slow
+@FORMATS
+def test_an_interrupted_run_continues_and_its_merged_model_is_the_trained_one(
+    key: str, model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path, history: Any
+) -> None:
+    keys = [*small, f"model={model}", f"{key}=true", "merge_adapter=true", "lr_scheduler_type=constant"]
+    assert run_here(tmp_path / "whole", *keys) == 0
+    assert run_here(tmp_path / "parts", *keys, "max_steps=1") == 0
+    assert run_here(tmp_path / "parts", *keys) == 0
+    steps = [[h for h in history(tmp_path / name) if h[0] == "step_end"] for name in ("whole", "parts")]
+    assert len(steps[0]) == 2
+    assert steps[0] == steps[1]
+    merged, base = (load_file(d / "model.safetensors") for d in (tmp_path / "whole" / "model", model))
+    assert merged.keys() == base.keys()
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    change = (merged[name] - base[name]).norm() / base[name].norm()
+    assert 0.01 < change < 0.3, "the merged weight is the rounded one with the adapter"
+    router = "model.layers.0.mlp.gate.weight"
+    assert torch.equal(merged[router], base[router])
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+
+
+@pytest.mark.slow_cases("mxfp4", "nvfp4")
+@pytest.mark.parametrize("method", quantised.METHODS)
+def test_a_quantised_checkpoint_trains_like_the_weights_that_it_stands_for(
+    method: str, model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path,
+    digests: Callable[[Path], dict[str, str]],
+) -> None:  # fmt: skip
+    made, wide = quantised.quantised(method, load_file(model / "model.safetensors"))
+    assert len(made) > len(wide)
+    outputs = [tmp_path / "codes-out", tmp_path / "wide-out"]
+    directories = [
+        quantised.write(tmp_path / "codes", model, made, method=method),
+        quantised.write(tmp_path / "wide", model, wide),
+    ]
+    for directory, output in zip(directories, outputs, strict=True):
+        assert run_here(output, *small, f"model={directory}", f"qlora_block_size={quantised.BLOCK}") == 0
+    assert digests(outputs[0] / "adapter") == digests(outputs[1] / "adapter")
+    notes = (outputs[0] / "metrics.jsonl").read_text()
+    assert {"mxfp4": "they are dequantised to float32"}.get(method, "they are kept as they are") in notes

@@ -1,0 +1,79 @@
+"""Files in which one tensor holds a projection of all experts of a layer: where in it the weight of each is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from surogate_core.files.tensorfile import FLOATS, TensorInfo, View, in_order
+from surogate_core.hf.prequantised import Part, Scheme
+
+if TYPE_CHECKING:
+    from surogate_core.dsl.experts import Fused
+
+
+def views_of_experts(
+    fused: Mapping[str, Fused], scheme: Scheme | None, infos: Mapping[str, TensorInfo], where: Mapping[str, str]
+) -> tuple[dict[str, list[View]], list[str]]:
+    """(name of a tensor of all experts → the tensors of each; what is wrong), from the headers of the files.
+
+    `where`: name of a tensor → name of its file.
+
+    A quantised weight has several such tensors: ``mlp.experts.down_proj`` has ``mlp.experts.down_proj_scale_inv`` or
+    ``mlp.experts.down_proj.weight_scale_inv`` beside it, if each expert would have ``….weight_scale_inv``.
+    """
+    views: dict[str, list[View]] = {}
+    problems: list[str] = []
+    for whole, one in fused.items():
+        parts = _parts(whole, scheme, infos)
+        for name, part in parts.items():
+            wanted = one.shape if part is None else _shape(part, one)
+            info, dtypes = infos[name], FLOATS if part is None else part.dtypes
+            if info.dtype not in dtypes or info.shape not in (wanted, wanted if len(wanted) > 1 else (*wanted, 1)):
+                needed = f"{list(wanted)} of {', '.join(dtypes)}"
+                problems.append(f"{name} is {info.dtype} {list(info.shape)} in {where[name]}, the model needs {needed}")
+            elif scheme is not None and part is not None and (misfit := _misfit(scheme.rows, one)):
+                problems.append(f"{name} {misfit}")
+            else:
+                views[name] = _views(part, one)
+    return views, problems
+
+
+def _parts(whole: str, scheme: Scheme | None, infos: Mapping[str, TensorInfo]) -> dict[str, Part | None]:
+    """The tensors in the file of which a weight of all experts is made; None is the weight itself, not quantised."""
+    found: dict[str, Part | None] = {}
+    for part in scheme.parts.values() if scheme is not None else ():
+        endings = [form for s in part.suffixes for form in (s, s.removeprefix(".weight"), f"_{s[1:]}")]
+        name = next((whole + ending for ending in endings if whole + ending in infos), None)
+        if name is not None:
+            found[name] = part
+    # The codes may have the name of the weight itself; it is quantised if there are scales too.
+    if len(found) > 1 or (found and whole not in found):
+        return found
+    return {whole: None} if whole in infos else {}
+
+
+def _shape(part: Part, one: Fused) -> tuple[int, ...]:
+    """A part of all experts. What does not depend on the rows, as a scale of the matrix, is one value an expert."""
+    count, rows, inputs = one.shape
+    return (count, *part.shape(rows, inputs))
+
+
+def _misfit(rows: int, one: Fused) -> str | None:
+    """Why scales of blocks with this number of rows cannot be divided among the projections of an expert."""
+    outputs = [outputs for _, (outputs, _) in one.parts[: len(one.parts) // one.shape[0]]]
+    if not any(count % rows for count in outputs[:-1]):
+        return None
+    return (
+        f"has scales of {rows} rows that belong to two projections, which have {' and '.join(map(str, outputs))} rows"
+    )
+
+
+def _views(part: Part | None, one: Fused) -> list[View]:
+    if part is None:
+        return in_order(one.parts)
+    named = [(weight.removesuffix(".weight") + part.suffixes[0], part.shape(*shape)) for weight, shape in one.parts]
+    if named[0][1]:
+        return in_order(named)
+    each = len(named) // one.shape[0]
+    return [View(name=name, shape=(), first=number // each) for number, (name, _) in enumerate(named)]

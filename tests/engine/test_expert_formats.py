@@ -1,0 +1,140 @@
+"""Experts in a weight format: packed one by one, unpacked into a workspace that the layers share."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from mixture import CONFIG, Mixture
+from surogate_offload_host import surogate_offloader
+from torch import Tensor
+
+from surogate_core.bundles import WeightFormat
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.experts import EXPERT
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.pieces import Kept, OneByOne
+from surogate_core.engine.prediction import predict
+from surogate_core.testing import tiny
+from surogate_core.testing.weight_formats import built, rounded
+
+LAYERS = {**CONFIG, "num_hidden_layers": 3}
+EVERY = pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
+
+
+def weight_format(name: str) -> WeightFormat:
+    return built(import_module(f"surogate_quant_{name}").surogate_weight_format())
+
+
+def engine(**changes: Any) -> Engine:
+    return tiny.engine(LAYERS, build=Mixture, lora=tiny.lora(dropout=0.1), optimizer=tiny.ADAMW, **changes)
+
+
+def experts(made: Engine) -> list[tuple[TensorSpec, Tensor]]:
+    """The frozen weights of experts as they are kept."""
+    found = []
+    for piece in made.plan.layers:
+        stored = [s for s in piece.specs if s.hf_name not in made.parameters.flat.compute]
+        kept = made.stores.weights.fetch(piece.key)
+        found += [(s, t) for s, t in zip(stored, kept, strict=True) if EXPERT in s.hf_name]
+        made.stores.weights.release(piece.key)
+    return found
+
+
+@pytest.mark.slow_cases("False-fp8", "True-fp8", "True-nf4", "False-nvfp4")
+@EVERY
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_is_that_on_rounded_experts_bit_for_bit(recompute: bool, name: str) -> None:
+    found = weight_format(name)
+    made = engine(weight_format=found, recompute=recompute)
+    plain = engine(source=rounded(found, tiny.random_source()), recompute=recompute)
+    assert tiny.train(made, 3) == tiny.train(plain, 3)
+    tiny.ensure_same_bits(tiny.snapshot(made), tiny.snapshot(plain), "with packed experts")
+    exported = dict(made.parameters.base_tensors())
+    assert "layers.1.experts.5.down_proj.weight" in exported
+    tiny.ensure_same_bits(exported, dict(plain.parameters.base_tensors()), "exported")
+
+
+@pytest.mark.slow_cases("nf4", "nvfp4")
+@EVERY
+def test_each_expert_has_the_bits_that_its_matrix_has_alone(name: str) -> None:
+    found = weight_format(name)
+    made = engine(weight_format=found)
+    for spec, kept in experts(made):
+        values = tiny.random_source()(spec)
+        assert isinstance(values, Tensor)
+        assert kept.shape[0] == CONFIG["num_experts"]
+        for row, weight in zip(kept, values, strict=True):
+            alone = found.pack(weight)
+            assert torch.equal(row[: len(alone)], alone)
+            assert not row[len(alone) :].any()
+            assert len(row) - len(alone) < 16
+
+
+def test_the_router_and_what_is_left_out_stay_as_they_are() -> None:
+    def skips(name: str) -> bool:
+        return name == "layers.1.experts.4.up_proj.weight"
+
+    made = engine(weight_format=weight_format("nf4"), skips=skips)
+    kept = {spec.hf_name: tensor for spec, tensor in experts(made)}
+    assert kept["layers.1.experts.{e}.up_proj.weight"].dtype == torch.float32
+    assert kept["layers.1.experts.{e}.down_proj.weight"].dtype == torch.uint8
+    assert kept["layers.2.experts.{e}.up_proj.weight"].dtype == torch.uint8
+    exported = dict(made.parameters.base_tensors())
+    plain = dict(engine().parameters.base_tensors())
+    same = {name for name, value in exported.items() if torch.equal(value, plain[name])}
+    assert {f"layers.1.experts.{e}.up_proj.weight" for e in range(6)} | {"layers.1.router.weight"} <= same
+    assert "layers.1.experts.4.down_proj.weight" not in same
+
+
+def test_one_expert_at_a_time_is_in_full_precision() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    found = weight_format("nf4")
+
+    def source(spec: TensorSpec) -> Tensor | OneByOne:
+        whole = tiny.random_source()(spec)
+        assert isinstance(whole, Tensor)
+        if EXPERT not in spec.hf_name or spec.role != "weight":
+            return whole
+
+        def read(number: int) -> Tensor | Kept:
+            assert not any(ref() is not None for ref in alive), "the expert before is still in memory"
+            value = whole[number].clone()
+            alive.append(weakref.ref(value))
+            return Kept(found.pack(value)) if number % 2 else value
+
+        return OneByOne(read)
+
+    made, plain = engine(weight_format=found, source=source), engine(weight_format=found)
+    assert len(alive) == 2 * 3 * CONFIG["num_experts"]
+    for (spec, kept), (_, expected) in zip(experts(made), experts(plain), strict=True):
+        assert torch.equal(kept, expected), spec.hf_name
+
+
+def test_the_plan_counts_experts_as_they_are_kept_and_one_layers_workspace() -> None:
+    made = engine(weight_format=weight_format("nf4"))
+    held = {h.kind: h.nbytes for h in predict(made.assembly).held}
+    tensors = {t.data_ptr(): t for piece in made.parameters.pieces for t in made.stores.weights.fetch(piece.key)}
+    assert held["weights"] == sum(t.nbytes for t in tensors.values())
+    assert held["unpacked weights"] == sum(t.nbytes for t in made.parameters.shared)
+    shapes = [tuple(t.shape) for t in made.parameters.shared]
+    assert sorted(s for s in shapes if len(s) == 3) == [(6, 24, 32), (6, 24, 32), (6, 32, 24)]
+
+
+@pytest.mark.slow_cases("fp8", "nf4")
+@EVERY
+def test_packed_experts_may_be_offloaded(name: str) -> None:
+    host = replace(surogate_offloader(), kinds=frozenset({"weights", "residuals"}))
+    here, moved = (engine(weight_format=weight_format(name), **more) for more in ({}, {"offloader": host}))
+    assert tiny.train(here, 2) == tiny.train(moved, 2)
+    assert moved.stores.weights.nbytes()["device"] == 0
+
+
+@pytest.mark.slow
+@EVERY
+def test_a_training_over_packed_experts_resumes(name: str) -> None:
+    tiny.ensure_resumes(lambda: engine(weight_format=weight_format(name)))
