@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.pieces import InFile, Kept, OneByOne, RandomSource, Source, pieces
 from surogate_core.engine.weight_formats import plan_format
-from surogate_core.hf.lora_files import fold
+from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, fold
+from surogate_core.hf.weights import ModelDir
 from surogate_core.run.assemble import ResolvedModel, adopts_checkpoint
 
 if TYPE_CHECKING:
@@ -24,36 +26,56 @@ if TYPE_CHECKING:
 
 def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
     """The source of the initial values: random numbers, or files with the adapter folded in."""
-    device, dtype, weight_format = assembly.settings.device, assembly.settings.dtype, assembly.weight_format
+    settings, weight_format = assembly.settings, assembly.weight_format
     std = float(resolved.model.config.get("initializer_range") or 0.02)
-    random = RandomSource(seed=config.train_seed, std=std, device=device)
-    weights = resolved.weights
-    if weights is None:
+    random = RandomSource(seed=config.train_seed, std=std, device=settings.device)
+    if resolved.weights is None:
         return random
-    given = resolved.adapter
-    stack = given.folded if given else ()
-
-    found = pieces(resolved.model, lora=assembly.lora, max_seqlen=assembly.settings.max_seqlen)
-    packed = plan_format(found, weight_format, assembly.keeps_as_it_is)
     adopt = None
     if weight_format is not None and adopts_checkpoint(config, registry, resolved, weight_format):
         adopt = weight_format.adopt
+    found = pieces(resolved.model, lora=assembly.lora, max_seqlen=settings.max_seqlen)
+    return _Files(
+        weights=resolved.weights,
+        adapter=resolved.adapter,
+        random=random,
+        device=settings.device,
+        dtype=settings.dtype,
+        packed=plan_format(found, weight_format, assembly.keeps_as_it_is).keys(),
+        adopt=adopt,
+        in_parts=settings.ranks > 1 and settings.zero_level > 0,
+    )
 
-    # One rank reads whole tensors, which is faster.
-    in_parts = assembly.settings.ranks > 1 and assembly.settings.zero_level > 0
 
-    def source(spec: TensorSpec) -> Tensor | Kept | InFile | OneByOne:
-        adopts = adopt is not None and spec.hf_name in packed
-        if spec.trainable and in_parts and _in_file(spec.hf_name):
-            return InFile(partial(weights.read_part, spec.hf_name))
-        if EXPERT not in spec.hf_name or (spec.role == "adapter" and not (given and given.start)):
-            return one(spec, adopts=adopts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """Values from the files of a model; a `Source`."""
+
+    weights: ModelDir
+    adapter: InitialAdapter | None
+    random: Source
+    """The source of new adapters."""
+    device: torch.device
+    dtype: torch.dtype
+    packed: Collection[str]
+    """HF names of the weights that a weight format keeps."""
+    adopt: Callable[[Mapping[str, Tensor]], Tensor] | None
+    """`WeightFormat.adopt`, if the format keeps the tensors of these files unchanged."""
+    in_parts: bool
+    """Whether a rank reads only what it keeps of a trained weight. One rank reads whole tensors, which is faster."""
+
+    def __call__(self, spec: TensorSpec) -> Tensor | Kept | InFile | OneByOne:
+        adopts = spec.hf_name in self.packed
+        if spec.trainable and self.in_parts and self._is_in_file(spec.hf_name):
+            return InFile(partial(self.weights.read_part, spec.hf_name))
+        if EXPERT not in spec.hf_name or (spec.role == "adapter" and self._start is None):
+            return self._one(spec, adopts=adopts)
         experts = [replace(spec, hf_name=n, shape=s) for n, s in expanded(spec.hf_name, spec.shape).items()]
-        if spec.hf_name in packed:
-            return OneByOne(lambda number: one(experts[number], adopts=adopts))
+        if adopts:
+            return OneByOne(lambda number: self._one(experts[number], adopts=True))
         whole = None
         for number, expert in enumerate(experts):
-            value = one(expert)
+            value = self._one(expert)
             assert isinstance(value, Tensor)
             if whole is None:
                 whole = value.new_empty(spec.shape)
@@ -61,30 +83,37 @@ def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedMode
         assert whole is not None
         return whole
 
-    def _in_file(name: str) -> bool:
-        """Whether a tensor is in a file as it is used."""
-        folds = any(adapter.adapts(name) for adapter in stack)
-        return EXPERT not in name and not folds and not weights.is_quantised(name)
+    @property
+    def _start(self) -> LoraAdapter | None:
+        return self.adapter.start if self.adapter is not None else None
 
-    def one(spec: TensorSpec, *, adopts: bool = False) -> Tensor | Kept:
-        if spec.role == "adapter":
-            return given.start.get(spec.hf_name) if given and given.start else random(spec)
-        if given and given.start and given.start.replaces(spec.hf_name):
-            return given.start.get(spec.hf_name)
+    @property
+    def _folded(self) -> tuple[LoraAdapter, ...]:
+        return self.adapter.folded if self.adapter is not None else ()
+
+    def _is_in_file(self, name: str) -> bool:
+        """Whether a tensor is in a file as it is used."""
+        folds = any(adapter.adapts(name) for adapter in self._folded)
+        return EXPERT not in name and not folds and not self.weights.is_quantised(name)
+
+    def _one(self, spec: TensorSpec, *, adopts: bool = False) -> Tensor | Kept:
+        name, start, folded = spec.hf_name, self._start, self._folded
+        if spec.role == "adapter" and start is None:
+            drawn = self.random(spec)
+            assert isinstance(drawn, Tensor)
+            return drawn
+        if start is not None and (spec.role == "adapter" or start.replaces(name)):
+            return start.get(name)
         if spec.trainable:
             # Masters are wider than the run's dtype.
-            return fold(spec.hf_name, weights.get(spec.hf_name), stack)
-        folds = any(adapter.adapts(spec.hf_name) for adapter in stack)
-        if adopts and not folds:
-            parts = weights.parts(spec.hf_name)
-            if parts is not None:
-                assert adopt is not None
-                return Kept(adopt({part: tensor.to(device) for part, tensor in parts.items()}))
+            return fold(name, self.weights.get(name), folded)
+        folds = any(adapter.adapts(name) for adapter in folded)
+        parts = self.weights.parts(name) if adopts and self.adopt is not None and not folds else None
+        if parts is not None and self.adopt is not None:
+            return Kept(self.adopt({part: tensor.to(self.device) for part, tensor in parts.items()}))
         # Allocate the destination before the source. Otherwise the freed source leaves a hole in the host's memory.
-        weight = torch.empty(spec.shape, dtype=dtype, device=device)
+        weight = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
         if folds:
-            return weight.copy_(fold(spec.hf_name, weights.get(spec.hf_name), stack))
-        weights.copy_into(spec.hf_name, weight)
+            return weight.copy_(fold(name, self.weights.get(name), folded))
+        self.weights.copy_into(name, weight)
         return weight
-
-    return source
