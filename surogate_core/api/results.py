@@ -140,12 +140,13 @@ class Run:
 
         `output`: by default ``merged`` in the run's directory. `base_model`: where the base is now, if it has moved.
         """
+        from surogate_core.plugins import model_families
         from surogate_core.run.merge import merge
 
         target = Path(output) if output is not None else self.path / "merged"
         if self.paths.model is not None:
             raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.paths.model}")
-        merge(base_model, self.path, target)
+        merge(base_model, self.path, target, families=model_families)
         return target
 
     def report(self) -> Report:

@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
+    from surogate_core.plugins import model_families
     from surogate_core.run.merge import merge
 
     named = values.get("--checkpoint-dir")
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"surogate merge: --output missing, and {trained} is no run. Fix: add --output DIR")
     output = Path(values["--output"]).expanduser() if "--output" in values else trained / "merged"
     with _shown() as progress:
-        done = merge(values.get("--base-model"), trained, output, progress=progress)
+        done = merge(values.get("--base-model"), trained, output, families=model_families, progress=progress)
     for warning in done.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"{done.used} is folded into {done.weights} weights of {done.base}: {output}")

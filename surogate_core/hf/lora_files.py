@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,12 @@ from surogate_core.files.hub import split_revision
 from surogate_core.files.tensorfile import FLOATS, TensorFile, file_digest
 from surogate_core.hf.card import OVERRIDES
 from surogate_core.hf.contents import differences
+from surogate_core.hf.expert_adapters import OfAllExperts, is_of_all_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from surogate_core.dsl.experts import Fused
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -80,6 +83,8 @@ class LoraAdapter:
     """Weight file of that base → digest of its data; empty where it is not known."""
     base_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the base's ``config.json`` that it was trained with other values of."""
+    of_all_experts: OfAllExperts | None = None
+    """Adapters of one tensor of all experts of a layer, until `with_experts` takes them apart."""
 
     @classmethod
     def open(cls, path: Path, *, key: str = "adapter_path") -> LoraAdapter:
@@ -106,11 +111,12 @@ class LoraAdapter:
         ranks = partial(_by_pattern, values.get("rank_pattern") or {}, rank)
         if problems := _wrong_tensors(file, PREFIX, ranks, values.get("modules_to_save") or ()):
             raise _bad(path, key, problems)
-        modules = [n.removeprefix(PREFIX).removesuffix(_SIDES[0]) for n in file.infos if n.endswith(_SIDES[0])]
+        names = [n for n in file.infos if n.endswith(_SIDES[0]) and not is_of_all_experts(n)]
+        modules = [name.removeprefix(PREFIX).removesuffix(_SIDES[0]) for name in names]
         alphas = partial(_by_pattern, values.get("alpha_pattern") or {}, alpha)
         power = 0.5 if values.get("use_rslora") else 1
         scale, scales = alpha / rank**power, {m: alphas(m) / ranks(m) ** power for m in modules}
-        base, revision = values.get("base_model_name_or_path"), values.get("revision")
+        base, revision, version = (values.get(k) for k in ("base_model_name_or_path", "revision", "peft_version"))
         return cls(
             source=str(path),
             rank=rank,
@@ -123,7 +129,29 @@ class LoraAdapter:
             base_commit=revision if isinstance(revision, str) else None,
             base_files=_recorded_base(path / MARKER),
             base_overrides=_read_config(path / OVERRIDES) if (path / OVERRIDES).exists() else {},
+            of_all_experts=OfAllExperts(
+                file=file,
+                prefix=PREFIX,
+                version=version if isinstance(version, str) else None,
+                kind=lambda name: (int(ranks(name)), alphas(name) / ranks(name) ** power),
+            )
+            if any(map(is_of_all_experts, file.infos))
+            else None,
         )
+
+    def with_experts(self, fused: Mapping[str, Fused], *, key: str = "adapter_path") -> LoraAdapter:
+        """The adapter with those of all experts taken apart, for a base that has these tensors of experts.
+
+        Raises `UserError` if they fit none of them, or fit both of PEFT's layouts.
+        """
+        if self.of_all_experts is None:
+            return self
+        tensors, scales, problems = self.of_all_experts.apart(fused)
+        if problems:
+            fix = f"name its own base, or set peft_version in {CONFIG} to the version of PEFT that wrote it"
+            raise _bad(Path(self.source), key, problems, fix=fix)
+        others = {m: s for m, s in scales.items() if not math.isclose(s, self.scale, rel_tol=1e-9)}
+        return replace(self, tensors=tensors, scales={**self.scales, **others}, of_all_experts=None)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -223,9 +251,9 @@ class InitialAdapter:
     fingerprint: str
 
     @classmethod
-    def open(cls, path: str, mode: str) -> InitialAdapter:
-        """Read the headers; raises `UserError`."""
-        stack = tuple(open_stack(Path(path).expanduser()))
+    def open(cls, path: str, mode: str, fused: Mapping[str, Fused] | None = None) -> InitialAdapter:
+        """Read the headers; raises `UserError`. `fused`: the base's tensors of all experts."""
+        stack = tuple(one.with_experts(fused or {}) for one in open_stack(Path(path).expanduser()))
         return cls(mode=mode, stack=stack, fingerprint=stack_fingerprint(stack))
 
     @property
@@ -382,12 +410,6 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
     if values.get("init_lora_weights") not in _INITS:
         problems.append(f"init_lora_weights is {values['init_lora_weights']!r}, which changes the base weights too")
     known = _NEUTRAL | {"bias", "init_lora_weights", "target_parameters"}
-    fused = [str(name) for name in values.get("target_parameters") or () if not str(name).endswith(".weight")]
-    if fused:
-        problems.append(
-            f"target_parameters has {', '.join(fused)}: adapters of one tensor of all experts are not read, only those "
-            f"of each expert"
-        )
     for key in ("rank_pattern", "alpha_pattern"):
         problems += _wrong_pattern(key, values.get(key) or {})
     saved = values.get("modules_to_save") or []
@@ -447,6 +469,8 @@ def _wrong_tensors(file: TensorFile, prefix: str, ranks: Callable[[str], int], s
             problems.append(f"{name}: its other half {other} is missing")
         if info.dtype not in FLOATS:
             problems.append(f"{name}: is {info.dtype}, not a float")
+        if is_of_all_experts(name):
+            continue  # its rank is known with the number of experts
         rank = ranks(name.removeprefix(prefix).removesuffix(side))
         if len(info.shape) != 2 or info.shape[_SIDES.index(side)] != rank:
             problems.append(f"{name}: has shape {list(info.shape)}, which is not of rank {rank}")

@@ -16,7 +16,7 @@ from typing import Any
 import pluggy
 
 from surogate_core import hookspecs
-from surogate_core.bundles import KINDS, Bundle
+from surogate_core.bundles import KINDS, Bundle, ModelFamily
 from surogate_core.caches import use_private_caches
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue, install_command
@@ -293,6 +293,11 @@ def load_plugins(policy: ImportPolicy | None = None) -> Registry:
     _check_pending(registry)
     _collect_options(registry)
     return registry
+
+
+def model_families() -> Mapping[str, ModelFamily]:
+    """The model families of the installed plugins, by name."""
+    return load_plugins().all("model")
 
 
 def _load(registry: Registry, plugin: InstalledPlugin) -> None:

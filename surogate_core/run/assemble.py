@@ -161,7 +161,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
                 f"adapter_path: {title} begins from random weights, and an adapter belongs to trained ones. "
                 f"Fix: set model=DIR_OR_HUB_ID, or adapter_path=null."
             )
-        adapter = InitialAdapter.open(config.adapter_path, config.adapter_init_mode)
+        adapter = InitialAdapter.open(config.adapter_path, config.adapter_init_mode, model.fused_tensors())
     return ResolvedModel(
         title=title,
         family=family,

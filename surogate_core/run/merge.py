@@ -26,6 +26,9 @@ from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, read_manif
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from surogate_core.bundles import ModelFamily
+    from surogate_core.dsl.experts import Fused
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
@@ -142,7 +145,12 @@ class Merged:
 
 
 def merge(
-    base: str | None, trained: Path, output: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
+    base: str | None,
+    trained: Path,
+    output: Path,
+    *,
+    families: Callable[[], Mapping[str, ModelFamily]] = dict,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
 
@@ -150,7 +158,8 @@ def merge(
 
     Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output` stays until the
     new one is complete. A hub id without a revision is read at the commit that the adapter was trained on, if known.
-    `progress` receives the bytes done and in total. Raises `UserError` or `MachineError`, if possible before anything
+    `families`: the installed ones; called only if experts are in one tensor, in the base or in the adapter. `progress`
+    receives the bytes done and in total. Raises `UserError` or `MachineError`, if possible before anything
     is written.
     """
     check_place(output)
@@ -161,6 +170,9 @@ def merge(
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
     model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
+    if fused := _fused_experts(model, stack, families):
+        model = model.with_experts(fused)
+        stack = [adapter.with_experts(fused, key="--checkpoint-dir") for adapter in stack]
     total = _check(model, stack, used, output)
     config, changed = _trained_config(model, top, used)
     facts = exported_facts(used)
@@ -219,7 +231,6 @@ def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Pa
         if path.resolve().is_relative_to(output.resolve()):
             raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
     _check_config(model)
-    _check_experts(model, stack)
     shapes = {name: model.shape(name) for name in model.names()}
     tied = bool(model.config.get("tie_word_embeddings"))
     lora_files.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
@@ -296,14 +307,27 @@ def _read(
     progress(total, total)
 
 
-def _check_experts(model: ModelDir, stack: Sequence[LoraAdapter]) -> None:
-    """Refuse adapters of each expert on a base that has one tensor of all: only its family knows how it is laid out."""
+def _fused_experts(
+    model: ModelDir, stack: Sequence[LoraAdapter], families: Callable[[], Mapping[str, ModelFamily]]
+) -> Mapping[str, Fused]:
+    """The tensors of all experts of the base, if it or an adapter has any: only its family knows how they are laid out.
+
+    Raises `UserError` if no installed family reads the base.
+    """
     fused = next((name for name in model.names() if ".experts." in name and len(model.shape(name)) == 3), None)
-    if fused is not None and any(".experts." in module for adapter in stack for module in adapter.modules):
-        raise UserError(
-            f"--base-model {model.path}: {fused} is one tensor of all experts. Fix: save_pretrained it again with "
-            f"transformers, which writes one for each expert, or train with merge_adapter=true."
-        )
+    on_experts = any(".experts." in module for adapter in stack for module in adapter.modules)
+    together = next((adapter for adapter in stack if adapter.of_all_experts is not None), None)
+    if together is None and (fused is None or not on_experts):
+        return {}
+    kind = model.config.get("model_type")
+    family = next((family for family in families().values() if kind in family.hf_model_types), None)
+    if family is not None:
+        return family.build(model.config).fused_tensors()
+    what = f"{together.source}: its adapters of experts are" if together else f"--base-model {model.path}: {fused} is"
+    raise UserError(
+        f"{what} one tensor of all experts, and no installed plugin reads model_type {kind!r}. "
+        f"Fix: install the plugin of that model family; `surogate plugins list` shows what is there."
+    )
 
 
 def _check_config(model: ModelDir) -> None:

@@ -132,10 +132,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank_pattern": (lambda a: damaged(a, rank_pattern={"q_proj": 2}), "which is not of rank 2"),
     "no rank pattern": (lambda a: damaged(a, rank_pattern={"q": 0, "(": 2}), "rank_pattern: q is 0, not a positive"),
     "no pattern": (lambda a: damaged(a, alpha_pattern=["q"]), "alpha_pattern is ['q'], not a mapping"),
-    "one of all experts": (
-        lambda a: damaged(a, target_parameters=["mlp.experts.gate_up_proj"]),
-        "target_parameters has mlp.experts.gate_up_proj: adapters of one tensor of all experts are not read",
-    ),
     "of the future": (lambda a: damaged(a, use_quantum=True), "use_quantum is true: not supported"),
     "pissa": (lambda a: damaged(a, init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
     "not lora": (lambda a: damaged(a, peft_type="IA3"), "peft_type is 'IA3'"),

@@ -103,7 +103,7 @@ def fused(model: Path, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_file_with_one_tensor_of_all_experts_trains_the_same_bits(
     fused: Path, trained: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path,
-    digests: Callable[[Path], dict[str, str]], capsys: pytest.CaptureFixture[str],
+    digests: Callable[[Path], dict[str, str]],
 ) -> None:  # fmt: skip
     output = tmp_path / "out"
     assert run_here(output, *small, *EVERYTHING, f"model={fused}", "merge_adapter=true") == 0
@@ -111,10 +111,70 @@ def test_a_file_with_one_tensor_of_all_experts_trains_the_same_bits(
     names = load_file(output / "model" / "model.safetensors").keys()
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
     assert not any(name.endswith("gate_up_proj") for name in names)
-    capsys.readouterr()
-    words = ["merge", "--base-model", str(fused), str(output / "adapter"), "--output", str(tmp_path / "merged")]
+    assert main(["merge", "--base-model", str(fused), str(output / "adapter"), "--output", str(tmp_path / "m")]) == 0
+    assert digests(tmp_path / "m") == digests(output / "model")
+
+
+LAYER = "base_model.model.model.layers.1.mlp.experts"
+
+
+def exchanged(adapter: Path, *, experts: int = 4) -> None:
+    """Rewrite an adapter of all experts as PEFT up to 0.18 wrote it: A reads what the weight writes."""
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for module in (LAYER, f"{LAYER}.base_layer"):
+        a, b = (tensors[f"{module}.lora_{side}.weight"] for side in "AB")
+        a_eri, b_ore = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts)
+        tensors[f"{module}.lora_A.weight"] = b_ore.permute(2, 1, 0).reshape(-1, b.shape[0]).contiguous()
+        tensors[f"{module}.lora_B.weight"] = a_eri.permute(2, 1, 0).reshape(a.shape[1], -1).contiguous()
+    save_file(tensors, file)
+
+
+@pytest.fixture(scope="module")
+def of_peft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """An adapter of PEFT on one tensor of all experts, with another rank for one of them; and its logits."""
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        rank_pattern={r"experts\.gate_up_proj": 4}, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    adapted = peft.get_peft_model(base, config).eval()
+    torch.manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    directory = tmp_path_factory.mktemp("peft") / "adapter"
+    adapted.save_pretrained(directory)
+    return directory, logits(adapted)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["peft 0.19", "peft 0.18"])
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "fused"])
+def test_an_adapter_of_one_tensor_of_all_experts_is_merged(
+    model: Path, of_peft: tuple[Path, Tensor], tmp_path: Path, request: pytest.FixtureRequest, together: bool, old: bool
+) -> None:
+    adapter, expected = Path(shutil.copytree(of_peft[0], tmp_path / "adapter")), of_peft[1]
+    if old:
+        exchanged(adapter)
+    base = request.getfixturevalue("fused") if together else model
+    assert main(["merge", "--base-model", str(base), str(adapter), "--output", str(tmp_path / "merged")]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_of_all_experts_that_fits_no_base_or_both_layouts_is_refused(
+    model: Path, of_peft: tuple[Path, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = Path(shutil.copytree(of_peft[0], tmp_path / "adapter"))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{LAYER}.lora_A.weight"] = torch.zeros(8, 31)
+    save_file(tensors, file)
+    words = ["merge", "--base-model", str(model), str(adapter), "--output", str(tmp_path / "merged")]
     assert main(words) == 2
-    assert "mlp.experts.down_proj is one tensor of all experts. Fix: " in capsys.readouterr().err
+    assert f"{LAYER}: A [8, 31] and B [32, 8] fit no tensor of all experts" in capsys.readouterr().err
 
 
 @pytest.mark.slow
