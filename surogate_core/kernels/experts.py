@@ -42,6 +42,22 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
         return order_R.int(), slot_R.view(experts_NK.shape).int(), ends_E.int()
 
 
+def route_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *, renormalise: bool) -> Tensor:
+    """[N, E] in the dtype of the logits: their gradient from that of the weights; for kernels of `route` too."""
+    probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
+    index_NK = experts_NK.long()
+    chosen_NK = probabilities_NE.gather(1, index_NK)
+    dchosen_NK = dweights_NK
+    if renormalise:
+        total_N1 = chosen_NK.sum(dim=-1, keepdim=True)
+        weights_NK = chosen_NK / total_N1
+        dchosen_NK = (dweights_NK - (dweights_NK * weights_NK).sum(dim=-1, keepdim=True)) / total_N1
+    inner_N1 = (chosen_NK * dchosen_NK).sum(dim=-1, keepdim=True)
+    # The experts of a token differ, so no two values go to one place.
+    dlogits_NE = torch.zeros_like(probabilities_NE).scatter(1, index_NK, dchosen_NK)
+    return (probabilities_NE * (dlogits_NE - inner_N1)).to(logits_NE.dtype)
+
+
 class _Route(Function):
     @staticmethod
     def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
@@ -64,20 +80,7 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_NK: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-        logits_NE, experts_NK = ctx.saved_tensors
-        probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
-        index_NK = experts_NK.long()
-        chosen_NK = probabilities_NE.gather(1, index_NK)
-        dchosen_NK = dweights_NK
-        if ctx.renormalise:
-            total_N1 = chosen_NK.sum(dim=-1, keepdim=True)
-            weights_NK = chosen_NK / total_N1
-            dchosen_NK = (dweights_NK - (dweights_NK * weights_NK).sum(dim=-1, keepdim=True)) / total_N1
-        inner_N1 = (chosen_NK * dchosen_NK).sum(dim=-1, keepdim=True)
-        # The experts of a token differ, so no two values go to one place.
-        dlogits_NE = torch.zeros_like(probabilities_NE).scatter(1, index_NK, dchosen_NK)
-        dlogits_NE = probabilities_NE * (dlogits_NE - inner_N1)
-        return dlogits_NE.to(logits_NE.dtype), None, None
+        return route_backward(dweights_NK, *ctx.saved_tensors, renormalise=ctx.renormalise), None, None
 
 
 @op

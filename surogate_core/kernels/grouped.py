@@ -219,12 +219,14 @@ def fault(device: torch.device) -> str | None:
     return None
 
 
-def _supports(device: torch.device, dtype: torch.dtype) -> bool:
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has one launch for all experts there."""
     known = assumed() is not None or torch.cuda.is_available()
     return known and device.type == "cuda" and dtype == torch.bfloat16 and capability(device)[0] in (9, 10)
 
 
-def _takes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> bool:
+def usable(weights_EOI: Tensor, ends_E: Tensor) -> bool:
+    """Whether torch's grouped products take these operands and are right on this device (`fault`)."""
     if weights_EOI.dtype != torch.bfloat16 or len(ends_E) >= GROUPS:
         return False
     if assumed() is not None:
@@ -235,8 +237,12 @@ def _takes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> bool:
     return reason is None
 
 
+def _takes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> bool:
+    return usable(weights_EOI, ends_E)
+
+
 def kernel() -> Kernel:
     """torch's grouped products: on sm_90 and sm_100 one launch, whose sizes stay on the device. Elsewhere torch loops
     over the experts and waits for their sizes, so no CUDA graph could be captured.
     """
-    return Kernel(op="grouped_product", name="torch-grouped", function=torch_grouped, supports=_supports, takes=_takes)
+    return Kernel(op="grouped_product", name="torch-grouped", function=torch_grouped, supports=supports, takes=_takes)

@@ -187,6 +187,27 @@ def _grouped_linears() -> Iterator[Inputs]:
     yield made(200, 3, what="200 tokens, 3 experts each")
     yield made(48, 1, what="one expert a token")
     yield made(48, 2, what="sorted rows", sorted_rows=True)
+    yield _frozen_experts(48, 2)
+    yield _frozen_experts(200, 3, sorted_rows=True)
+
+
+def _frozen_experts(n: int, choices: int, *, sorted_rows: bool = False) -> Inputs:
+    """Two projections whose weights are frozen, both with an adapter."""
+    adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
+    leaves = {"x": _normal(n * choices if sorted_rows else n, 64, seed=0)}
+    for name, seed in (("gate", 3), ("up", 5)):
+        leaves |= {f"A of {name}": _normal(6, 16, 64, seed=seed), f"B of {name}": _normal(6, 32, 16, seed=seed + 1)}
+    # Representable in bf16, so that all dtypes compute with the same weights.
+    frozen = [_normal(6, 32, 64, seed=seed).bfloat16() for seed in (1, 2)]
+
+    def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+        x, *pairs = t
+        _, _, order, slot, ends = _routes(n, 6, choices, x.device)
+        where = (None, None) if sorted_rows else (order, slot)
+        gate, up = (w.to(x.device, x.dtype) for w in frozen)
+        return function(x, *where, ends, None, [adapter] * 2, None, gate, *pairs[:2], up, *pairs[2:])
+
+    return Inputs(leaves=leaves, call=call, what="frozen weights" + (", sorted rows" if sorted_rows else ""))
 
 
 def _grouped_product() -> Iterator[Inputs]:

@@ -54,16 +54,19 @@ WIDE = {
 AMPERE = {
     "adapted_linears": "triton",
     "attention": "triton",
+    "combine": "triton",
     "cross_entropy": "cuda",
+    "grouped_linears": "triton-fused",
     "matrix_update": "triton",
     "norm_rope": "triton",
     "nvfp4_quantised": "cuda",
     "nvfp4_rounded": "cuda",
     "rms_norm": "triton",
+    "route": "triton",
     "swiglu": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}
-GROUPED = {"grouped_product": "torch-grouped"}
+GROUPED = {"grouped_linears": "triton-wide", "grouped_product": "torch-grouped"}
 HOPPER = ADA | GROUPED | {"attention": "hopper", "scaled_linears": "hopper"}
 REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm"]
 ON_HOPPER = ["surogate_kernels_cuda.gated", "surogate_kernels_hopper.scaled_gated", "surogate_kernels_triton.norm"]

@@ -32,10 +32,21 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; imports Triton."""
-    from surogate_kernels_triton import adapters, attention, cross_entropy, norm, norm_rope, swiglu, updates
+    from surogate_kernels_triton import (
+        adapters,
+        attention,
+        cross_entropy,
+        experts,
+        experts_routing,
+        norm,
+        norm_rope,
+        swiglu,
+        updates,
+    )
 
     modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
-    return (*(module.kernel() for module in modules), *updates.kernels())
+    several = (experts, experts_routing, updates)
+    return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:

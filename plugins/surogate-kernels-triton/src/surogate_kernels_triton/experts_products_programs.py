@@ -1,0 +1,108 @@
+"""The products of experts in Triton: gathered rows, two pairs of operands and adapters in one sum.
+
+Names as in `experts_programs`.
+"""
+
+# Triton reads the signatures itself: they have no types but `tl.constexpr`.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows_times(
+    acc,
+    x,
+    w,
+    source,
+    inside,
+    columns,
+    x_row,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    W_I: tl.constexpr,
+    W_O: tl.constexpr,
+    B: tl.constexpr,
+):
+    """acc[m, o] += Σ_i x[source[m], i] w[o, i]; w is that of one expert."""
+    real = (columns < OUT)[None, :]
+    steps = tl.arange(0, B)
+    left = x + source[:, None] * x_row + steps[None, :]
+    right = w + steps[:, None] * W_I + columns[None, :] * W_O
+    for start in tl.range(0, IN, B):
+        known = start + steps < IN
+        value = tl.load(left + start, mask=inside & known[None, :], other=0.0)
+        weight = tl.load(right + start * W_I, mask=known[:, None] & real, other=0.0)
+        acc = tl.dot(value, weight, acc)
+    return acc
+
+
+@triton.jit
+def product(
+    x0,
+    x1,
+    w0,
+    w1,
+    u,
+    b0,
+    b1,
+    order,
+    table,
+    y,
+    scale,
+    x_row,
+    u_row,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    W_I: tl.constexpr,
+    W_O: tl.constexpr,
+    B_L: tl.constexpr,
+    B_O: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    S: tl.constexpr,
+    PAIRS: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+):
+    """y[r, o] = Σ_p Σ_i x_p[r, i] W_p[e, o, i] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l], rounded once.
+
+    With K, row r of x is that of its token. L = 0: no adapters. `W_I`, `W_O`, `B_L`, `B_O`: strides of W and B. Tiles
+    of the same rows follow each other, so that x is read from the L2 cache.
+    """
+    COLUMNS: tl.constexpr = (OUT + C - 1) // C
+    tile = tl.program_id(0) // COLUMNS
+    expert = tl.load(table + tile * 4)
+    if expert < 0:
+        return
+    rows = tl.load(table + tile * 4 + 1) + tl.arange(0, M)
+    inside = rows < tl.load(table + tile * 4 + 2)
+    columns = tl.program_id(0) % COLUMNS * C + tl.arange(0, C)
+    real = (columns < OUT)[None, :]
+    source = rows
+    if K > 0:
+        source = tl.load(order + rows, mask=inside, other=0) // K
+    source = source.to(tl.int64)
+    rows = rows.to(tl.int64)
+    expert = expert.to(tl.int64)
+    acc = tl.zeros([M, C], tl.float32)
+    if L > 0:
+        ranks = tl.arange(0, L)
+        place = expert * (OUT * L) + ranks[:, None] * B_L + columns[None, :] * B_O
+        v = tl.load(u + rows[:, None] * u_row + ranks[None, :], mask=inside[:, None], other=0.0)
+        acc = tl.dot(v, tl.load(b0 + place, mask=real, other=0.0), acc)
+        if S > 1:
+            v = tl.load(u + rows[:, None] * u_row + L + ranks[None, :], mask=inside[:, None], other=0.0)
+            acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
+        acc = acc * scale
+    first = w0 + expert * (IN * OUT)
+    acc = _rows_times(acc, x0, first, source, inside[:, None], columns, x_row, IN, OUT, W_I, W_O, B)
+    if PAIRS > 1:
+        second = w1 + expert * (IN * OUT)
+        acc = _rows_times(acc, x1, second, source, inside[:, None], columns, x_row, IN, OUT, W_I, W_O, B)
+    target = y + rows[:, None] * OUT + columns[None, :]
+    tl.store(target, acc.to(y.dtype.element_ty), mask=inside[:, None] & real)

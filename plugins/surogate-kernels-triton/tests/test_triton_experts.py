@@ -1,0 +1,196 @@
+"""Kernels of experts against their references in float64: on a GPU or, with TRITON_INTERPRET=1, in the interpreter.
+
+`test_in_the_interpreter` runs this file in a process of its own where triton is installed and there is no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.kernels import experts as ops
+from surogate_core.testing.op_cases import random
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BOUND = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")),
+    ],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run in this process")
+def test_in_the_interpreter() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:]
+
+
+def kernel(op: str, name: str = "triton") -> Callable[..., Any]:
+    import surogate_kernels_triton
+
+    return next(k.function for k in surogate_kernels_triton.kernels() if (k.op, k.name) == (op, name))
+
+
+def check(found: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.shape == b.shape
+        error = float((a.double().cpu() - b.cpu()).norm() / b.norm().cpu().clamp(min=1e-30))
+        assert error <= bound, f"tensor {number}: {error:.2e}"
+
+
+def routing(tokens: int, experts: int, choices: int, device: str, *, skew: float = 0.0) -> tuple[Tensor, ...]:
+    """(weights, experts, order, slot, ends); with `skew` few experts get most rows and some none."""
+    logits = random(tokens, experts, seed=5) - skew * torch.arange(experts)
+    return tuple(t.to(device) for t in ops.route(logits.float(), choices, True))
+
+
+# --------------------------------------------------------------------------- routing
+
+
+@devices
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "choices"), [(70, 8, 2), (1, 5, 5), (33, 128, 8), (200, 60, 6), (64, 300, 1)]
+)
+def test_routes(device: str, tokens: int, experts: int, choices: int, renormalise: bool) -> None:
+    """The choices, their order and its inverse are the reference's; equal logits, of which bf16 has many, included."""
+    logits = random(tokens, experts, dtype=torch.bfloat16).to(device)
+    found = kernel("route")(logits, choices, renormalise)
+    expected = ops.route(logits, choices, renormalise)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-7)
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert a.dtype == torch.int32
+        assert torch.equal(a, b)
+
+
+@devices
+def test_ties_nan_and_one_expert_for_all(device: str) -> None:
+    logits = torch.zeros(70, 40, dtype=torch.bfloat16, device=device)
+    logits[1, 30] = float("nan")
+    logits[2:, 7] = 100.0
+    weights, experts, order, slot, ends = kernel("route")(logits, 3, True)
+    assert experts[0].tolist() == [0, 1, 2]
+    assert experts[1].tolist() == [0, 1, 2]
+    assert weights[1].isnan().all()
+    assert bool(weights[[0, *range(2, 70)]].isfinite().all())
+    assert experts[2:, 0].tolist() == [7] * 68
+    for a, b in zip((order, slot, ends), ops.sort_by_expert(experts, 40), strict=True):
+        assert torch.equal(a, b)
+
+
+@devices
+def test_the_routers_gradient(device: str) -> None:
+    logits, dweights = random(40, 24, dtype=torch.bfloat16).to(device), random(40, 4, seed=1).float().to(device)
+    leaves = [logits.detach().requires_grad_() for _ in range(2)]
+    found = kernel("route")(leaves[0], 4, True)[0]
+    expected = ops.route(leaves[1], 4, True)[0]
+    a, b = (torch.autograd.grad(y, leaf, dweights)[0] for y, leaf in zip((found, expected), leaves, strict=True))
+    assert torch.equal(a, b)
+
+
+@devices
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize(("tokens", "choices", "outputs"), [(20, 3, 48), (1, 1, 16), (9, 8, 1500)])
+def test_combine(device: str, dtype: torch.dtype, tokens: int, choices: int, outputs: int) -> None:
+    weights, _, order, slot, _ = routing(tokens, 10, choices, device)
+    y, dout = random(tokens * choices, outputs, dtype=dtype), random(tokens, outputs, seed=2, dtype=dtype)
+    leaves = [y.to(device).requires_grad_(), weights.clone().requires_grad_()]
+    out = kernel("combine")(leaves[0], order, slot, leaves[1])
+    found = [out.detach(), *torch.autograd.grad(out, leaves, dout.to(device))]
+    wide = [y.double().to(device).requires_grad_(), weights.double().requires_grad_()]
+    exact = ops.combine(wide[0], order, slot, wide[1])
+    check(found, [exact.detach(), *torch.autograd.grad(exact, wide, dout.double().to(device))], BOUND[dtype])
+    assert found[2].dtype == torch.float32
+
+
+# --------------------------------------------------------------------------- products
+
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float16}
+"""The interpreter multiplies no matrices in bf16."""
+VARIANTS = ("triton-wide", "triton-fused")
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def layer(
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    projections: int = 2,
+    gathered: bool = True,
+    rank: int = 16,
+    tokens: int = 90,
+    experts: int = 7,
+    skew: float = 1.0,
+    inputs: int = 80,
+    outputs: int = 48,
+) -> list[Tensor]:
+    """y's, then the gradients of x and, with a rank, of A's and B's."""
+    _, _, order, slot, ends = routing(tokens, experts, 3, device, skew=skew)
+    where = (order, slot) if gathered else (None, None)
+
+    def drawn(*shape: int, seed: int, leaf: bool = True) -> Tensor:
+        return random(*shape, seed=seed).bfloat16().to(device, dtype).requires_grad_(leaf)
+
+    x = drawn(tokens if gathered else 3 * tokens, inputs, seed=0)
+    adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=0.0, salt=0) if rank else None
+    tensors, leaves = [], [x]
+    for number in range(projections):
+        tensors.append(drawn(experts, outputs, inputs, seed=10 + number, leaf=False))
+        if rank:
+            pair = [drawn(experts, rank, inputs, seed=20 + number), drawn(experts, outputs, rank, seed=30 + number)]
+            tensors += pair
+            leaves += pair
+    ys = function(x, *where, ends, None, [adapter] * projections, None, *tensors)
+    dys = [drawn(3 * tokens, outputs, seed=40 + number, leaf=False) for number in range(projections)]
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
+
+
+@devices
+@variants
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"projections": 1, "gathered": False},
+        {"gathered": False, "rank": 0},
+        {"projections": 1, "rank": 0},
+        {"rank": 5},
+        {"rank": 32, "experts": 3},
+        {"tokens": 1},
+        {"skew": 50.0},
+        {"inputs": 272, "outputs": 160, "tokens": 50},
+    ],
+    ids=str,
+)
+def test_products_and_gradients(device: str, variant: str, case: dict[str, Any]) -> None:
+    found = layer(kernel("grouped_linears", variant), DTYPE[device], device, **case)
+    expected = layer(ops.grouped_linears, torch.float64, device, **case)
+    check(found, expected, BOUND[DTYPE[device]])
+
+
+@devices
+@variants
+def test_equal_inputs_give_equal_bits(device: str, variant: str) -> None:
+    first = layer(kernel("grouped_linears", variant), DTYPE[device], device)
+    again = layer(kernel("grouped_linears", variant), DTYPE[device], device)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
