@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from surogate_core.dsl.products import defer_products
-from surogate_core.dsl.trace import Compiler, Recompute, Signature, _split, _summed, trace_joint
+from surogate_core.dsl.trace import Compiler, Function, Recompute, Signature, _split, _summed, trace_joint
 from surogate_core.dsl.values import base_op, flops, is_call, name_of, storages
 from surogate_core.kernels.registry import workspaces
 
@@ -41,7 +41,7 @@ class Footprint:
 
 
 def footprint(
-    function: Callable[..., Tensor],
+    function: Function,
     inputs: Sequence[Signature],
     *,
     recompute: Recompute,

@@ -1,7 +1,6 @@
 """Side outputs: small named tensors that a block returns beside its output.
 
-They leave a traced program as the gradients of inputs that stand for them (carriers), so a program has one output and
-one tangent whatever its block reports. What is a term of the loss gets its gradient on the way.
+They are further outputs of a traced forward. Its backward takes a gradient for each that is part of the loss.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 
@@ -43,6 +40,25 @@ class Side:
         return SideSpec(self.name, tuple(size_of(d, config) for d in self.dims), self.role, float(coefficient))
 
 
+Form = Literal["step", "micro_batch", "layer"]
+"""What the load-balancing loss is a product of means over; see `router_aux_loss_form`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """The losses of a model's routers; a coefficient of 0 leaves one out."""
+
+    aux: float = 0.0
+    """Coefficient of the load-balancing loss."""
+    z: float = 0.0
+    """Coefficient of the z loss, the mean of the squared log-sum-exp of the router's logits."""
+    form: Form = "step"
+
+    def covers(self, role: Role) -> bool:
+        """Whether a side output of this role is a term of the loss."""
+        return role == "loss" or bool(self.aux if role == "router_probability" else role == "router_z" and self.z)
+
+
 @dataclass(frozen=True, slots=True)
 class SideSpec:
     """A side output with its shape."""
@@ -53,37 +69,10 @@ class SideSpec:
     coefficient: float
 
 
-class _Attach(torch.autograd.Function):
-    """y as it is; the gradient of each carrier is its value, and a term of the loss gets its gradient as a part of it.
+def reported(sides: Mapping[str, Tensor], specs: Sequence[SideSpec], losses: RouterLosses) -> list[Tensor]:
+    """The side outputs as further outputs of a program, in fp32. Only terms of the loss are differentiated.
 
-    y is copied, because AOTAutograd exports no output that is a view; Inductor fuses the copy with what makes y.
+    They are copied, because AOTAutograd exports no output that is a view.
     """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, scale: Tensor, coefficients: Sequence[float | None], *tensors: Tensor) -> Tensor:
-        """`coefficients`: one a value, None if it is no term of the loss. `tensors`: the carriers, then the values."""
-        ctx.save_for_backward(scale, *tensors[len(coefficients) :])
-        ctx.coefficients = coefficients
-        return y.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """(dy, values for the carriers, gradients of the terms)."""
-        scale, *values = ctx.saved_tensors
-        terms = [None if c is None else scale * c for c in ctx.coefficients]
-        return dy, None, None, *values, *terms
-
-
-def attached(
-    y: Tensor, sides: Mapping[str, Tensor], specs: Sequence[SideSpec], carriers: Sequence[Tensor], scale: Tensor
-) -> Tensor:
-    """y with the side outputs attached to its gradient.
-
-    `carriers`: one fp32 tensor a spec, of its shape; their gradients are the side outputs. `scale`: 0-d fp32, what a
-    micro-step's terms of the loss are multiplied by.
-    """
-    values = [sides[spec.name].float() for spec in specs]
-    coefficients = [spec.coefficient if spec.role == "loss" else None for spec in specs]
-    found: Tensor = _Attach.apply(y, scale, coefficients, *carriers, *values)
-    return found
+    values = [sides[spec.name] if losses.covers(spec.role) else sides[spec.name].detach() for spec in specs]
+    return [value.float().clone() for value in values]

@@ -37,6 +37,8 @@ CRUMB = 8
 its output bytes.
 """
 
+_OUTPUTS, _INPUTS = "surogate_outputs", "surogate_inputs"
+"""Keys of a joint graph's meta: the number of the function's outputs, and of its inputs."""
 _EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
 
 
@@ -92,9 +94,9 @@ class _Call:
 class Program:
     """A differentiated piece.
 
-    `forward(inputs)` → [output, *kept]; `backward([*inputs, *kept, d_output])` → gradients of
-    the inputs that require them, in order, some as `products.Product`. `reads_input[i]`: whether
-    the backward reads input i.
+    `forward(inputs)` → [*outputs, *kept]; `backward([*inputs, *kept, *d_outputs])` → gradients of
+    the inputs that require them, in order, some as `products.Product`; only the outputs that depend on such inputs have
+    a gradient. `reads_input[i]`: whether the backward reads input i.
     """
 
     forward: _Call
@@ -112,33 +114,53 @@ class UnusedInputsError(ValueError):
         self.positions = tuple(positions)
 
 
-def trace_joint(function: Callable[..., Tensor], inputs: Sequence[Signature]) -> fx.GraphModule:
-    """The joint graph of a function of flat tensor inputs with one output.
+Function = Callable[..., Tensor | Sequence[Tensor]]
+"""A function of flat tensor inputs with one output or several."""
 
-    Placeholders: the inputs, then the output's gradient. Outputs: the output, then the gradients
-    of the inputs that require them. Raises `UnusedInputsError` where there is no gradient.
+
+def trace_joint(function: Function, inputs: Sequence[Signature]) -> fx.GraphModule:
+    """The joint graph of a function.
+
+    Placeholders: the inputs, then the gradients of the outputs that depend on inputs that require them. Outputs: those
+    of the function, then the gradients of the inputs that require them. Raises `UnusedInputsError` where there is none.
     """
     joint = _export(function, inputs, joint=True)
     (output,) = (n for n in joint.graph.nodes if n.op == "output")
     flat = list(torch.utils._pytree.tree_leaves(output.args[0]))
-    grads = [g for g, signature in zip(flat[1:], inputs, strict=True) if signature.requires_grad]
-    unused = [i for i, (g, s) in enumerate(zip(flat[1:], inputs, strict=True)) if s.requires_grad and g is None]
+    count = len(flat) - len(inputs)
+    found = list(zip(flat[count:], inputs, strict=True))
+    unused = [i for i, (g, s) in enumerate(found) if s.requires_grad and g is None]
     if unused:
         raise UnusedInputsError(unused)
-    output.args = ([flat[0], *grads],)
+    output.args = ([*flat[:count], *(g for g, signature in found if signature.requires_grad)],)
+    joint.meta[_OUTPUTS], joint.meta[_INPUTS] = count, len(inputs)
     joint.graph.eliminate_dead_code()
     registry.rewrite(joint.graph)
     return joint
 
 
-def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
+def _outputs(joint: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(outputs of the function, gradients) of a joint graph."""
+    found: list[fx.Node] = list(next(iter(reversed(joint.graph.nodes))).args[0])
+    count = joint.meta[_OUTPUTS]
+    return found[:count], found[count:]
+
+
+def _placeholders(joint: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(inputs, gradients of outputs) of a joint graph."""
+    found = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    count = joint.meta[_INPUTS]
+    return found[:count], found[count:]
+
+
+def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
     with FakeTensorMode():
         fakes = [
             torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad and joint)
             for s in inputs
         ]
     with fx_traceback.preserve_node_meta(), torch.set_grad_enabled(joint):
-        exported: Any = aot_export_joint_simple(lambda *args: (function(*args),), tuple(fakes), trace_joint=joint)
+        exported: Any = aot_export_joint_simple(_several(function), tuple(fakes), trace_joint=joint)
     module: fx.GraphModule = exported
     module.graph.set_codegen(fx.graph.CodeGen())
     (output,) = (n for n in module.graph.nodes if n.op == "output")
@@ -147,6 +169,16 @@ def _export(function: Callable[..., Tensor], inputs: Sequence[Signature], *, joi
     _drop_joins(module.graph)
     module.graph.eliminate_dead_code()
     return module
+
+
+def _several(function: Function) -> Callable[..., tuple[Tensor, ...]]:
+    """The function with a tuple of outputs."""
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        found = function(*inputs)
+        return (found,) if isinstance(found, Tensor) else tuple(found)
+
+    return run
 
 
 def _drop_joins(graph: fx.Graph) -> None:
@@ -319,16 +351,16 @@ def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
 
 
 def _forward_of(joint: fx.GraphModule) -> set[fx.Node]:
-    """What the output depends on, and the other results of an op that it does, such as attention's log-sum-exp."""
+    """What the outputs depend on, and the other results of an op that they do, such as attention's log-sum-exp."""
     nodes = list(joint.graph.nodes)
-    forward = _closure(nodes[-1].args[0][:1])
+    forward = _closure(_outputs(joint)[0])
     return forward | {n for n in nodes if n.target is operator.getitem and n.all_input_nodes[0] in forward}
 
 
 def _within(joint: fx.GraphModule, kept: frozenset[fx.Node]) -> set[fx.Node]:
     """The nodes that a backward computes if it receives `kept`."""
     within: set[fx.Node] = set()
-    todo: list[fx.Node] = list(next(iter(reversed(joint.graph.nodes))).args[0][1:])
+    todo = _outputs(joint)[1]
     while todo:
         node = todo.pop()
         if node.op != "placeholder" and node not in kept and node not in within:
@@ -339,23 +371,22 @@ def _within(joint: fx.GraphModule, kept: frozenset[fx.Node]) -> set[fx.Node]:
 
 def _cut_at(joint: fx.GraphModule, kept: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward graphs; the backward receives `kept`, and computes its other inputs again."""
-    nodes = list(joint.graph.nodes)
-    outputs: list[fx.Node] = list(nodes[-1].args[0])
-    *inputs, tangent = (n for n in nodes if n.op == "placeholder")
+    outputs, gradients = _outputs(joint)
+    inputs, tangents = _placeholders(joint)
     within = _within(joint, frozenset(kept))
     return (
-        _extract(joint.graph, inputs, [outputs[0], *kept], _forward_of(joint) | _closure(kept)),
-        _extract(joint.graph, [*inputs, *kept, tangent], outputs[1:], within),
+        _extract(joint.graph, inputs, [*outputs, *kept], _forward_of(joint) | _closure(kept)),
+        _extract(joint.graph, [*inputs, *kept, *tangents], gradients, within),
     )
 
 
 def _spared(joint: fx.GraphModule, recompute: Recompute) -> list[fx.Node]:
     """What is kept where nothing is fused: what the backward cannot compute again, and what is too small to."""
     nodes = list(joint.graph.nodes)
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    outputs: list[fx.Node] = list(nodes[-1].args[0])
+    placeholders = {n for n in nodes if n.op == "placeholder"}
+    _, gradients = _outputs(joint)
     forward = _forward_of(joint)
-    downstream = {placeholders[-1]}
+    downstream = set(_placeholders(joint)[1])
     for node in nodes:
         if any(i in downstream for i in node.all_input_nodes):
             downstream.add(node)
@@ -363,7 +394,7 @@ def _spared(joint: fx.GraphModule, recompute: Recompute) -> list[fx.Node]:
     def walk(spared: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
         kept: set[fx.Node] = set()
         within: set[fx.Node] = set()
-        todo = list(outputs[1:])
+        todo = list(gradients)
         while todo:
             node = todo.pop()
             if node in within or node in placeholders:
@@ -412,6 +443,7 @@ def _split(
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[fx.Node]]:
     """(forward, backward, the nodes that the forward returns for the backward besides inputs)."""
     inputs = {n.name for n in joint.graph.nodes if n.op == "placeholder"}
+    count = joint.meta[_OUTPUTS]
     if compiler != "inductor" or recompute.block:
         spared = _spared(joint, recompute)
         if recompute.budget < 1 and not recompute.block:
@@ -421,27 +453,27 @@ def _split(
         # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
         _mark(joint, recompute)
         with functorch_config.patch(recompute_views=True):
-            forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
+            forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=count)
         if recompute.budget < 1:
             # The partitioner left other nodes in the joint graph, under the same names.
-            names = {n.name for n in _returned(forward)} - inputs
+            names = {n.name for n in _returned(forward, count)} - inputs
             found = [n for n in joint.graph.nodes if n.name in names]
             assert len(found) == len(names), "every residual is a value of the joint graph"
             whole = _wholes(found)
             found = list(dict.fromkeys(whole.get(n, n) for n in found))
             forward, backward = _cut_at(joint, _within_budget(joint, found, recompute.budget))
         else:
-            _keep_whole(forward, backward)
+            _keep_whole(forward, backward, count)
     output = next(iter(reversed(forward.graph.nodes)))
-    kept = [n for n in _returned(forward) if n.name not in inputs]
-    output.args = ([output.args[0][0], *kept],)
+    kept = [n for n in _returned(forward, count) if n.name not in inputs]
+    output.args = ([*output.args[0][:count], *kept],)
     return forward, backward, kept
 
 
-def _returned(forward: fx.GraphModule) -> list[fx.Node]:
-    """The outputs of a forward graph that the backward receives."""
+def _returned(forward: fx.GraphModule, count: int) -> list[fx.Node]:
+    """The outputs of a forward graph that the backward receives: those after the function's, which are `count`."""
     returned: list[fx.Node] = list(next(iter(reversed(forward.graph.nodes))).args[0])
-    return returned[1:]
+    return returned[count:]
 
 
 def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float) -> list[fx.Node]:
@@ -481,10 +513,10 @@ def _wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -> None:
     """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone."""
     (output,) = (n for n in forward.graph.nodes if n.op == "output")
-    result, *returned = output.args[0]
+    results, returned = output.args[0][:count], output.args[0][count:]
     whole = _wholes(returned)
     if not whole:
         return
@@ -504,7 +536,7 @@ def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             _copy_views(backward.graph, member, copies)
         given[member.name].replace_all_uses_with(copies[member])
         backward.graph.erase_node(given[member.name])
-    output.args = ([result, *dict.fromkeys(whole.get(n, n) for n in returned)],)
+    output.args = ([*results, *dict.fromkeys(whole.get(n, n) for n in returned)],)
     for module in (forward, backward):
         module.graph.eliminate_dead_code()
         module.graph.lint()
@@ -529,8 +561,7 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
 
     Views and concatenations of marked values are marked too, in every region.
     """
-    (output,) = (n for n in joint.graph.nodes if n.op == "output")
-    forward = _closure(output.args[0][:1])
+    forward = _closure(_outputs(joint)[0])
     marked: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node not in forward or node.op != "call_function":
@@ -546,25 +577,25 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
 
 
 def differentiate(
-    function: Callable[..., Tensor],
+    function: Function,
     inputs: Sequence[Signature],
     *,
     recompute: Recompute,
     compiler: Compiler,
     summed: int = 0,
 ) -> Program:
-    """Trace, cut and compile a function of flat tensor inputs with one tensor output.
+    """Trace, cut and compile a function.
 
     The gradients of the first `summed` inputs are added to sums: those that are products are left as such.
     """
     joint = trace_joint(function, inputs)
-    *input_names, tangent = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
+    input_names, tangents = ([n.name for n in nodes] for nodes in _placeholders(joint))
     forward, backward, kept = _split(joint, recompute, compiler)
     products = defer_products(backward, _summed(inputs, summed))
     read = {n.name for n in backward.graph.nodes if n.op == "placeholder" and n.users}
     return Program(
         forward=_compiled(forward, input_names, compiler),
-        backward=_compiled(backward, [*input_names, *(n.name for n in kept), tangent], compiler, products),
+        backward=_compiled(backward, [*input_names, *(n.name for n in kept), *tangents], compiler, products),
         reads_input=tuple(name in read for name in input_names),
         kept=tuple(Signature.of(n.meta["val"]) for n in kept),
     )
@@ -580,7 +611,7 @@ def with_gradients(
     return _compiled(joint, names, compiler, products)
 
 
-def without_gradients(function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler) -> _Call:
+def without_gradients(function: Function, inputs: Sequence[Signature], *, compiler: Compiler) -> _Call:
     """Compile the forward alone: (inputs) → [output]."""
     module = _export(function, inputs, joint=False)
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"]

@@ -17,6 +17,7 @@ from surogate_core.bundles import (
     WeightFormat,
 )
 from surogate_core.dsl.declare import LoRA, Model
+from surogate_core.dsl.sides import RouterLosses
 from surogate_core.dsl.trace import Compiler, Recompute
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.registry import KernelTable
@@ -68,6 +69,8 @@ class EngineSettings:
     """Whether each rank keeps only its part of the weights between their uses, frozen ones included."""
     exact: bool = False
     """Whether gradients are added in an order that does not depend on the number of ranks."""
+    router_losses: RouterLosses = field(default_factory=RouterLosses)
+    """The losses of routers that are part of the loss."""
     micro_batches: int = 1
     """M, micro-batches of an optimizer step of all ranks together."""
 

@@ -33,7 +33,8 @@ from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.sharded_state import ShardedState
 from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import Sharing
-from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, SideSums, StoreSet
+from surogate_core.engine.sides import SideSums
+from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StoreSet
 from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
@@ -135,7 +136,12 @@ class Engine:
         self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
         """Times the micro-steps that need no other rank, if there are several."""
-        self.sides = SideSums(self.plan.layers, settings.device)
+        self.sides = SideSums(
+            self.plan.layers,
+            settings.device,
+            losses=settings.router_losses,
+            numbers=settings.micro_batches if by_number else 0,
+        )
         self.update = Update(
             self.assembly,
             self.parameters,
@@ -223,6 +229,7 @@ class Engine:
         """The graphs of micro-steps; empty where they are not captured."""
         self._update: Callable[[], None] = self.update.run
         self._evaluate: Callable[[], None] = self.step.evaluate
+        self._count: Callable[[], None] = self.step.count
         self._captured: torch.cuda.CUDAGraph | None = None
         """A graph beside which that of the evaluation is to be captured."""
         if settings.device.type != "cuda" or not settings.cuda_graphs or not self.assembly.offloader.addressable:
@@ -237,6 +244,10 @@ class Engine:
             kinds=self._kinds(),
             update_on_cpu=settings.update_on_cpu,
         )
+        if self.sides.counts_first(settings.micro_batches):
+            from surogate_core.engine.graphs import capture_evaluation
+
+            self._count = capture_evaluation(self.step.count, self._captured)
         progress("capturing CUDA graphs", 1, 1)
 
     def _kind(self, first: bool, last: bool, fresh: bool) -> Kind:
@@ -299,17 +310,34 @@ class Engine:
             )
         share = self.sharing.share(len(batches))
         together = max(1, LOSSES_IN_FP32 // len(self.programs.chunks()))
+        counted = self.sides.counts_first(len(batches))
+        self.sides.begin(counted=counted)
+        if counted:
+            self._count_routes(batches, share.numbers, step=step)
+        tokens = sum(batch.tokens for batch in batches)
         for micro_step, number in enumerate(share.numbers):
             batch = batches[number]
             assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
             if micro_step and micro_step % together == 0:
                 self.losses.fold()
             scale = 1 / (loss_weight or 1)
-            self.inputs.load(batch, self.seeds(step, number), scale, side_scale=1 / len(batches))
+            self.inputs.load(batch, self.seeds(step, number), scale)
+            self.sides.load(tokens=batch.tokens, step_tokens=tokens, micro_batches=len(batches))
             self._run_micro_step(micro_step == 0, micro_step == len(share.numbers) - 1, not self._sums_hold)
             if len(batches) == self.settings.micro_batches:
                 self.losses.keep(number)
+                self.sides.keep(number)
             self._sums_hold = not self._lanes.after(share, micro_step)
+
+    def _count_routes(self, batches: Sequence[MicroBatch | Counts], numbers: Iterable[int], *, step: int) -> None:
+        """Run the forward of each own micro-batch, so that the tokens of each expert are known before a backward."""
+        self.traffic.freshen()
+        for number in numbers:
+            batch = batches[number]
+            assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
+            self.inputs.load(batch, self.seeds(step, number), 0.0)
+            self._count()
+        self.sides.exchange(self.traffic)
 
     def _run_micro_step(self, first: bool, last: bool, fresh: bool) -> None:
         run: Callable[[], None] = partial(self.step.train, first, last, fresh)
@@ -345,6 +373,7 @@ class Engine:
         loss_weight = sum(b.loss_weight for b in batches)
         self.update.take_loss()
         self._accumulate(batches, step=step, loss_weight=loss_weight)
+        self.sides.clear()
         return self.update.take_loss().item() / (loss_weight or 1)
 
     @torch.no_grad()
@@ -440,7 +469,8 @@ class Engine:
 
     def close(self) -> None:
         """Drop the CUDA graphs, which must be gone before the ranks disconnect."""
-        self._micro_steps, self._update, self._evaluate, self._captured = {}, self.update.run, self.step.evaluate, None
+        self._micro_steps, self._update, self._captured = {}, self.update.run, None
+        self._evaluate, self._count = self.step.evaluate, self.step.count
 
 
 def _shape(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

@@ -28,8 +28,6 @@ class Inputs:
     """
     loss_scale: Tensor
     """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
-    side_scale: Tensor
-    """0-d fp32: 1 / micro-steps of the optimizer step, which a block's terms of the loss are multiplied by."""
     one: Tensor
     """0-d fp32."""
     columns: dict[str, Tensor]
@@ -49,13 +47,12 @@ class Inputs:
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
             seeds_L=torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, 0],
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
-            side_scale=torch.zeros((), dtype=torch.float32, device=device),
             one=torch.ones((), dtype=torch.float32, device=device),
             columns={name: torch.zeros(n, dtype=torch.float32, device=device) for name in settings.columns},
             real=torch.ones(n, dtype=torch.bool, device=device) if reads_real else None,
         )
 
-    def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float, *, side_scale: float = 1.0) -> None:
+    def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
         """Copy a micro-batch in, without waiting for the device."""
         pairs = [
             (self.input_ids, batch.input_ids),
@@ -75,4 +72,3 @@ class Inputs:
                 value = value.pin_memory()
             target.copy_(value, non_blocking=True)
         self.loss_scale.fill_(loss_scale)
-        self.side_scale.fill_(side_scale)

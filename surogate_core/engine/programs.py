@@ -12,9 +12,10 @@ from torch import Tensor
 
 from surogate_core.batch import WEIGHTS
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
-from surogate_core.dsl.sides import attached
+from surogate_core.dsl.sides import reported
 from surogate_core.dsl.slots import Join, Panel, plain_gemm
 from surogate_core.dsl.trace import (
+    Function,
     Program,
     Signature,
     UnusedInputsError,
@@ -102,18 +103,14 @@ class ProgramBuilder:
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
-        sides = [Signature(spec.shape, torch.float32, self.device, True) for spec in piece.sides]
-        if sides:
-            sides.append(Signature((), torch.float32, self.device))
-        return [*self._inputs(piece), *panels, *rows, *sides, activation, *self.plan.tables.values(), seed]
+        return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), seed]
 
-    def _layer_function(self, piece: Piece, *, training: bool) -> Callable[..., Tensor]:
+    def _layer_function(self, piece: Piece, *, training: bool) -> Function:
         block, names = piece.block, list(self.plan.tables)
         parameters, assembly = self.parameters, self.plan.assembly
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
-        after_rows = len(piece.specs) + len(panels) + reads_rows
-        count = after_rows + (len(piece.sides) + 1 if piece.sides else 0)
+        count = len(piece.specs) + len(panels) + reads_rows
         kept = self.parameters.packed
         names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
         slot_names = [*(s.name for s in piece.slots), *(e.name for e in piece.experts)]
@@ -121,7 +118,7 @@ class ProgramBuilder:
         plain = piece.key in self.plan.plain
         assert block is not None
 
-        def run(*flat: Tensor) -> Tensor:
+        def run(*flat: Tensor) -> Tensor | Sequence[Tensor]:
             tensors = {spec.name: value for spec, value in zip(piece.specs, flat, strict=False)}
             x, tables, seed = flat[count], dict(zip(names, flat[count + 1 : -1], strict=True)), flat[-1]
             bound = block.bind(
@@ -130,7 +127,7 @@ class ProgramBuilder:
                 gemm=plain_gemm if plain else assembly.recipe.linear,
                 seed=seed if training else None,
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
-                rows=flat[after_rows - 1].unbind(0) if reads_rows else (),
+                rows=flat[count - 1].unbind(0) if reads_rows else (),
                 packed=packed,
                 experts=piece.experts,
                 grouped=None if plain else assembly.recipe.grouped,
@@ -138,8 +135,7 @@ class ProgramBuilder:
             y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:
                 return y
-            *carriers, scale = flat[after_rows:count]
-            return attached(y, sides, piece.sides, carriers, scale)
+            return y, *reported(sides, piece.sides, assembly.settings.router_losses)
 
         return run
 
@@ -160,11 +156,9 @@ class ProgramBuilder:
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer.
 
-        It takes [*tensors, *panels, *joins(, rows)(, *carriers, scale), x_ND, *tables, seed].
-
-        The gradient of the rows contains the observations of their slots, and the gradients of the carriers are the
-        side outputs of the block, whose terms of the loss `scale` multiplies. A gradient may be a
-        `dsl.products.Product`.
+        It takes [*tensors, *panels, *joins(, rows), x_ND, *tables, seed], and gives y_ND and the side outputs. Those
+        that are terms of the loss have a gradient after y's. The gradient of the rows contains the observations of
+        their slots. A gradient may be a `dsl.products.Product`.
         """
         found = self._layers_by_key.get(piece.key)
         if found is None:

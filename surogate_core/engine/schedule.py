@@ -102,6 +102,11 @@ def evaluation_schedule(layers: int) -> tuple[Action, ...]:
     )
 
 
+def counting_schedule(layers: int) -> tuple[Action, ...]:
+    """Forward through the layers alone; nothing is kept."""
+    return tuple(a for a in _forward([layer_key(i) for i in range(layers)], keep=False) if a.key != HEAD)
+
+
 def _forward(keys: Sequence[str], *, keep: bool) -> tuple[Action, ...]:
     actions = [
         Action("tables", ""),

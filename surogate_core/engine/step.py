@@ -13,18 +13,17 @@ from torch import Tensor
 
 from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
 from surogate_core.dsl.products import Product, add_products
-from surogate_core.dsl.sides import Role
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
 from surogate_core.engine.parameters import Parameters
-from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.schedule import EMBED, Action, evaluation_schedule, training_schedule
+from surogate_core.engine.schedule import EMBED, Action, counting_schedule, evaluation_schedule, training_schedule
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.sides import SideSums
 from surogate_core.engine.traffic import Traffic
 from surogate_core.mesh.mesh import Later
 
@@ -127,44 +126,6 @@ class RecipeRows:
         torch.maximum(observed, figures, out=observed)
 
 
-class SideSums:
-    """The side outputs of the layers, summed over the micro-steps of an optimizer step."""
-
-    def __init__(self, pieces: Sequence[Piece], device: torch.device):
-        with_sides = [piece for piece in pieces if piece.sides]
-        shapes = {spec.name: (spec.shape, spec.role) for piece in with_sides for spec in piece.sides}
-        self.layers = {name: [p for p in with_sides if any(s.name == name for s in p.sides)] for name in shapes}
-        self.sums = {
-            name: torch.zeros(len(self.layers[name]), *shape, dtype=torch.float32, device=device)
-            for name, (shape, _) in shapes.items()
-        }
-        """Name → [layers that have it, *its shape] fp32."""
-        self.roles: dict[str, Role] = {name: role for name, (_, role) in shapes.items()}
-        self._places = {(p.key, name): i for name, layers in self.layers.items() for i, p in enumerate(layers)}
-        self._carriers = {
-            piece.key: [torch.zeros(spec.shape, dtype=torch.float32, device=device) for spec in piece.sides]
-            for piece in with_sides
-        }
-
-    def inputs(self, piece: Piece, scale: Tensor) -> list[Tensor]:
-        """What the programs of a layer take for its side outputs. `scale`: of its terms of the loss."""
-        return [*self._carriers[piece.key], scale] if piece.sides else []
-
-    def add(self, piece: Piece, values: Sequence[Tensor]) -> None:
-        """Add a micro-step's side outputs of a layer."""
-        for spec, value in zip(piece.sides, values, strict=True):
-            self.sums[spec.name][self._places[piece.key, spec.name]].add_(value)
-
-    def flat(self) -> Tensor:
-        """All sums as one vector, in order."""
-        return torch.cat([total.view(-1) for total in self.sums.values()])
-
-    def clear(self) -> None:
-        """Begin anew."""
-        for total in self.sums.values():
-            total.zero_()
-
-
 @dataclass(slots=True)
 class _Flow:
     """The activations between the actions of the schedule."""
@@ -202,11 +163,13 @@ class MicroStep:
     traffic: Traffic
     training: tuple[Action, ...] = field(init=False)
     evaluation: tuple[Action, ...] = field(init=False)
+    counting: tuple[Action, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         layers = len(self.plan.layers)
         self.training = training_schedule(layers, train_embedding=self.plan.train_embedding)
         self.evaluation = evaluation_schedule(layers)
+        self.counting = counting_schedule(layers)
 
     def train(self, first: bool = True, last: bool = True, fresh: bool = True) -> None:
         """Forward and backward of the micro-batch in `inputs`. `first`, `last`: whether it is the first, and the last,
@@ -221,6 +184,11 @@ class MicroStep:
     def evaluate(self) -> None:
         """Forward of the micro-batch in `inputs`, without dropout."""
         self._run(self.evaluation, training=False)
+
+    def count(self) -> None:
+        """Forward of the micro-batch in `inputs` through the layers, as in training, for the routes alone."""
+        self._run(self.counting, training=True)
+        self.sides.count()
 
     def hidden(self) -> Tensor:
         """[N, D]: the last layer's output for the micro-batch in `inputs`, without dropout."""
@@ -262,6 +230,8 @@ class MicroStep:
                     self.stores.residuals.put(action.key, flow.residuals)
                     flow.residuals = ()
                 case "loss":
+                    if training:
+                        self.sides.settle()
                     self._loss(flow, training=training)
                 case "backward":
                     self._backward(action.key, flow)
@@ -281,8 +251,7 @@ class MicroStep:
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         panels = (tensor for _, tensor in shared)
         rows = [] if self.rows is None or not self.programs.reads_rows(piece) else [self.rows.rows(key)]
-        sides = self.sides.inputs(piece, self.inputs.side_scale)
-        return [*tensors, *panels, *rows, *sides, x, *flow.tables, self.inputs.seeds_L[self.plan.numbers[key]]]
+        return [*tensors, *panels, *rows, x, *flow.tables, self.inputs.seeds_L[self.plan.numbers[key]]]
 
     def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
         if key == EMBED:
@@ -293,8 +262,9 @@ class MicroStep:
         assert x is not None
         piece = self.plan.layer(key)
         if training:
-            flow.x, *kept = self.programs.layer(piece).forward(self._layer_inputs(key, flow, x))
-            flow.residuals = (x, *kept)
+            flow.x, *others = self.programs.layer(piece).forward(self._layer_inputs(key, flow, x))
+            self.sides.found(piece, others[: len(piece.sides)])
+            flow.residuals = (x, *others[len(piece.sides) :])
         else:
             (flow.x,) = self.programs.evaluation_layer(piece)(self._layer_inputs(key, flow, x))
 
@@ -364,10 +334,8 @@ class MicroStep:
         x, *kept = flow.residuals
         flow.residuals = ()
         piece = self.plan.layer(key)
-        *gradients, flow.dx = self.programs.layer(piece).backward([*self._layer_inputs(key, flow, x), *kept, dx])
-        if piece.sides:
-            self.sides.add(piece, gradients[-len(piece.sides) :])
-            del gradients[-len(piece.sides) :]
+        arguments = [*self._layer_inputs(key, flow, x), *kept, dx, *self.sides.tangents(piece)]
+        *gradients, flow.dx = self.programs.layer(piece).backward(arguments)
         if self.rows is not None and self.programs.reads_rows(piece):
             self.rows.observe(key, gradients.pop())
         flow.gradients = list(zip(self.stores.gradients.fetch(key), gradients, strict=True))

@@ -16,7 +16,8 @@ from surogate_core.engine.gradient_norm import FlatNorm, SegmentNorm, StreamedNo
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharding import Sharing, owners, piece_ranges
-from surogate_core.engine.step import LossSum, RecipeRows, SideSums
+from surogate_core.engine.sides import SideSums
+from surogate_core.engine.step import LossSum, RecipeRows
 from surogate_core.engine.traffic import Traffic
 from surogate_core.kernels.cpu_updates import host_kernels
 from surogate_core.kernels.registry import using
@@ -124,7 +125,7 @@ class Update:
         self._losses, self.rows, self._cleared = losses, rows, cleared
         self._rounding_seed = rounding_seed
         self._sides = sides
-        self._side_shapes = {name: (sides.roles[name], total.shape) for name, total in sides.sums.items()}
+        self._side_shapes = sides.shapes()
         self._groups = parameters.host_groups if settings.update_on_cpu else parameters.groups
         with placement.allocating("optimizer"):
             self.optimizer: Optimizer = assembly.optimizer.build(self._groups, assembly.optimizer_options)
@@ -169,8 +170,7 @@ class Update:
             self.rows.state.update(self.rows.observed, skip.to(settings.device))
             self.rows.observed.zero_()
         if self._sides.sums:
-            self._figures[2 + self._ranges :].copy_(self._traffic.total(self._sides.flat()))
-            self._sides.clear()
+            self._figures[2 + self._ranges :].copy_(self._sides.take(self._traffic))
         self._parameters.refresh(on_host=on_host)
         for sums in self._cleared:
             sums.zero_()

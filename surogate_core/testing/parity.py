@@ -85,7 +85,7 @@ class Pair:
         source = tiny.tensor_source({**self.state(), **(extra or {})})
         config = self.reference.config.to_dict()
         parts = {"build": self.build, "optimizer": tiny.ADAMW, "source": source, **settings}
-        return tiny.engine(config, tokens=self.tokens, **parts)
+        return tiny.engine(config, **{"tokens": self.tokens, **parts})
 
     def logits_error(self) -> float:
         """The largest relative error of a document's logits, packed here and alone there."""

@@ -152,7 +152,7 @@ def test_what_the_forward_returns_the_backward_finds_by_name() -> None:
     alone.output([alone.call_function(aten.mul.Tensor, (own, kept[1]))])
     forward, backward = (fx.GraphModule(torch.nn.Module(), graph) for graph in (both, alone))
     expected = backward(*split.meta["val"])
-    _keep_whole(forward, backward)
+    _keep_whole(forward, backward, 1)
     returned = [node.name for node in next(iter(reversed(both.nodes))).args[0]][1:]
     assert returned == [n.name for n in alone.nodes if n.op == "placeholder"]
     assert torch.equal(backward(forward(x)[1])[0], expected[0])

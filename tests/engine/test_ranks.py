@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Store, Stores, TensorKind
 from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.pieces import InFile
@@ -39,13 +40,14 @@ def engine_of(fabric: VirtualFabric, *, micro_batches: int, **changes: Any) -> E
     return Engine(assembly, tiny.random_source(), mesh=mesh)
 
 
-def steps(engine: Engine, count: int, *, micro_batches: int, start: int = 0) -> list[tuple[float, float]]:
-    """(loss, norm) of each step; a rank gets counts of the others' micro-batches."""
+def steps(engine: Engine, count: int, *, micro_batches: int, start: int = 0) -> list[tuple[Any, ...]]:
+    """(loss, norm, side outputs) of each step; a rank gets counts of the others' micro-batches."""
     share = engine.sharing.share(micro_batches)
     found = []
     for step in range(start, start + count):
         batches = [b if n in share.numbers else b.counts() for n, b in enumerate(tiny.batches(step, micro_batches))]
-        found.append(engine.train_step(batches, step=step, lr=1e-2).read())
+        result = engine.train_step(batches, step=step, lr=1e-2)
+        found.append((*result.read(), *(total.tolist() for _, total in result.sides().values())))
     return found
 
 
@@ -93,8 +95,24 @@ CASES: dict[str, dict[str, Any]] = {
         "master_dtype": torch.bfloat16,
         "dtype": torch.bfloat16,
     },
-    "experts, level 1": {"zero_level": 1, "build": mixture.Mixture, "config": mixture.CONFIG},
-    "experts, level 3": {"zero_level": 3, "build": mixture.Mixture, "config": mixture.CONFIG},
+    "experts, level 1": {
+        "zero_level": 1,
+        "build": mixture.Mixture,
+        "config": mixture.CONFIG,
+        "router_losses": RouterLosses(aux=0.1, z=0.01),
+    },
+    "experts, level 3": {
+        "zero_level": 3,
+        "build": mixture.Mixture,
+        "config": mixture.CONFIG,
+        "router_losses": RouterLosses(aux=0.1, form="layer"),
+    },
+    "experts, a counted step, level 3": {
+        "zero_level": 3,
+        "build": mixture.Mixture,
+        "config": mixture.CONFIG,
+        "router_losses": RouterLosses(aux=0.1),
+    },
     "experts in NF4, sharded": {
         "lora": tiny.lora(dropout=0.1),
         "shard_weights": True,
@@ -117,7 +135,13 @@ def alone(case: str, *, micro_batches: int = 8, count: int = 3) -> tuple[Any, Ma
     return trained(1, exact=True, micro_batches=micro_batches, count=count, **CASES[case])
 
 
-QUICK = {("lora", 4), ("level 1", 2), ("experts in NF4, sharded", 2), ("level 3 in 8 bits, bf16 masters", 2)}
+QUICK = {
+    ("lora", 4),
+    ("experts, level 1", 2),
+    ("level 1", 2),
+    ("experts in NF4, sharded", 2),
+    ("level 3 in 8 bits, bf16 masters", 2),
+}
 IN_WORLDS = [
     pytest.param(case, world, marks=[] if (case, world) in QUICK else pytest.mark.slow)
     for case in CASES

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project
+from surogate_core.dsl.routing import router_figures, router_sides
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny
 
@@ -33,13 +34,15 @@ class Sparse(Block):
     gate = Experts("experts.{e}.gate_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
     up = Experts("experts.{e}.up_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
     down = Experts("experts.{e}.down_proj", E, CHOICES, I, D, region="ffn", fused="experts.down_proj")
+    tokens, probability, z = router_sides(E)
 
-    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         h = ops.rms_norm(x, self.norm, self.eps)
-        routes = Routes.of(h @ self.router.t(), self.choices, renormalise=True)
+        logits = h @ self.router.t()
+        routes = Routes.of(logits, self.choices, renormalise=True)
         gate, up = project(h, routes, self.gate, self.up)
         (y,) = project(ops.swiglu(gate, up), routes, self.down, gathered=True)
-        return x + routes.combine(y)
+        return x + routes.combine(y), router_figures(logits, routes, tables)
 
 
 class Mixture(tiny.SmallModel):

@@ -127,7 +127,6 @@ def test_a_missing_size_is_named(key: str) -> None:
         ({"decoder_sparse_step": 5}, "no layer has experts.*`decoder_sparse_step`.*Fix"),
         ({"mlp_only_layers": [4]}, r"`mlp_only_layers` is \[4\]; it lists layers from 0 to 3\. Fix"),
         ({"mlp_only_layers": "0"}, "`mlp_only_layers` is '0'.*Fix"),
-        ({"output_router_logits": True}, "`output_router_logits`.*Fix"),
         ({"norm_topk_prob": "yes"}, "`norm_topk_prob` is 'yes'.*Fix"),
     ],
 )

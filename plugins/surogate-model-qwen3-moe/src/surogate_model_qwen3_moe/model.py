@@ -179,8 +179,3 @@ def _check_layers(model: Qwen3Moe) -> None:
         raise UserError(
             f"config.json: `norm_topk_prob` is {RENORMALISE.value(config)!r}. Fix: set it to true or false."
         )
-    if config.get("output_router_logits"):
-        raise UserError(
-            "config.json: `output_router_logits` adds the router's load-balancing loss to the loss, which is not "
-            "available for qwen3-moe. Fix: set it to false."
-        )
