@@ -113,6 +113,8 @@ class Recipe:
     """Whether `linear` is x Wᵀ in the dtype of both operands; then an adapter may be fused into the product."""
     note: str | None = None
     """A note about the recipe that the run shows once, or None."""
+    note_of_experts: str | None = None
+    """How `grouped` multiplies; the run shows it once for a model with experts."""
     panel_op: PanelOp | None = None
     """The product for adapted slots with frozen weights, used instead of `linear` if a kernel pack offers its op."""
     pack: Callable[[Tensor, LinearSlot], Tensor] | None = None

@@ -1,8 +1,9 @@
 """NVFP4: E2M1 codes in blocks with E4M3 scales, and one fp32 scale per tensor (arXiv 2509.25149).
 
 Suffixes: R rows, K the inner dimension of a product, along which blocks of 16 extend; P and Q are R and K rounded up to
-a multiple of 16. All arithmetic is fp32 unless stated otherwise, in an explicit order, so that a kernel can give the
-same bits. Constants are computed rather than stored, so that a traced graph contains none.
+a multiple of 16; E matrices of one kind, such as a mixture's experts, each with a tensor scale. All arithmetic is fp32
+unless stated otherwise, in an explicit order, so that a kernel can give the same bits. Constants are computed rather
+than stored, so that a traced graph contains none.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ MINUS = (3, 5, 6, 7, 8, 9, 10, 12, 14, 15)
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix [R, K] in NVFP4, padded with zeros."""
+    """A matrix [R, K] in NVFP4, or several [E, R, K], padded with zeros."""
 
     codes: Tensor
     """[R or P, Q] uint8: bits 0–2 the number of the magnitude in 0, ½, 1, 1½, 2, 3, 4, 6, bit 3 the sign."""
     scales: Tensor
     """[R, Q/16] or [P/16, Q/16] E4M3, of blocks of 1×16 or 16×16."""
     decode: Tensor
-    """0-d fp32: what all of it is multiplied by."""
+    """0-d fp32, or [E]: what all of a matrix is multiplied by."""
 
     def blocks(self, rows: int, inner: int) -> Tensor:
-        """[rows, inner] fp32: codes times block scales, exact, in bf16 too; times `decode` it is the matrix."""
-        height = self.codes.shape[0] // self.scales.shape[0]
-        scales = self.scales.float().repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
-        return (fp4.values(self.codes) * scales)[:rows, :inner]
+        """[..., rows, inner] fp32: codes times block scales, exact, in bf16 too; times `decode` it is the matrix."""
+        height = self.codes.shape[-2] // self.scales.shape[-2]
+        scales = self.scales.float().repeat_interleave(height, -2).repeat_interleave(BLOCK, -1)
+        return (fp4.values(self.codes) * scales)[..., :rows, :inner]
 
     def t(self) -> Quantised:
         """The transpose, where blocks are square."""
@@ -56,14 +57,19 @@ def _tensor_scale(amax: Tensor, top: float) -> Tensor:
 
 
 def _tiles(x_PQ: Tensor, height: int) -> Tensor:
-    """[rows of blocks, blocks of a row, height, 16]."""
-    rows, inner = x_PQ.shape
-    return x_PQ.reshape(rows // height, height, inner // BLOCK, BLOCK).transpose(1, 2)
+    """[..., rows of blocks, blocks of a row, height, 16]."""
+    *lead, rows, inner = x_PQ.shape
+    return x_PQ.reshape(*lead, rows // height, height, inner // BLOCK, BLOCK).transpose(-3, -2)
 
 
 def _untiled(tiles: Tensor) -> Tensor:
-    rows, blocks, height, width = tiles.shape
-    return tiles.transpose(1, 2).reshape(rows * height, blocks * width)
+    *lead, rows, blocks, height, width = tiles.shape
+    return tiles.transpose(-3, -2).reshape(*lead, rows * height, blocks * width)
+
+
+def _of_blocks(scale: Tensor) -> Tensor:
+    """The scale of each matrix as the blocks [..., P, Q/16] of the matrices take it."""
+    return scale if scale.ndim == 0 else scale[..., None, None]
 
 
 def _block_scales(unrounded: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ def _folded(x: Tensor) -> Tensor:
 def _block_errors(tiles: Tensor, codes: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
     """The squared error of each block in fp64; of square ones the same bits for the transpose."""
     # By way of fp32, which is exact: Triton has no conversion of E4M3 to fp64.
-    found = fp4.values(codes).double() * (scales.float().double() * decode.double())[..., None, None]
+    found = fp4.values(codes).double() * (scales.float().double() * _of_blocks(decode.double()))[..., None, None]
     errors = (found - tiles.double()).square()
     if errors.shape[-2] == BLOCK:
         errors = errors + errors.transpose(-1, -2)
@@ -92,26 +98,27 @@ def _block_errors(tiles: Tensor, codes: Tensor, scales: Tensor, decode: Tensor) 
 
 def _encode_blocks(tiles: Tensor, scales: Tensor, decode: Tensor, bits: Tensor | None) -> Tensor:
     """Codes of tiles at their block scales; 0 in a block whose scale is 0."""
-    divisor = (scales.float() * decode)[..., None, None]
+    divisor = (scales.float() * _of_blocks(decode))[..., None, None]
     ratio = torch.where(divisor == 0, 0.0, tiles / torch.where(divisor == 0, 1.0, divisor))
     return fp4.encode(ratio, bits)
 
 
 def quantise(x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | None = None) -> Quantised:
-    """Round a matrix to NVFP4 in blocks of 16×16 (`square`) or 1×16.
+    """Round a matrix, or several [E, R, K] of which each has a tensor scale, to NVFP4 in blocks of 16×16 (`square`) or
+    1×16.
 
     `bits`: [R, K] int32 for stochastic rounding. `four_over_six` (arXiv 2512.02010) scales a block to 4 where
     that has a strictly smaller squared error, both rounded to nearest: a choice that depended on the random
     bits would bias the mean. Errors are summed in fp64.
     """
-    rows, inner = x_RK.shape
+    rows, inner = x_RK.shape[-2:]
     height = BLOCK if square else 1
     padding = (0, -inner % BLOCK, 0, -rows % height)
     tiles = _tiles(pad(x_RK.float(), padding), height)
     tiled_bits = None if bits is None else _tiles(pad(bits, padding), height)
     amax_blocks = tiles.abs().amax((-1, -2))
-    s_enc = _tensor_scale(amax_blocks.amax(), 1536.0 if four_over_six else E4M3_MAX * fp4.LARGEST)
-    decode = 1 / s_enc
+    s_enc = _tensor_scale(amax_blocks.amax((-2, -1)), 1536.0 if four_over_six else E4M3_MAX * fp4.LARGEST)
+    decode, s_enc = 1 / s_enc, _of_blocks(s_enc)
     # By a tensor: on a GPU a division by a number is a product with its reciprocal.
     six = torch.full_like(amax_blocks, fp4.LARGEST)
     if not four_over_six:

@@ -178,6 +178,18 @@ def grouped_product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor
     return found
 
 
+def weight_gradient(dy_RO: Tensor, x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """[E, O, I]: the gradient that `grouped_product` gives its weights, by the kernel that the table chooses.
+
+    For the backward of a recipe. A traced graph has no trace of the product itself, whose result is not used.
+    """
+    with torch.enable_grad():
+        leaf = weights_EOI.detach().requires_grad_()
+        y_RO = grouped_product(x_RI.detach(), leaf, ends_E)
+        (found,) = torch.autograd.grad(y_RO, leaf, dy_RO)
+    return found
+
+
 def torch_grouped(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped_product` by torch's grouped products."""
     found: Tensor = Grouped.apply(x_RI, ends_E, weights_EOI, torch_product, torch_factors)

@@ -19,7 +19,9 @@ def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, dev
     """Notes about experts: those that the recipe leaves as they are, and which projections have adapters."""
     slots = next(iter(resolved.model.expert_slots().values()), ())
     notes = []
-    if slots and not recipe.plain:
+    if slots and recipe.grouped is not None:
+        notes += [recipe.note_of_experts] if recipe.note_of_experts else []
+    elif slots and not recipe.plain:
         dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
         names = ", ".join(slot.module for slot in slots)
         notes.append(f"recipe {config.recipe.name}: experts ({names}) are multiplied in {dtype}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Recipe, RecipeContext, RecipeSpec
+from surogate_core.dsl.experts import TracedExperts
 from surogate_core.dsl.slots import TracedSlot
 from surogate_core.errors import MachineError
+from surogate_core.kernels.grouped import grouped_product
 from surogate_core.testing import tiny
 from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.hostreads import no_host_reads
@@ -200,6 +203,82 @@ def multiplies_packed_weights(spec: RecipeSpec) -> None:
             ensure(error <= 1e-5, f"{name} with the packed weight: relative error {error:.1e} to the weight itself")
 
 
+EXPERTS = (
+    TracedExperts(
+        name="gate", module="experts.{e}.gate_proj", count=4, choices=2, inputs=64, outputs=32, region="ffn",
+        fused=None, adapter=None, index=4,
+    ),
+    TracedExperts(
+        name="up", module="experts.{e}.up_proj", count=4, choices=2, inputs=64, outputs=48, region="ffn",
+        fused=None, adapter=None, index=5,
+    ),
+)  # fmt: skip
+"""Two projections of the same rows."""
+LOADS = {"uneven loads": (5, 0, 42, 1), "all rows on one expert": (0, 48, 0, 0)}
+"""Rows of each expert."""
+
+
+def _of_experts(
+    recipe: Recipe, x_RI: Tensor, weights: list[Tensor], ends_E: Tensor, *, packed: bool = False
+) -> dict[str, Tensor]:
+    """y and dW of each projection, and dx, detached; of packed weights no dW."""
+    assert recipe.grouped is not None
+    seed = torch.tensor(5, dtype=torch.int32, device=x_RI.device)
+    slots = [replace(slot, seed=seed, packed=packed) for slot in EXPERTS]
+    leaves = [x_RI.clone().requires_grad_(), *(w if packed else w.clone().requires_grad_() for w in weights)]
+    ys = recipe.grouped(leaves[0], leaves[1:], ends_E, slots)
+    given = leaves[:1] if packed else leaves
+    gradients = torch.autograd.grad(list(ys), given, [_upstream(y) for y in ys])
+    names = ["dx", *(f"dW of {slot.name}" for slot in slots)]
+    found = {f"y of {slot.name}": y.detach() for slot, y in zip(slots, ys, strict=True)}
+    return {**found, **dict(zip(names, gradients, strict=False))}
+
+
+def _rows_of_experts(loads: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(x_RI, the weights of each projection, ends_E)."""
+    generator = torch.Generator().manual_seed(0)
+    x_RI = torch.randn(sum(loads), 64, generator=generator)
+    weights = [torch.randn(s.count, s.outputs, s.inputs, generator=generator) for s in EXPERTS]
+    ends_E = torch.tensor(loads).cumsum(0).int()
+    return x_RI.to(device), [w.to(device) for w in weights], ends_E.to(device)
+
+
+def multiplies_experts(spec: RecipeSpec) -> None:
+    """The products of experts, and their gradients, have small errors and the same bits each time, for experts without
+    rows too; packed weights give the same products.
+    """
+    for device, recipe in _on_devices(spec):
+        if recipe.grouped is None:
+            raise NotApplicable("the recipe multiplies experts plainly")
+        for what, loads in LOADS.items():
+            x_RI, weights, ends_E = _rows_of_experts(loads, device)
+            exact = _of_experts(_Plain(), x_RI.double(), [w.double() for w in weights], ends_E)
+            for dtype in (torch.float32, torch.bfloat16):
+                operands = x_RI.to(dtype), [w.to(dtype) for w in weights]
+                found, again = (_of_experts(recipe, *operands, ends_E) for _ in range(2))
+                for name, value in found.items():
+                    ensure(value.dtype == dtype, f"{name} of experts is {value.dtype}, not {dtype}")
+                    ensure(torch.equal(value, again[name]), f"{name} of experts: the same product has other bits")
+                    error = tiny.relative_error(value, exact[name])
+                    ensure(error <= BOUND, f"{name} of experts, {what}, {dtype}: relative error {error:.3f}")
+        if recipe.pack_experts is not None:
+            packed = [recipe.pack_experts(w, slot) for w, slot in zip(weights, EXPERTS, strict=True)]
+            found, wide = (
+                _of_experts(recipe, x_RI, packed, ends_E, packed=True),
+                _of_experts(recipe, x_RI, weights, ends_E),
+            )
+            for name, value in found.items():
+                error = tiny.relative_error(value, wide[name])
+                ensure(error <= 1e-5, f"{name} of experts with packed weights: relative error {error:.1e}")
+
+
+class _Plain(Recipe):
+    def grouped(
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+    ) -> Sequence[Tensor]:
+        return [grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
+
+
 def keeps_its_state(spec: RecipeSpec) -> None:
     """Its rows take in the observations of slots, in place; a skipped step changes no bit; another state can load
     it.
@@ -246,6 +325,7 @@ CHECKS = (
     takes_zeros,
     reads_nothing_back,
     multiplies_packed_weights,
+    multiplies_experts,
     keeps_its_state,
     trains,
     resumes,

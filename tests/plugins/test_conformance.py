@@ -16,6 +16,7 @@ from surogate_core.cli.main import main
 from surogate_core.data.encoded import Encoded
 from surogate_core.engine.stores import DeviceGradients
 from surogate_core.errors import MachineError, PluginError, UserError
+from surogate_core.kernels.grouped import grouped_product
 from surogate_core.mesh.offers import FABRICS
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.discovery import installed_plugins
@@ -201,6 +202,23 @@ def test_a_recipe_that_packs_something_else_is_caught() -> None:
         recipes.says_what_it_is(replace(made(1.0), packs=False))
     with pytest.raises(AssertionError, match="what is built has the name 'x', the spec 'y'"):
         recipes.says_what_it_is(replace(made(1.0), name="y"))
+
+
+def test_a_recipe_that_multiplies_experts_wrongly_is_caught() -> None:
+    def grouped(x: Any, weights: Any, ends: Any, slots: Any) -> Any:
+        return [grouped_product(x, w, ends) for w in weights]
+
+    def of_last(x: Any, weights: Any, ends: Any, slots: Any) -> Any:
+        return [x @ w[-1].t() + 0 * w.sum() for w in weights]
+
+    recipes.multiplies_experts(recipe_spec(grouped=grouped))
+    recipes.multiplies_experts(recipe_spec(grouped=grouped, pack_experts=lambda w, slot: w * 1.0))
+    with pytest.raises(AssertionError, match=r"y of gate of experts, uneven loads, torch\.float32: relative error"):
+        recipes.multiplies_experts(recipe_spec(grouped=of_last))
+    with pytest.raises(AssertionError, match=r"with packed weights: relative error 1\.0e-02"):
+        recipes.multiplies_experts(recipe_spec(grouped=grouped, pack_experts=lambda w, slot: w * 1.01))
+    with pytest.raises(NotApplicable, match="multiplies experts plainly"):
+        recipes.multiplies_experts(recipe_spec())
 
 
 class Rows:

@@ -13,6 +13,7 @@ from run_fixtures import EMBEDDED, QUICK, RunHere
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surogate_core.bundles import Recipe
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import ConfigError, UserError
@@ -200,12 +201,22 @@ def notes(installed: Registry, *overrides: str) -> list[str]:
     return expert_notes(config, resolve_model(config, installed), recipe, device)
 
 
-def test_a_run_says_which_recipe_leaves_experts_as_they_are(installed: Registry) -> None:
+def test_a_run_says_how_a_recipe_multiplies_experts(installed: Registry) -> None:
     assert len(notes(installed, "recipe=bf16")) == 1
     note, _ = notes(installed, "recipe=fp8-hybrid")
-    assert note.startswith("recipe fp8-hybrid: experts (mlp.experts.{e}.gate_proj, mlp.experts.{e}.up_proj, ")
-    assert note.endswith("are multiplied in float32.")
+    assert note.startswith("EMULATED FP8 of experts")
+    note, _ = notes(installed, "recipe=nvfp4")
+    assert note.startswith("EMULATED NVFP4 (there is no product of experts")
     assert notes(installed, "recipe=fp8-hybrid", "model=qwen3") == []
+
+
+def test_a_run_says_that_a_recipe_leaves_experts_as_they_are(installed: Registry) -> None:
+    """A third party's recipe need not know of experts."""
+    config = load_run_config([*QUICK, "model=qwen3-moe"], registry=installed)
+    recipe = type("Other", (Recipe,), {"name": "other"})()
+    (note,) = expert_notes(config, resolve_model(config, installed), recipe, torch.device("cpu"))
+    assert note.startswith("recipe bf16: experts (mlp.experts.{e}.gate_proj, mlp.experts.{e}.up_proj, ")
+    assert note.endswith("are multiplied in float32.")
 
 
 def test_a_run_says_which_adapters_of_experts_peft_does_not_load(installed: Registry) -> None:

@@ -6,6 +6,7 @@ e4m3 × e4m3 → fp32 or bf16, e4m3 × e5m2 → bf16. C is the model's dtype, su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Recipe
+from surogate_core.kernels.grouped import grouped_product, weight_gradient
 
 if TYPE_CHECKING:
+    from surogate_core.dsl.experts import TracedExperts
     from surogate_core.dsl.slots import TracedSlot
     from surogate_recipe_bf16 import BF16Options
 
@@ -79,6 +82,12 @@ class RoundedOperands(Recipe):
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, self)
         return y_NO
 
+    def grouped(
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+    ) -> Sequence[Tensor]:
+        """[R, O] of each slot of experts in the model's dtype."""
+        return [_Experts.apply(x_RI, weights_EOI, ends_E, self) for weights_EOI in weights]
+
 
 def round_to(x: Tensor, dtype: str) -> Tensor:
     """`x` rounded to nearest, ties to even. Values beyond an 8-bit format saturate, infinity too; NaN stays."""
@@ -93,6 +102,37 @@ def multiply(a_MK: Tensor, b_NK: Tensor, out: torch.dtype) -> Tensor:
     if a_MK.dtype == b_NK.dtype == out:
         return a_MK @ b_NK.t()
     return (a_MK.float() @ b_NK.float().t()).to(out)
+
+
+def multiply_experts(a_RK: Tensor, b_ECK: Tensor, ends_E: Tensor, out: torch.dtype) -> Tensor:
+    """Each row of A times its expert's Bᵀ in `out`, like `multiply`."""
+    if not a_RK.dtype == b_ECK.dtype == out:
+        a_RK, b_ECK = a_RK.float(), b_ECK.float()
+    return grouped_product(a_RK, b_ECK, ends_E).to(out)
+
+
+class _Experts(Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor, recipe: RoundedOperands) -> Tensor:
+        ctx.save_for_backward(x_RI, weights_EOI, ends_E)
+        ctx.recipe = recipe
+        x, weights = round_to(x_RI, recipe.matmul), round_to(weights_EOI, recipe.matmul)
+        return multiply_experts(x, weights, ends_E, x_RI.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
+        x_RI, weights_EOI, ends_E = ctx.saved_tensors
+        recipe: RoundedOperands = ctx.recipe
+        dy, weights = round_to(dy_RO, recipe.gradient), round_to(weights_EOI, recipe.beside)
+        dx_RI = multiply_experts(dy, weights.transpose(1, 2), ends_E, x_RI.dtype)
+        dweights = None
+        if ctx.needs_input_grad[1]:
+            x = round_to(x_RI, recipe.beside)
+            if not dy.dtype == x.dtype == weights_EOI.dtype:
+                dy, x, weights = dy.float(), x.float(), weights.float()
+            dweights = weight_gradient(dy, x, weights, ends_E).to(weights_EOI.dtype)
+        return dx_RI, dweights, None, None
 
 
 class _Linear(Function):

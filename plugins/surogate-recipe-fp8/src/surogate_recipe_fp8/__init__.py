@@ -42,6 +42,13 @@ def unavailable(device: torch.device) -> str | None:
     return f"SM{major}{minor} has no FP8 products, SM89 and newer have; recipe fp8-hybrid is emulated there"
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether torch has grouped products with a scale for each row on the device: SM90 alone."""
+    from surogate_core.kernels.native import capability
+
+    return device.type == "cuda" and capability(device) == (9, 0)
+
+
 @hookimpl
 def surogate_config_path() -> str:
     """Where the option `recipe=fp8-hybrid` is."""
@@ -66,4 +73,4 @@ def build(options: FP8Options, context: bundles.RecipeContext) -> FP8Hybrid:
     # torch is imported when the recipe is used, not when it is listed.
     from surogate_recipe_fp8.gemm import FP8Hybrid
 
-    return FP8Hybrid.of(options, unavailable(context.device))
+    return FP8Hybrid.of(options, unavailable(context.device), hopper=is_hopper(context.device))

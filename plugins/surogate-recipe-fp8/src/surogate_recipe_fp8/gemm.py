@@ -6,6 +6,7 @@ e5m2 and the other operand in e4m3. Each tensor has one scale, and products are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Recipe, Role
 from surogate_core.errors import MachineError
+from surogate_core.formats import fp8_rows
 from surogate_core.formats.fp8 import (
     ACTIVATION,
     E4M3,
@@ -28,11 +30,13 @@ from surogate_core.formats.fp8 import (
     scale_in_use,
     scale_of,
 )
+from surogate_recipe_fp8.experts import HowExperts, experts_note, grouped
 from surogate_recipe_fp8.panels import ScaledPanels
 from surogate_recipe_fp8.rounding import rounded
 from surogate_recipe_fp8.scaling import DelayedScaling
 
 if TYPE_CHECKING:
+    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_recipe_fp8 import FP8Options
 
@@ -47,14 +51,18 @@ class FP8Hybrid(Recipe):
 
     name = "fp8-hybrid"
 
-    def __init__(self, *, native: bool, margin: int, history: int, note: str):
+    def __init__(self, *, native: bool, margin: int, history: int, note: str, experts: HowExperts = "emulated"):
         """`native`: whether products run on FP8 tensor cores. `history`: number of steps that determine a scale."""
         self.native, self.margin, self.history, self.note = native, margin, history, note
+        self.experts, self.note_of_experts = experts, experts_note(experts)
         self.panel_op = ScaledPanels(margin) if native else None
 
     @classmethod
-    def of(cls, options: FP8Options, reason: str | None) -> FP8Hybrid:
-        """`reason`: why the device has no FP8 products, or None. `MachineError` if emulation is off."""
+    def of(cls, options: FP8Options, reason: str | None, *, hopper: bool = False) -> FP8Hybrid:
+        """`reason`: why the device has no FP8 products, or None. `hopper`: whether it has those of experts.
+
+        `MachineError` if emulation is off.
+        """
         if reason is not None and options.emulate == "never":
             raise MachineError(
                 f"recipe=fp8-hybrid with recipe.emulate=never: {reason.partition(';')[0]}. "
@@ -65,13 +73,27 @@ class FP8Hybrid(Recipe):
         if not native:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0].partition(",")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
-        return cls(native=native, margin=options.margin, history=options.amax_history, note=note)
+        experts: HowExperts = "native" if native and hopper else "never" if options.emulate == "never" else "emulated"
+        return cls(native=native, margin=options.margin, history=options.amax_history, note=note, experts=experts)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
         """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form."""
         assert slot.row is not None
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.row, slot, self)
         return y_NO
+
+    def grouped(
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+    ) -> Sequence[Tensor]:
+        """y_RO of each slot of experts in x's dtype. Weights are [E, O, I], or their packed form.
+
+        `MachineError` if emulation is off and the device has no such products.
+        """
+        return grouped(x_RI, weights, ends_E, slots, how=self.experts)
+
+    def pack_experts(self, weights_EOI: Tensor, slot: ExpertSlot) -> Tensor:
+        """Frozen weights as bytes: scales of rows, codes, and those of the transposes."""
+        return fp8_rows.pack_experts(weights_EOI)
 
     def state(self, slots: int, device: torch.device) -> DelayedScaling:
         """Delayed scales of that many slots."""

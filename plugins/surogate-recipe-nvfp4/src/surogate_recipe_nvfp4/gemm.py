@@ -7,6 +7,7 @@ stochastically. Emulation multiplies codes times block scales, which bf16 repres
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,27 +29,28 @@ from surogate_core.formats.nvfp4 import (
     quantise,
 )
 from surogate_core.kernels.native import capability
-from surogate_recipe_nvfp4 import native
-from surogate_recipe_nvfp4.rounding import rounded
+from surogate_recipe_nvfp4 import experts, native
+from surogate_recipe_nvfp4.rounding import FIRST_SALT, rounded
 
 if TYPE_CHECKING:
+    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
     from surogate_recipe_nvfp4 import NVFP4Options
 
 HEADER = 16
 """Bytes before the codes of a packed weight: its tensor scale, and padding."""
-FIRST_SALT = 64
-"""First index of the slots' random bits, distinct from those of their dropout masks."""
 
 
 class NVFP4(Recipe):
     """The recipe on a device: products of FP4 tensor cores, or of values that are rounded to NVFP4, in bf16."""
 
     name = "nvfp4"
+    note_of_experts = experts.NOTE
 
-    def __init__(self, *, native: bool, four_over_six: bool, stochastic: bool, note: str):
+    def __init__(self, *, native: bool, four_over_six: bool, stochastic: bool, note: str, may_emulate: bool = True):
         """`native`: whether products run on FP4 tensor cores, where their sides allow it; see `native.fits`."""
         self.native, self.four_over_six, self.stochastic, self.note = native, four_over_six, stochastic, note
+        self.may_emulate = may_emulate
 
     @classmethod
     def of(cls, options: NVFP4Options, device: torch.device, reason: str | None) -> NVFP4:
@@ -76,7 +78,13 @@ class NVFP4(Recipe):
             unused = "" if options.backend == "cutlass" else f" fp4_backend={options.backend} has no effect."
             note = f"EMULATED NVFP4 ({why}): numbers as NVFP4 would give, and slower than bf16. {note}{unused}"
         stochastic = not options.nearest_gradients
-        return cls(native=is_native, four_over_six=options.four_over_six, stochastic=stochastic, note=note)
+        return cls(
+            native=is_native,
+            four_over_six=options.four_over_six,
+            stochastic=stochastic,
+            note=note,
+            may_emulate=options.emulate != "never",
+        )
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
         """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form. Without a seed gradients round to
@@ -97,6 +105,23 @@ class NVFP4(Recipe):
         for layout in (quantised, quantised.t()):
             parts += [fp4.pairs(layout.codes).reshape(-1), layout.scales.contiguous().view(torch.uint8).view(-1)]
         return torch.cat(parts)
+
+    def grouped(
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+    ) -> Sequence[Tensor]:
+        """y_RO of each slot of experts in x's dtype, emulated. Weights are [E, O, I], or their packed form.
+
+        `MachineError` if emulation is off.
+        """
+        if not self.may_emulate:
+            raise MachineError(experts.NEVER)
+        return experts.grouped(
+            x_RI, weights, ends_E, slots, four_over_six=self.four_over_six, stochastic=self.stochastic
+        )
+
+    def pack_experts(self, weights_EOI: Tensor, slot: ExpertSlot) -> Tensor:
+        """Frozen weights as bytes [E, n]: tensor scale, codes and block scales of each."""
+        return experts.pack(weights_EOI, four_over_six=self.four_over_six)
 
     def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
         """(the rounded values of x in fp32, a mask of values beyond the largest of their block)."""

@@ -1,4 +1,4 @@
-"""Rounding of a tensor's values to NVFP4, for reports."""
+"""What every product of the recipe uses, and the rounding of a tensor's values for reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from torch import Tensor
 
 from surogate_core.formats import fp4
 from surogate_core.formats.nvfp4 import BLOCK, quantise
+
+FIRST_SALT = 64
+"""First index of the slots' random bits, distinct from those of their dropout masks."""
 
 
 def rounded(x: Tensor, role: str, *, four_over_six: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,104 @@
+"""The FP8 product of the experts of a mixture, forward and backward.
+
+Suffixes: R rows sorted by expert, E experts, I inputs, O outputs. y = x Wᵀ and dx = dy W in e4m3 × e4m3 with one scale
+for each row of both operands (`surogate_core.formats.fp8_rows`); dW = dyᵀ x in the dtype of x and dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.errors import MachineError
+from surogate_core.formats import fp8_rows
+from surogate_core.kernels.grouped import weight_gradient
+
+if TYPE_CHECKING:
+    from surogate_core.dsl.experts import TracedExperts
+
+
+HowExperts = Literal["native", "emulated", "never"]
+"""How the products of experts are computed; never: the device has none, and emulation is off."""
+
+NEVER = (
+    "recipe=fp8-hybrid with recipe.emulate=never: this device has no FP8 products of experts, only Hopper (SM90) has. "
+    "Fix: set recipe.emulate=auto to emulate them, or recipe=bf16."
+)
+
+
+def experts_note(how: HowExperts) -> str:
+    """What the run says about a model with experts."""
+    note = "recipe fp8-hybrid multiplies experts in e4m3 × e4m3 with a scale for each row, and their dW in model_dtype."
+    if how == "native":
+        return note
+    return f"EMULATED FP8 of experts (only Hopper has their products): numbers as FP8 would give. {note}"
+
+
+def grouped(
+    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts], *, how: HowExperts
+) -> Sequence[Tensor]:
+    """y_RO of each slot, like `Recipe.grouped`."""
+    if how == "never":
+        raise MachineError(NEVER)
+    sides = {side for slot in slots for side in (slot.inputs, slot.outputs)}
+    native = how == "native" and x_RI.dtype == torch.bfloat16 and fp8_rows.fits(slots[0].count, *sides)
+    found: Sequence[Tensor] = _Grouped.apply(x_RI, ends_E, slots, native, *weights)
+    return found
+
+
+def _operand(weight: Tensor, slot: TracedExperts, *, transposed: bool) -> tuple[Tensor, Tensor]:
+    """(codes, inverse scales) of the weights [E, O, I] or of their transposes."""
+    if slot.packed:
+        return fp8_rows.packed_views(weight, slot.count, slot.outputs, slot.inputs)[transposed]
+    codes, inverse = fp8_rows.quantise_rows(weight.transpose(1, 2) if transposed else weight)
+    return codes.contiguous(), inverse
+
+
+def _product(
+    rows: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    ends_E: Tensor,
+    dtype: torch.dtype,
+    *,
+    native: bool,
+    fast: bool,
+) -> Tensor:
+    if native:
+        return fp8_rows.native_product(*rows, *weights, ends_E, fast)
+    return fp8_rows.emulated_product(rows, weights, ends_E, dtype)
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_RI: Tensor, ends_E: Tensor, slots: Sequence[TracedExperts], native: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        trained = any(ctx.needs_input_grad[4:])
+        # A trained weight is rounded again in the backward: its codes would cost half as much memory as itself.
+        ctx.save_for_backward(x_RI if trained else None, ends_E, *weights)
+        ctx.slots, ctx.native, ctx.dtype = slots, native, x_RI.dtype
+        rows, found = fp8_rows.quantise_rows(x_RI), []
+        for weight, slot in zip(weights, slots, strict=True):
+            operand = _operand(weight, slot, transposed=False)
+            found.append(_product(rows, operand, ends_E, x_RI.dtype, native=native, fast=True))
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x_RI, ends_E, *weights = ctx.saved_tensors
+        dx_RI: Tensor | None = None
+        dweights: list[Tensor | None] = []
+        for number, (dy_RO, weight, slot) in enumerate(zip(dys, weights, ctx.slots, strict=True)):
+            operand = _operand(weight, slot, transposed=True)
+            rows = fp8_rows.quantise_rows(dy_RO)
+            part = _product(rows, operand, ends_E, ctx.dtype, native=ctx.native, fast=False)
+            dx_RI = part if dx_RI is None else dx_RI + part
+            trained = ctx.needs_input_grad[4 + number]
+            dweights.append(weight_gradient(dy_RO, x_RI, weight, ends_E) if trained else None)
+        return dx_RI, None, None, None, *dweights
