@@ -1,7 +1,7 @@
 """The common part of CUDA kernels that unpack a weight of a weight format.
 
-The grid covers a matrix [O, I] of bf16. Each thread writes `VECTOR` neighbouring values of a row, a thread block
-`THREADS` times as many of `ROWS` rows. These numbers must match the sources.
+The grid covers a matrix [O, I] of bf16, or that of each expert, [E, O, I]. Each thread writes `VECTOR` neighbouring
+values of a row, a thread block up to `THREADS` times as many of `ROWS` rows. These numbers must match the sources.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 THREADS = 256
+WARP = 32
 VECTOR = 8
 ROWS = 4
 
@@ -32,23 +33,32 @@ class Unpacker:
         self._title = title
 
     @staticmethod
-    def takes(room_OI: Tensor) -> bool:
+    def takes(room: Tensor) -> bool:
         """Whether a kernel can write this workspace: bf16 on a GPU, in vectors of 16 bytes. It does not check for
         CuPy.
         """
-        aligned = room_OI.shape[1] % VECTOR == 0 and room_OI.stride(0) % VECTOR == 0 and room_OI.data_ptr() % 16 == 0
-        return room_OI.device.type == "cuda" and room_OI.dtype == torch.bfloat16 and room_OI.stride(1) == 1 and aligned
+        whole = [room.shape[-1], *room.stride()[:-1]]
+        aligned = all(count % VECTOR == 0 for count in whole) and room.data_ptr() % 16 == 0
+        return room.device.type == "cuda" and room.dtype == torch.bfloat16 and room.stride(-1) == 1 and aligned
 
-    def runs(self, room_OI: Tensor) -> bool:
+    def runs(self, room: Tensor) -> bool:
         """Whether a kernel writes this workspace; otherwise plain torch does."""
-        return self.takes(room_OI) and missing_cupy() is None
+        return self.takes(room) and missing_cupy() is None
 
-    def launch(self, function: str, packed: Sequence[Tensor | np.generic], room_OI: Tensor) -> None:
-        """Launch a kernel of the source with its own arguments, then the workspace, its pitch and its sides."""
-        outputs, inputs = room_OI.shape
-        grid = -(-inputs // (THREADS * VECTOR)), -(-outputs // ROWS)
+    def launch(self, function: str, packed: Sequence[Tensor | np.generic], room: Tensor, *, apart: int = 0) -> None:
+        """Launch a kernel of the source with its own arguments, then the workspace, its pitch and its sides.
+
+        `room`: [O, I], or [E, O, I] with the first expert's arguments; those of the others are `apart` bytes further
+        each.
+        """
+        outputs, inputs = room.shape[-2:]
+        experts, between = (room.shape[0], room.stride(0)) if room.dim() == 3 else (1, 0)
+        # Narrow matrices have thread blocks of whole warps without idle ones.
+        threads = min(THREADS, -(-inputs // (VECTOR * WARP)) * WARP)
+        grid = -(-inputs // (threads * VECTOR)), -(-outputs // ROWS), experts
         sides = np.int32(outputs), np.int32(inputs)
-        self._module.launch(function, grid, THREADS, *packed, room_OI, room_OI.stride(0), *sides)
+        strides = apart, between * room.itemsize
+        self._module.launch(function, grid, threads, *packed, room, room.stride(-2), *sides, *strides)
 
     def note(self, device: torch.device) -> str | None:
         """A note on why the format is slow on a device, or None; for `WeightFormat.note`."""

@@ -12,16 +12,26 @@
 
 #define __device__
 #define __global__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
 
 struct Index {
-    unsigned x;
+    unsigned x, y, z;
 };
 inline thread_local Index threadIdx, blockIdx, gridDim;
 inline std::barrier<> *block_barrier;
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+
+template <typename T>
+inline T __ldg(const T *from) {
+    return *from;
+}
+template <typename T>
+inline T __ldcs(const T *from) {
+    return *from;
+}
 
 struct uint2 {
     unsigned x, y;
@@ -45,6 +55,14 @@ inline float __uint_as_float(unsigned bits) {
     float x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
+}
+// Two floats rounded to bf16, to nearest, ties to even, the first in the lower half.
+inline unsigned host_bf16x2(float lower, float upper) {
+    const auto rounded = [](float x) {
+        const unsigned bits = __float_as_uint(x);
+        return x != x ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    };
+    return rounded(lower) | (rounded(upper) << 16);
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -77,16 +95,16 @@ using Slot = std::uint64_t;
 using Kernel = void (*)(Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot, Slot,
                         Slot, Slot, float, float, float, float, float, float, float, float);
 
-extern "C" void launch(Kernel kernel, unsigned blocks, unsigned threads, const Slot *a, const float *f) {
+extern "C" void launch(Kernel kernel, const unsigned *blocks, unsigned threads, const Slot *a, const float *f) {
     std::barrier<> barrier(threads);
     block_barrier = &barrier;
     std::vector<std::jthread> block;
     for (unsigned thread = 0; thread < threads; ++thread)
         block.emplace_back([=, &barrier] {
             threadIdx.x = thread;
-            gridDim.x = blocks;
-            for (unsigned number = 0; number < blocks; ++number) {
-                blockIdx.x = number;
+            gridDim = {blocks[0], blocks[1], blocks[2]};
+            for (unsigned number = 0; number < blocks[0] * blocks[1] * blocks[2]; ++number) {
+                blockIdx = {number % blocks[0], number / blocks[0] % blocks[1], number / blocks[0] / blocks[1]};
                 kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14],
                        a[15], a[16], a[17], f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]);
                 barrier.arrive_and_wait();

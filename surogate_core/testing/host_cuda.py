@@ -19,8 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from surogate_core.bundles import WeightFormat
+from surogate_core.kernels import unpacking
 from surogate_core.kernels.native import Sources, source_of
+from surogate_core.kernels.unpacking import Unpacker
+from surogate_core.testing.check import ensure
 
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-pthread", "-w")
@@ -32,6 +37,10 @@ THREADS = 32
 """Threads of a block, which replaces the number in the source."""
 
 
+_BF16X2 = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32 [^"]*" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\);')
+"""The one instruction that sources write in assembly and the host has a function for."""
+
+
 @cache
 def _library(sources: Sources, name: str) -> ctypes.CDLL:
     assert COMPILER is not None
@@ -40,6 +49,7 @@ def _library(sources: Sources, name: str) -> ctypes.CDLL:
         r"constexpr int threads = \d+;", f"constexpr int threads = {THREADS};", source_of(sources, name)
     )
     assert changed == 1
+    text = _BF16X2.sub(r"\1 = host_bf16x2(\3, \2);", text)
     lines = [line for line in text.splitlines() if not line.startswith("#include")]
     with TemporaryDirectory() as directory:
         source, binary = Path(directory, f"{name}.cpp"), Path(directory, f"{name}.so")
@@ -66,7 +76,8 @@ class HostModule:
         slots = (ctypes.c_uint64 * SLOTS)(*values, *[0] * (SLOTS - len(values)))
         wide = (ctypes.c_float * FLOATS)(*floats, *[0.0] * (FLOATS - len(floats)))
         kernel = ctypes.cast(getattr(library, function), ctypes.c_void_p)
-        library.launch(kernel, ctypes.c_uint(grid[0]), ctypes.c_uint(block), slots, wide)
+        blocks = (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid)))
+        library.launch(kernel, blocks, ctypes.c_uint(block), slots, wide)
 
 
 def device_for(
@@ -90,3 +101,35 @@ def device_for(
     monkeypatch.setattr(kernels, "_MODULE", HostModule(kernels._MODULE.sources, name))
     monkeypatch.setattr(kernels, "THREADS", THREADS)
     return torch.device("cpu")
+
+
+def unpacks_on_host(unpacker: Unpacker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels of a weight format run on CPU tensors. Skips the test if a compiler is missing."""
+    if COMPILER is None:
+        pytest.skip("g++ is not installed")
+    monkeypatch.setattr(unpacker, "_module", HostModule(unpacker._module.sources, unpacker._module.name))
+    monkeypatch.setattr(unpacker, "runs", lambda room: True)
+    monkeypatch.setattr(unpacking, "THREADS", THREADS)
+
+
+def ensure_kernel_unpacks(
+    weight_format: WeightFormat, shape: tuple[int, int], reference: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Compare the kernels of a weight format with its reference: for a matrix in a wider one, and for experts."""
+    draw = torch.Generator().manual_seed(0)
+    outputs, inputs = shape
+    weights = torch.randn(3, *shape, generator=draw) * torch.tensor([1.0, 1e-3, 1e30])[:, None, None]
+    rows = [weight_format.pack(weight) for weight in weights.bfloat16()]
+    packed = torch.stack([torch.nn.functional.pad(row, (0, -len(row) % 16 + 16)) for row in rows])
+    expected = torch.empty(weights.shape, dtype=torch.bfloat16)
+    for row, weight in zip(rows, expected, strict=True):
+        reference(row, weight)
+    panel = torch.full((outputs + 1, inputs + 8), 7.0, dtype=torch.bfloat16)
+    weight_format.unpack(rows[0], panel[:-1, :inputs])
+    ensure(torch.equal(panel[:-1, :inputs], expected[0]), f"{list(shape)}: other bits than the reference")
+    panel[:-1, :inputs] = 7.0
+    ensure(bool((panel == 7).all()), f"{list(shape)}: the kernel writes outside of the room")
+    room = torch.full((4, outputs, inputs), 7.0, dtype=torch.bfloat16)
+    weight_format.unpack_experts(packed, room[:3])
+    ensure(torch.equal(room[:3], expected), f"{list(shape)}: experts have other bits than the reference")
+    ensure(bool((room[3] == 7).all()), f"{list(shape)}: the kernel writes outside of the experts' room")

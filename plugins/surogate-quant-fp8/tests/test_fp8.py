@@ -8,6 +8,8 @@ from surogate_quant_fp8 import FP8Options, surogate_weight_format
 from surogate_quant_fp8.fp8 import CHUNK, E4M3, FP8, UNPACKER
 from torch import Tensor
 
+from surogate_core.testing import host_cuda
+
 
 def values_of_e4m3() -> Tensor:
     """[127] float64: every number from 0 to 448, by the format's definition."""
@@ -56,6 +58,16 @@ def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.Monk
     assert torch.equal(fp8.pack(x), kept)
     fp8.unpack(kept, again)
     assert torch.equal(room, again)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 72), (40, 520)], ids=str)
+def test_the_kernel_on_a_host_has_the_bits_of_the_reference(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_cuda.unpacks_on_host(UNPACKER, monkeypatch)
+    for block in (32, 128):
+        fp8 = FP8(FP8Options(block_size=block))
+        host_cuda.ensure_kernel_unpacks(fp8, shape, fp8.unpack_reference)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from surogate_quant_nf4.nf4 import CHUNK, NF4, UNPACKER, VALUES
 from torch import Tensor
 
 from surogate_core.formats.adamw_8bit import dynamic_map
+from surogate_core.testing import host_cuda
 
 PLAIN = NF4(NF4Options(double_quant=False))
 NESTED = NF4(NF4Options())
@@ -117,6 +118,15 @@ def hostile(shape: tuple[int, int]) -> dict[str, Tensor]:
     spoilt = x.clone()
     spoilt[0, 0], spoilt[-1, -1] = float("nan"), float("inf")
     return {"random": x, "huge": x * 1e38, "tiny": x * 1e-39, "zero": x * 0, "not finite": spoilt}
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 72), (40, 520)], ids=str)
+def test_the_kernel_on_a_host_has_the_bits_of_the_reference(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_cuda.unpacks_on_host(UNPACKER, monkeypatch)
+    for nf4 in (PLAIN, NESTED):
+        host_cuda.ensure_kernel_unpacks(nf4, shape, nf4.unpack_reference)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from surogate_quant_nvfp4.nvfp4 import CHUNK, NVFP4, UNPACKER, parts_of
 from torch import Tensor
 
 from surogate_core.formats import fp4
+from surogate_core.testing import host_cuda
 
 SIX = NVFP4(NVFP4Options(four_over_six=False))
 FOUR = NVFP4(NVFP4Options())
@@ -69,6 +70,14 @@ def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.Monk
     assert torch.equal(FOUR.pack(x), kept)
     FOUR.unpack(kept, again)
     assert torch.equal(room, again)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 72), (40, 520)], ids=str)
+def test_the_kernel_on_a_host_has_the_bits_of_the_reference(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_cuda.unpacks_on_host(UNPACKER, monkeypatch)
+    host_cuda.ensure_kernel_unpacks(FOUR, shape, FOUR.unpack_reference)
 
 
 @pytest.mark.gpu

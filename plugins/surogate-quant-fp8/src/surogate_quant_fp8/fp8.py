@@ -99,11 +99,23 @@ class FP8(WeightFormat):
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
         """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
         if UNPACKER.runs(room_OI):
-            codes_OI, scales_PQ = self.parts(packed, *room_OI.shape)
-            numbers = np.int32(self.block.bit_length() - 1), np.int32(scales_PQ.shape[1])
-            UNPACKER.launch("unpack_fp8", (codes_OI, scales_PQ, *numbers), room_OI)
+            self._launch(packed, room_OI)
         else:
             self.unpack_reference(packed, room_OI)
+
+    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
+        """`unpack` for the weight of each expert, on a GPU by one kernel."""
+        if UNPACKER.runs(room_EOI):
+            _, outputs, inputs = room_EOI.shape
+            first = packed_EB[0, : self.nbytes(outputs, inputs)]
+            self._launch(first, room_EOI, apart=packed_EB.stride(0))
+        else:
+            super().unpack_experts(packed_EB, room_EOI)
+
+    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
+        codes_OI, scales_PQ = self.parts(packed, room.shape[-2], room.shape[-1])
+        numbers = np.int32(self.block.bit_length() - 1), np.int32(scales_PQ.shape[1])
+        UNPACKER.launch("unpack_fp8", (codes_OI, scales_PQ, *numbers), room, apart=apart)
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: code · scale in fp32, then rounded to the workspace's dtype."""

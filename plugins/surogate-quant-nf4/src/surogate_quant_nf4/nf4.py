@@ -165,14 +165,24 @@ class NF4(WeightFormat):
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
         """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
         if UNPACKER.runs(room_OI):
-            layout = self.layout(room_OI.numel())
-            codes, *parts = layout.parts(packed)
-            _, map_values = _constants(packed.device)
-            absmax = (*parts, map_values) if layout.double else (parts[0],)
-            function = "unpack_nf4_nested" if layout.double else "unpack_nf4"
-            UNPACKER.launch(function, (codes, *absmax, np.int32(layout.block.bit_length() - 1)), room_OI)
+            self._launch(packed, room_OI)
         else:
             self.unpack_reference(packed, room_OI)
+
+    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
+        """`unpack` for the weight of each expert, on a GPU by one kernel."""
+        if UNPACKER.runs(room_EOI):
+            self._launch(packed_EB[0], room_EOI, apart=packed_EB.stride(0))
+        else:
+            super().unpack_experts(packed_EB, room_EOI)
+
+    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
+        layout = self.layout(room.shape[-2] * room.shape[-1])
+        codes, *parts = layout.parts(packed)
+        _, map_values = _constants(packed.device)
+        absmax = (*parts, map_values) if layout.double else (parts[0],)
+        function = "unpack_nf4_nested" if layout.double else "unpack_nf4"
+        UNPACKER.launch(function, (codes, *absmax, np.int32(layout.block.bit_length() - 1)), room, apart=apart)
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: value · absmax in fp32, then rounded to the workspace's dtype."""

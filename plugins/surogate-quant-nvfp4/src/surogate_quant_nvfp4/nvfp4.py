@@ -136,10 +136,21 @@ class NVFP4(WeightFormat):
     def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
         """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
         if UNPACKER.runs(room_OI):
-            codes, scales, decode = parts_of(packed, *room_OI.shape)
-            UNPACKER.launch("unpack_nvfp4", (codes, scales, decode, np.int32(scales.shape[1] * BLOCK)), room_OI)
+            self._launch(packed, room_OI)
         else:
             self.unpack_reference(packed, room_OI)
+
+    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
+        """`unpack` for the weight of each expert, on a GPU by one kernel."""
+        if UNPACKER.runs(room_EOI):
+            self._launch(packed_EB[0], room_EOI, apart=packed_EB.stride(0))
+        else:
+            super().unpack_experts(packed_EB, room_EOI)
+
+    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
+        codes, scales, decode = parts_of(packed, room.shape[-2], room.shape[-1])
+        padded = np.int32(scales.shape[1] * BLOCK)
+        UNPACKER.launch("unpack_nvfp4", (codes, scales, decode, padded), room, apart=apart)
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: code · scale, which is exact, times 1 / s_enc in fp32, then rounded to the workspace's

@@ -4,6 +4,7 @@
 
 #include "bf16x2.cuh"
 #include "e4m3.cuh"
+#include "experts.cuh"
 
 namespace surogate {
 
@@ -17,11 +18,14 @@ __device__ __forceinline__ unsigned pair(unsigned codes, float scale) {
 
 }  // namespace surogate
 
-// codes [O, I], scales [P, Q] → room [O, I] with rows `pitch` apart
+// codes [O, I], scales [P, Q] → room [O, I] with rows `pitch` apart; of each expert, `packed` and `apart` bytes apart
 extern "C" __global__ void __launch_bounds__(surogate::threads)
     unpack_fp8(const unsigned char *codes, const float *scales, int log_block, int blocks, unsigned short *room,
-               long long pitch, int outputs, int inputs) {
+               long long pitch, int outputs, int inputs, long long packed, long long apart) {
     using namespace surogate;
+    codes = of_expert(codes, packed);
+    scales = of_expert(scales, packed);
+    room = of_expert(room, apart);
     const int column = (blockIdx.x * threads + threadIdx.x) * vector;
     if (column >= inputs) return;
     const int first = blockIdx.y * rows;

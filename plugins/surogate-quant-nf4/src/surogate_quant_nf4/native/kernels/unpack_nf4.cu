@@ -4,6 +4,7 @@
 // multiple of 8 share one absmax; the products are rounded as they stand, so the bits are the reference's.
 
 #include "bf16x2.cuh"
+#include "experts.cuh"
 
 namespace surogate {
 
@@ -69,17 +70,20 @@ __device__ __forceinline__ void unpack(const unsigned char *codes, Absmax absmax
 
 }  // namespace surogate
 
-// codes [O·I/2], absmax [B] → room [O, I] with rows `pitch` apart
+// codes [O·I/2], absmax [B] → room [O, I] with rows `pitch` apart; of each expert, `packed` and `apart` bytes apart
 extern "C" __global__ void __launch_bounds__(surogate::threads)
     unpack_nf4(const unsigned char *codes, const float *absmax, int log_block, unsigned short *room, long long pitch,
-               int outputs, int inputs) {
-    surogate::unpack(codes, surogate::Plain{absmax}, log_block, room, pitch, outputs, inputs);
+               int outputs, int inputs, long long packed, long long apart) {
+    using namespace surogate;
+    unpack(of_expert(codes, packed), Plain{of_expert(absmax, packed)}, log_block, of_expert(room, apart), pitch, outputs,
+           inputs);
 }
 
 extern "C" __global__ void __launch_bounds__(surogate::threads)
     unpack_nf4_nested(const unsigned char *codes, const unsigned char *absmax_codes, const float *group_absmax,
                       const float *offset, const float *map, int log_block, unsigned short *room, long long pitch,
-                      int outputs, int inputs) {
-    surogate::unpack(codes, surogate::Nested{absmax_codes, group_absmax, offset, map}, log_block, room, pitch, outputs,
-                     inputs);
+                      int outputs, int inputs, long long packed, long long apart) {
+    using namespace surogate;
+    const Nested absmax{of_expert(absmax_codes, packed), of_expert(group_absmax, packed), of_expert(offset, packed), map};
+    unpack(of_expert(codes, packed), absmax, log_block, of_expert(room, apart), pitch, outputs, inputs);
 }

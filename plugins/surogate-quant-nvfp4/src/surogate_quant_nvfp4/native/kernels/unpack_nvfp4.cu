@@ -4,6 +4,7 @@
 
 #include "bf16x2.cuh"
 #include "e4m3.cuh"
+#include "experts.cuh"
 
 namespace surogate {
 
@@ -22,11 +23,17 @@ __device__ __forceinline__ unsigned pair(const float *table, unsigned byte, floa
 
 }  // namespace surogate
 
-// codes [O, Q/2], scales [O, Q/16] with Q the inputs up to a multiple of 16, decode [1] → room [O, I], rows `pitch` apart
+// codes [O, Q/2], scales [O, Q/16] with Q the inputs up to a multiple of 16, decode [1] → room [O, I], rows `pitch`
+// apart; of each expert, `packed` and `apart` bytes apart
 extern "C" __global__ void __launch_bounds__(surogate::threads)
     unpack_nvfp4(const unsigned char *codes, const unsigned char *scales, const float *decode, int padded,
-                 unsigned short *room, long long pitch, int outputs, int inputs) {
+                 unsigned short *room, long long pitch, int outputs, int inputs, long long packed,
+                 long long apart) {
     using namespace surogate;
+    codes = of_expert(codes, packed);
+    scales = of_expert(scales, packed);
+    decode = of_expert(decode, packed);
+    room = of_expert(room, apart);
     // 16 words in 16 banks: lanes that read at once meet in none unless they read the same word.
     __shared__ float table[16];
     if (threadIdx.x < 16) table[threadIdx.x] = values[threadIdx.x];
