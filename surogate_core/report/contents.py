@@ -28,6 +28,13 @@ CURVES = (
     ("Throughput", "tokens_per_second", "tokens/s"),
     ("Peak memory", "peak_memory_bytes", "GiB"),
     ("MFU", "speed_of_light", "% of a measured matmul"),
+    ("Expert load imbalance", "moe_load_imbalance", "busiest / mean"),
+    ("Worst layer's imbalance", "moe_worst_imbalance", "busiest / mean"),
+    ("Experts used", "moe_expert_utilization", "% in a step"),
+    ("Entropy of expert loads", "moe_entropy", "share of log E"),
+    ("Dead experts", "moe_dead_experts", "in 50 steps"),
+    ("Load-balancing loss", "moe_aux_loss_raw", "raw"),
+    ("Router z loss", "moe_z_loss_raw", "raw"),
     ("GPU utilization", "gpu.utilization", "%"),
     ("GPU memory", "gpu.memory_used_bytes", "GiB, all processes"),
     ("GPU power", "gpu.power_watts", "W"),
@@ -40,10 +47,14 @@ SCALES = {
     "peak_memory_bytes": 2.0**-30,
     "gpu.memory_used_bytes": 2.0**-30,
     "speed_of_light": 100.0,
+    "moe_expert_utilization": 100.0,
     "gpu.utilization": 100.0,
 }
 
-FROM_ZERO = frozenset(series for _, series, _ in CURVES) - {"loss", "eval", "lr", "grad_norm"}
+FROM_ZERO = frozenset(series for _, series, _ in CURVES) - {
+    *("loss", "eval", "lr", "grad_norm"),
+    *("moe_entropy", "moe_aux_loss_raw", "moe_z_loss_raw"),
+}
 """Series whose axis begins at 0, so that a small change of a large amount looks small."""
 
 SMOOTHED = ("loss", "grad_norm")
@@ -52,6 +63,7 @@ SMOOTHED = ("loss", "grad_norm")
 SMOOTH = 0.8
 """Weight that a mean keeps with each further step, unless the reader chooses another."""
 
+EXPERTS_HEADER = ("layer", "imbalance", "highest", "busiest expert", "experts without a token")
 PLUGIN_HEADER = ("plugin", "distribution", "version")
 
 
@@ -128,6 +140,7 @@ def sections(run: RunRecord, *, with_plugins: bool = True) -> list[Section]:
         Section(title="Notes", items=notices(run)),
         Section(title="Run", rows=facts(run)),
         Section(title="Ranks", header=("rank", "peak memory", "micro-step"), rows=ranks(run)),
+        Section(title="Experts", header=EXPERTS_HEADER, rows=run.loads.rows(), folded=True),
         Section(title="Data", rows=[row for row in counted if row not in zero]),
         Section(title="Data: counts that are 0", rows=zero, folded=True),
         Section(title="Phases", header=("step", "phase", "before", "improvement"), rows=phases(run), folded=True),

@@ -188,12 +188,12 @@ def _bands(bands: Sequence[Band], frame: _Frame) -> Iterable[str]:
 
 
 def _axes(frame: _Frame) -> Iterable[str]:
-    for height in _ticks(frame.bottom, frame.top):
+    for height in ticks(frame.bottom, frame.top):
         value = 10**height if frame.log else height
         at = frame.down(value)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="y" x="{LEFT - 6}" y="{at + 4:.1f}">{figure(value)}</text>'
-    for x in _ticks(frame.left, frame.right):
+    for x in ticks(frame.left, frame.right):
         yield f'<text class="x" x="{frame.across(x):.1f}" y="{HEIGHT - 6}">{figure(x)}</text>'
 
 
@@ -269,7 +269,7 @@ def _range(ys: Sequence[float], *, log: bool) -> tuple[float, float]:
     return (low - margin if log or low < 0 else max(0.0, low - margin)), high + margin
 
 
-def _ticks(low: float, high: float, count: int = 5) -> list[float]:
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round values between the bounds, about `count` of them."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))

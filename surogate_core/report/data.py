@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.report import compare, contents, palette
+from surogate_core.report import compare, contents, heat, palette
 from surogate_core.report.card import card_of
 from surogate_core.report.curves import POINTS, kept_places, smoothed
 from surogate_core.report.records import RunRecord
@@ -73,6 +73,7 @@ def _figures(title: str, run: RunRecord, part: _Part) -> dict[str, Any]:
         "curves": {series: _points(run, series, begin, end, part.smooth) for series in all_series},
         "bands": [[band.begin, band.end, band.label] for band in contents.bands(run)],
         "marks": [mark.at for mark in contents.marks(run)],
+        "loads": [len(run.loads.columns), run.loads.columns[-1].last] if run.loads.columns else [],
         "revision": [str(run.start.get("time")), len(run.config_text), len(run.facts), run.outcome]
         + [len(found) for found in (run.advice, run.phases, run.notices, run.samples, evaluated)],
     }
@@ -86,6 +87,11 @@ def texts(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "runs": [[dataclasses.asdict(section) for section in sections] for sections in parts],
         "shared": [dataclasses.asdict(shared)] if shared else [],
     }
+
+
+def experts(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """What the heat maps of one run's experts are drawn from; None for several runs, and without a record."""
+    return runs[0].loads.data() if len(runs) == 1 else None
 
 
 def tables(runs: Sequence[RunRecord]) -> list[contents.Section]:
@@ -109,6 +115,7 @@ def layout() -> dict[str, Any]:
         "dashes": [[int(length) for length in dash.split()] for dash in palette.DASHES],
         "phases": palette.PHASES,
         "smooth": contents.SMOOTH,
+        "heat": {**palette.HEAT, "span": palette.HEAT_SPAN, "layers": heat.LAYERS, "experts": heat.EXPERTS},
     }
 
 

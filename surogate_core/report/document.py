@@ -13,8 +13,8 @@ from importlib import resources
 from surogate_core.report import palette
 from surogate_core.report.data import embedded, layout
 
-PURE, CHARTS = "figures.js", "charts.js"
-"""Scripts of both pages: functions without a document, and the charts."""
+PURE, CHARTS, HEAT = "figures.js", "charts.js", "heat.js"
+"""Scripts of both pages: functions without a document, the charts, and the heat maps."""
 
 
 @cache
@@ -28,7 +28,7 @@ def style() -> str:
 @cache
 def script(last: str) -> str:
     """The scripts of both pages, then the one named `last`."""
-    return '"use strict";\n' + "".join(_read(name) for name in (PURE, CHARTS, last))
+    return '"use strict";\n' + "".join(_read(name) for name in (PURE, CHARTS, HEAT, last))
 
 
 def live_page(nonce: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from surogate_core.report import compare, contents
+from surogate_core.report import compare, contents, heat
 from surogate_core.report.card import Card, card_of
 from surogate_core.report.curves import Curve, chart, legend
-from surogate_core.report.data import embedded, figures, tables
+from surogate_core.report.data import embedded, experts, figures, tables
 from surogate_core.report.document import static_page
 from surogate_core.report.records import RunRecord
 
@@ -25,11 +25,11 @@ def render(runs: Sequence[RunRecord]) -> str:
     parts = {
         "CARD": _card(card),
         "TABLES": "".join(_section(section) for section in tables(runs)),
-        "CURVES": "".join(_curves(runs)),
+        "CURVES": "".join([*_curves(runs), *(heat.figures(runs[0].loads) if len(runs) == 1 else ())]),
         "DETAILS": "".join(_details(runs)),
     }
     shown = figures(runs, smooth=contents.SMOOTH)
-    return static_page(card.title, parts, embedded({"runs": shown["runs"]}))
+    return static_page(card.title, parts, embedded({"runs": shown["runs"], "experts": experts(runs)}))
 
 
 def _card(card: Card) -> str:

@@ -15,6 +15,11 @@ DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 4", "5 2", "3 6", "12 3 4 3")
 PHASES = {"converging": "#10b981", "plateau": "#f59e0b", "diverging": "#ef4444", "unstable": "#a855f7"}
 """Phase → colour of its shade; a phase that is not listed has none."""
 
+HEAT = {"low": "#3B82C4", "high": "#D9730D", "none": "#6B7280"}
+"""Colours of a heat map on both pages: below the mean and above it, the more opaque the farther, and of no token."""
+HEAT_SPAN = 3
+"""Powers of 2 from the mean to the opaque colours."""
+
 LIGHT_PAGE = {"ink": "#1f2937", "pale": "#5b6472", "line": "#d7dbe2", "back": "#ffffff", "box": "#f6f7f9"}
 DARK_PAGE = {"ink": "#e5e7eb", "pale": "#a3adbb", "line": "#374151", "back": "#111827", "box": "#1c2533"}
 LIGHT_TONES = {"good": "#046c4e", "bad": "#b91c1c", "busy": "#075985", "advice": "#b45309"}

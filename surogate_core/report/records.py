@@ -16,6 +16,7 @@ import yaml
 from surogate_core.errors import UserError
 from surogate_core.files.metrics import METRICS, as_number, parsed, read_lines
 from surogate_core.masking import masked_values, masked_yaml
+from surogate_core.report.loads import Loads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,6 +26,10 @@ STEP_FIELDS = (
     "total_tokens",
 )
 EVAL_FIELDS = ("loss", "gap")
+ROUTING_FIELDS = (
+    *("moe_load_imbalance", "moe_worst_imbalance", "moe_expert_utilization", "moe_entropy", "moe_dead_experts"),
+    *("moe_aux_loss_raw", "moe_z_loss_raw"),
+)
 GPU_FIELDS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
 
 
@@ -98,6 +103,9 @@ class RunRecord:
     _steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
     _evaluations: Table = field(default_factory=lambda: Table(EVAL_FIELDS))
     _gpu: Table = field(default_factory=lambda: Table(GPU_FIELDS))
+    _routing: Table = field(default_factory=lambda: Table(ROUTING_FIELDS))
+    loads: Loads = field(default_factory=Loads)
+    """The tokens of each expert."""
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -115,13 +123,17 @@ class RunRecord:
         return self._evaluations.column("loss")
 
     def curve(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(steps, values) of a field of ``step_end``, of ``eval`` or ``gap``, or of ``gpu.FIELD``; equally long."""
+        """(steps, values) of a field of ``step_end``, of ``eval`` or ``gap``, of ``gpu.FIELD``, or a ``moe_FIELD`` of
+        ``routing_stats``; equally long.
+        """
         if name == "eval":
             table, column = self._evaluations, "loss"
         elif name == "gap":
             table, column = self._evaluations, "gap"
         elif name.startswith("gpu."):
             table, column = self._gpu, name.removeprefix("gpu.")
+        elif name.startswith("moe_"):
+            table, column = self._routing, name
         else:
             table, column = self._steps, name
         values = table.column(column)
@@ -180,6 +192,10 @@ class RunRecord:
                 self._evaluations.add(int(record["step"]), record)
             case "gpu_stats":
                 self._gpu.add(int(record["step"]), record)
+            case "routing_stats":
+                self._routing.add(int(record["step"]), record)
+            case "expert_loads":
+                self.loads.add(record)
             case "rank_stats":
                 self.ranks = record
             case "run_start":
@@ -201,7 +217,7 @@ class RunRecord:
 
     def drop_after(self, step: int) -> None:
         """Drop everything after `step`, from which the run continues."""
-        for table in (self._steps, self._evaluations, self._gpu):
+        for table in (self._steps, self._evaluations, self._gpu, self._routing, self.loads):
             table.drop_after(step)
         self.phases = [p for p in self.phases if int(p.get("step", 0)) <= step]
         self.advice = [a for a in self.advice if int(a.get("step", 0)) <= step]

@@ -1,7 +1,7 @@
 """The live page: a local server for one person, of the runs that it is given.
 
-It listens on 127.0.0.1 alone, wants the token of its URL for every request, and hands out three things that it makes
-itself: the page, the figures, the texts. It opens no file that a request names.
+It listens on 127.0.0.1 alone, wants the token of its URL for every request, and hands out four things that it makes
+itself: the page, the figures, the texts, the loads of experts. It opens no file that a request names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 import structlog
 
 from surogate_core.files.metrics import parsed
-from surogate_core.report.data import AXES, figures, texts
+from surogate_core.report.data import AXES, experts, figures, texts
 from surogate_core.report.document import live_page
 from surogate_core.report.records import RunRecord, metrics_path
 
@@ -154,6 +154,8 @@ def _handler(runs: Callable[[], Sequence[RunRecord]], token: str) -> type[BaseHT
                 self._json({**found, "seconds": round(time.perf_counter() - started, 4)})
             elif url.path == "/texts":
                 self._json(texts(runs()))
+            elif url.path == "/experts":
+                self._json({"experts": experts(runs())})
             else:
                 self._send(404, "text/plain", b"404: there is no such page.\n")
 

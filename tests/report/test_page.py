@@ -129,6 +129,41 @@ def test_it_draws_a_run_and_follows_it(browser: Any) -> None:
         assert asked == {f"{own}/", f"{own}/figures", f"{own}/texts"}
 
 
+def with_experts(run: RunRecord, steps: int) -> RunRecord:
+    for at in range(10, steps + 1, 10):
+        tokens = [[5, 3, 0, 8], [4, 4, 4, 4 + at]]
+        run.add({"event": "expert_loads", "step": at, "steps": 10, "layers": [2, 5], "tokens": tokens})
+        run.add({"event": "routing_stats", "step": at, "moe_load_imbalance": 2.5})
+    return run
+
+
+def test_heat_maps_of_experts(browser: Any) -> None:
+    run = with_experts(make_run(), 200)
+    with closing(Shown(browser, run)) as shown:
+        tab = shown.tab
+        shown.until("heat.maps.length === 2 && heat.maps[1].cells !== null")
+        assert tab.locator("figure:visible").count() == 8
+        assert min(shown.ink("Expert imbalance"), shown.ink("Load of each expert")) > 1000
+        assert tab.locator("label.choice select").input_value() == "1", "the layer that is least even"
+        tab.locator("label.choice select").select_option("0")
+        experts = tab.locator('canvas[aria-label="Load of each expert"]')
+        experts.focus()
+        tab.keyboard.press("ArrowLeft")
+        assert tab.evaluate("heat.maps[1].readout.textContent") == "steps 191 to 200, expert 0: 1.3 × the mean"
+        tab.keyboard.press("ArrowDown")
+        tab.keyboard.press("ArrowDown")
+        tab.keyboard.press("ArrowLeft")
+        assert tab.evaluate("heat.maps[1].readout.textContent") == "steps 181 to 190, expert 2: no token"
+        tab.locator('canvas[aria-label="Expert imbalance"]').hover(position={"x": 100, "y": 100})
+        assert "layer 5" in tab.evaluate("heat.maps[0].readout.textContent")
+        tab.mouse.down()
+        tab.mouse.up()
+        assert tab.locator("label.choice select").input_value() == "1", "a click on a layer chooses it"
+        tab.locator("#axis").select_option("time")
+        shown.until("!busy && heat.maps[0].scale.edges.length === 20")
+        assert shown.wrong == []
+
+
 def test_hostile_text_is_shown_and_not_executed(browser: Any) -> None:
     run = make_run(HOSTILE, text=HOSTILE)
     with closing(Shown(browser, run, make_run("other", text=HOSTILE))) as shown:
@@ -346,6 +381,9 @@ def test_the_report_can_be_read_without_its_script(browser: Any, tmp_path: Path)
     assert tab.locator("figure svg[role=img]").count() == 5
     assert tab.locator("#tools").is_hidden()
     assert tab.locator("rect.tip title").first.text_content().startswith("train raw 4.9")
+    report.write_text(html.render([with_experts(make_run(), 200)]))
+    tab.goto(report.as_uri())
+    assert tab.locator("figure svg image").count() == 2
     context.close()
 
 

@@ -35,6 +35,14 @@ def test_contrasts(dark: bool) -> None:
         assert contrast(colour, page["back"]) >= 3, colour
 
 
+def test_a_heat_map_fits_both_pages_and_the_colour_blind() -> None:
+    for colour in palette.HEAT.values():
+        assert min(contrast(colour, page["back"]) for page in (palette.LIGHT_PAGE, palette.DARK_PAGE)) >= 3, colour
+    for seen in (np.eye(3), PROTAN, DEUTAN):
+        shown = [np.clip(seen @ linear(colour), 0, 1) ** (1 / 2.2) for colour in palette.HEAT.values()]
+        assert all(np.linalg.norm(one - other) > 0.15 for one, other in combinations(shown, 2))
+
+
 @pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK])
 def test_lines_differ_for_the_colour_blind(colours: tuple[str, ...]) -> None:
     assert len(set(palette.DASHES)) == len(palette.DASHES) == len(colours)

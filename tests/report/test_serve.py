@@ -73,7 +73,7 @@ def ask(
 # -------------------------------------------------------------------------------- access
 
 
-@pytest.mark.parametrize("path", ["/", "/figures", "/texts", "/nothing", "/../../etc/passwd"])
+@pytest.mark.parametrize("path", ["/", "/figures", "/texts", "/experts", "/nothing", "/../../etc/passwd"])
 @pytest.mark.parametrize("token", [None, "wrong", "x" * 32, "é"])
 def test_without_the_token_nothing_is_answered(server: PageServer, path: str, token: str | None) -> None:
     status, body, _ = ask(server, path, token=token if token != "é" else "%C3%A9")
@@ -154,6 +154,15 @@ def test_tokens_differ_and_closing_frees_the_port(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- content
+
+
+def test_loads_of_experts(server: PageServer, tmp_path: Path) -> None:
+    assert json.loads(ask(server, "/experts")[1]) == {"experts": None}
+    run = run_of(tmp_path)
+    run.add({"event": "expert_loads", "step": 30, "steps": 30, "layers": [0], "tokens": [[1, 2]]})
+    with closing(PageServer(lambda: [run])) as found:
+        assert json.loads(ask(found, "/experts")[1])["experts"]["bounds"] == [[1, 30]]
+        assert json.loads(ask(found, "/figures")[1])["runs"][0]["loads"] == [1, 30]
 
 
 def test_figures_of_a_run(server: PageServer) -> None:

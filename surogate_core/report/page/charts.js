@@ -362,11 +362,16 @@ function wholeRange() {
 // The shortest stretch that a drag enlarges to.
 const least = ([first, last]) => (state.axis === "step" ? 2 : (last - first) / 1000);
 
+function drawAll() {
+  charts.forEach((chart) => chart.draw());
+  heat.maps.forEach((map) => map.draw());
+}
+
 let waiting = false;
 function drawSoon() {
   if (waiting) return;
   waiting = true;
-  requestAnimationFrame(() => { waiting = false; charts.forEach((chart) => chart.draw()); });
+  requestAnimationFrame(() => { waiting = false; drawAll(); });
 }
 
 function show(begin, end) {

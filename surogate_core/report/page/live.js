@@ -2,6 +2,7 @@
 
 const TOKEN = new URLSearchParams(location.search).get("token");
 const EVERY = 2000; // milliseconds between two requests while a run goes on
+const LOADS = 10000; // milliseconds between two requests for the loads of experts
 const SELDOM = 5; // every fifth of them when all runs are over
 
 const over = () => state.runs.length > 0 && state.runs.every((run) => run.over);
@@ -106,6 +107,18 @@ function details(texts) {
   ]);
 }
 
+// The maps of experts are large, so a run's growth is fetched seldom.
+let loaded = "", loadedAt = 0;
+async function experts() {
+  const now = single() ? JSON.stringify(state.runs[0].loads) : "[]";
+  if (now === "[]" || (now === loaded) || (loadedAt && !over() && Date.now() - loadedAt < LOADS)) {
+    heat.maps.forEach((map) => map.draw());
+    return;
+  }
+  [loaded, loadedAt] = [now, Date.now()];
+  takeExperts((await get("/experts")).experts);
+}
+
 let busy = false, again = false, revision = "";
 async function changed() {
   if (busy) {
@@ -123,6 +136,7 @@ async function changed() {
     $("tools").hidden = !state.runs.some((run) => run.recorded.length);
     charts.forEach((chart) => chart.draw());
     if (performance.getEntriesByName("curves").length === 0 && state.runs.some((run) => run.step)) performance.mark("curves");
+    await experts();
     const now = JSON.stringify(state.runs.map((run) => run.revision));
     if (now !== revision) details(await get("/texts"));
     revision = now;

@@ -2,7 +2,8 @@
 
 function changed() {}
 
-state.runs = JSON.parse($("data").textContent).runs;
+const found = JSON.parse($("data").textContent);
+state.runs = found.runs;
 if (state.runs.some((run) => run.recorded.length)) {
   begin();
   // The file has one mean, so that there is a switch and no slider.
@@ -11,5 +12,6 @@ if (state.runs.some((run) => run.recorded.length)) {
   $("tools").hidden = false;
   legend();
   charts.forEach((chart) => chart.draw());
+  takeExperts(found.experts);
 }
 document.body.dataset.drawn = "true";
