@@ -7,12 +7,13 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Evaluation, Steps
@@ -364,6 +365,8 @@ class Loop:
         self._watch_precision(launched, step)
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
             what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
+            if (layer := self._sides.broken_router(sides)) is not None:
+                what += f"; the router of layer {layer} is the first with probabilities that are not finite"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))
 
     def _speed_of_light(self, flops_per_second: float) -> float | None:
@@ -404,6 +407,14 @@ class Loop:
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"
         if at_start and saved is None:
+            # The others of several ranks would have to serve their shares of the weights.
+            spoilt = _not_finite(self.engine.parameters.base_tensors()) if self.leader.world == 1 else None
+            if spoilt is not None:
+                return (
+                    f"{what}; nothing has been trained yet, and the model's {spoilt} has values that are not finite. "
+                    f"Fix: download or copy the model again; if its files are finite, set a wider torch_dtype"
+                    f"{self._suspect()}."
+                )
             return (
                 f"{what}; nothing has been trained yet. Fix: look for weights of the model that are not finite, "
                 f"and for a torch_dtype that is too narrow for them{self._suspect()}."
@@ -518,3 +529,8 @@ def peak_memory(engine: Engine) -> int:
         return torch.cuda.max_memory_allocated(engine.settings.device) + engine.mesh.memory
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor that is not finite; a NaN is an extreme too."""
+    return next((name for name, tensor in tensors if not all(x.isfinite() for x in torch.aminmax(tensor))), None)

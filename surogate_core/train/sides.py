@@ -88,6 +88,19 @@ class SideFigures:
             yield self._routing(step, counts, sides, terms)
             yield from self._loads_so_far(step, counts, last)
 
+    def broken_router(self, sides: Sides) -> int | None:
+        """The first layer whose router has probabilities that are not finite; None if there is none."""
+        return min(
+            (
+                number
+                for name, (role, total_LE) in sides.items()
+                if role == "router_probability"
+                for number, row_E in zip(self._layers[name], total_LE, strict=True)
+                if not bool(row_E.isfinite().all())
+            ),
+            default=None,
+        )
+
     def _routing(
         self, step: int, counts: Mapping[str, Tensor], sides: Sides, terms: Mapping[str, float]
     ) -> RoutingStats:

@@ -392,7 +392,7 @@ def test_poisoned_weights_are_found_before_the_first_step(
     save_file(tensors, model_copy / "model.safetensors", metadata={"format": "pt"})
     message = fails(tmp_path / "a", *base_on(model_copy))
     assert "step 0: the eval loss is nan; nothing has been trained yet" in message
-    assert "weights of the model that are not finite" in message
+    assert "the model's model.layers.0.mlp.up_proj.weight has values that are not finite. Fix: " in message
     message = fails(tmp_path / "b", *base_on(model_copy), "validation_datasets=[]", "validation_split_ratio=0")
     assert "step 1: the loss is nan" in message
     assert "nothing has been trained yet" in message

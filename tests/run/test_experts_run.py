@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from surogate_core.files.paths import resolve_package_path
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model, resolve_recipe
 from surogate_core.run.experts import expert_notes
+from surogate_core.train.loop import DivergedError
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]", "max_steps=2", "tokenizer=null")
 EVERYTHING = ("lora_expert_rank=2", "train_router=true")
@@ -257,3 +259,20 @@ def test_keys_of_experts_are_refused_where_there_are_none(installed: Registry, w
     key = word.partition("=")[0]
     with pytest.raises(ConfigError, match=f"{key}.*experts"):
         notes(installed, "recipe=bf16", "model=qwen3", word)
+
+
+@pytest.mark.slow
+def test_a_router_that_is_not_finite_is_named(
+    model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    name = "model.layers.1.mlp.gate.weight"
+    file = directory / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(file)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    for words in ((), ("validation_datasets=[]", "validation_split_ratio=0")):
+        with pytest.raises(DivergedError) as caught:
+            run_here(tmp_path / f"out-{len(words)}", *small, *words, f"model={directory}")
+        assert f"the model's {name} has values that are not finite. Fix: " in str(caught.value)
+    assert "the router of layer 1 is the first with probabilities that are not finite" in str(caught.value)

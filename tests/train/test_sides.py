@@ -98,3 +98,13 @@ def test_loads_are_summed_over_the_steps_of_a_record() -> None:
     assert [(r.step, r.steps) for r in records] == [(4, 1), (6, 2), (7, 1)]
     assert records[1].layers == (1, 3, 5)
     assert records[1].tokens == ((12, 4, 0, 0), (4, 4, 4, 4), (2, 14))
+
+
+def test_the_first_router_that_breaks_is_named() -> None:
+    figures = SideFigures({"tokens": [1, 3], "probability": [1, 3], "others": [2]})
+    probability = torch.full((2, 4), 0.25)
+    assert figures.broken_router({"probability": ("router_probability", probability)}) is None
+    probability[1, 2] = math.nan
+    sides: dict[str, Any] = {"tokens": ("expert_tokens", UNEVEN), "probability": ("router_probability", probability)}
+    assert figures.broken_router(sides) == 3
+    assert figures.broken_router({**sides, "others": ("router_probability", torch.full((1, 4), math.inf))}) == 2
