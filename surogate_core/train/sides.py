@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.sides import Role
+from surogate_core.dsl.sides import Role, RouterLosses
 from surogate_core.engine.engine import Engine
 from surogate_core.events import BlockFigures, Event, ExpertLoads, RoutingStats
 
@@ -24,16 +23,6 @@ LOAD_RECORDS = 200
 
 Sides = Mapping[str, tuple[Role, Tensor]]
 """Name → (role, [L, *its shape] fp32 on the host): sums over the micro-steps of a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterLosses:
-    """The router's losses as a run has them: None for a coefficient whose term is not in the loss."""
-
-    aux: float | None = None
-    z: float | None = None
-    per_layer: bool = False
-    """Whether the balance of each layer counts by itself, instead of one product of means over all layers."""
 
 
 def balance(tokens_LE: Tensor, probability_LE: Tensor, *, per_layer: bool = False) -> float:
@@ -69,11 +58,12 @@ class SideFigures:
         self._loaded_steps = 0
 
     @classmethod
-    def of(cls, engine: Engine, *, steps: int, every: int | None, losses: RouterLosses | None = None) -> SideFigures:
+    def of(cls, engine: Engine, *, steps: int, every: int | None) -> SideFigures:
         """The figures of an engine in a run of `steps`; `every` as in `log_expert_loads`."""
         numbers = {piece.key: number for number, piece in enumerate(engine.plan.layers)}
         layers = {name: [numbers[piece.key] for piece in having] for name, having in engine.sides.layers.items()}
-        return cls(layers, losses=losses, every=max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every)
+        every = max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every
+        return cls(layers, losses=engine.settings.router_losses, every=every)
 
     def events(self, step: int, sides: Sides, micro_steps: int, *, last: bool = False) -> Iterator[Event]:
         """The events of a step. `last`: it is the run's last."""
@@ -130,9 +120,9 @@ class SideFigures:
             moe_cv=sum(spreads) / len(spreads),
             moe_dead_experts=self._dead(list(counts.values())),
             moe_aux_loss_raw=aux,
-            moe_aux_loss=None if aux is None or self._losses.aux is None else self._losses.aux * aux,
+            moe_aux_loss=None if aux is None or not self._losses.aux else self._losses.aux * aux,
             moe_z_loss_raw=z,
-            moe_z_loss=None if z is None or self._losses.z is None else self._losses.z * z,
+            moe_z_loss=None if z is None or not self._losses.z else self._losses.z * z,
             moe_experts=max(total.shape[1] for total in counts.values()),
             moe_experts_per_token=_choices(list(counts.values()), probabilities),
         )
@@ -145,7 +135,7 @@ class SideFigures:
         aux, z = sum(terms.values()) if terms else None, None
         if probabilities and len({total.shape[1] for total in [*counts, *probabilities]}) == 1:
             tokens_LE, probability_LE = torch.cat(counts), torch.cat(probabilities)
-            aux = balance(tokens_LE, probability_LE, per_layer=self._losses.per_layer)
+            aux = balance(tokens_LE, probability_LE, per_layer=self._losses.form == "layer")
             if squares := by_role.get("router_z"):
                 z = float(torch.cat(list(squares)).double().sum() / _rows(probability_LE))
         return aux, z

@@ -18,6 +18,7 @@ from surogate_core.bundles import Recipe
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import ConfigError, UserError
+from surogate_core.files.metrics import read_metrics
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model, resolve_recipe
@@ -276,3 +277,23 @@ def test_a_router_that_is_not_finite_is_named(
             run_here(tmp_path / f"out-{len(words)}", *small, *words, f"model={directory}")
         assert f"the model's {name} has values that are not finite. Fix: " in str(caught.value)
     assert "the router of layer 1 is the first with probabilities that are not finite" in str(caught.value)
+
+
+def test_a_run_records_how_it_routes(trained: Path) -> None:
+    metrics = trained / "metrics.jsonl"
+    steps, routing, loads = (read_metrics(metrics, event=e) for e in ("step_end", "routing_stats", "expert_loads"))
+    assert [r["step"] for r in routing] == [r["step"] for r in loads] == [1, 2]
+    for step, figures, record in zip(steps, routing, loads, strict=True):
+        assert (record["layers"], record["steps"]) == ([1], 1), "layer 0 is dense"
+        (tokens,) = record["tokens"]
+        assert (len(tokens), sum(tokens)) == (4, 2 * step["tokens"]), "two experts a token, and no padding"
+        assert (
+            figures["moe_load_imbalance"]
+            == figures["moe_worst_imbalance"]
+            == pytest.approx(4 * max(tokens) / sum(tokens))
+        )
+        assert (figures["moe_worst_layer"], figures["moe_experts"], figures["moe_experts_per_token"]) == (1, 4, 2)
+        assert 1.9 < figures["moe_aux_loss_raw"] < 4
+        assert figures["moe_z_loss_raw"] > 0
+        assert figures["moe_aux_loss"] is figures["moe_z_loss"] is None, "no coefficient is set"
+    assert "Load of each expert" in (trained / "report.html").read_text()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from surogate_core.dsl.sides import RouterLosses
 from surogate_core.events import BlockFigures, Event, ExpertLoads, RoutingStats
-from surogate_core.train.sides import DEAD_STEPS, RouterLosses, SideFigures, balance
+from surogate_core.train.sides import DEAD_STEPS, SideFigures, balance
 
 UNEVEN = torch.tensor([[6.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
 
@@ -68,7 +69,7 @@ def test_the_balance_is_given_before_and_after_its_coefficient() -> None:
     assert found.moe_aux_loss_raw == pytest.approx(4 * (8 * 4 + 4 * 2 + 2 * 1 + 2 * 1) / 64)
     assert found.moe_aux_loss == pytest.approx(found.moe_aux_loss_raw / 2)
     assert (found.moe_z_loss_raw, found.moe_z_loss) == pytest.approx((3.0, 0.75))
-    (found,) = one_step(sides, losses=RouterLosses(aux=0.5, per_layer=True))
+    (found,) = one_step(sides, losses=RouterLosses(aux=0.5, form="layer"))
     assert isinstance(found, RoutingStats)
     assert found.moe_aux_loss_raw == pytest.approx(4 * (0.75**2 + 0.25**2) + 1)
 
