@@ -367,20 +367,24 @@ class TensorWriter:
     """A safetensors file whose tensors come one by one, none kept: the header's room is reserved in front."""
 
     RESERVED = 64 * 2**10
-    """Bytes before the data: some 500 tensors' entries."""
+    """Bytes before the data: some 350 tensors' entries."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, *, reserved: int = RESERVED):
+        """`reserved`: bytes before the data, a multiple of 8."""
+        self.path, self.reserved = path, reserved
         self.data_bytes = 0
         self.entries: dict[str, object] = {}
         self._header_bytes = 64
         self._descriptor = regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.lseek(self._descriptor, self.RESERVED, os.SEEK_SET)
+        os.lseek(self._descriptor, self.reserved, os.SEEK_SET)
 
     def fits(self, name: str, tensor: Tensor) -> bool:
         """Whether the tensor's entry has room, and its data would be aligned to its element."""
-        aligned = self.data_bytes % tensor.element_size() == 0
-        return aligned and self._header_bytes + self._cost(name, tensor) <= self.RESERVED
+        return self.data_bytes % tensor.element_size() == 0 and self.has_room(name, tensor)
+
+    def has_room(self, name: str, tensor: Tensor) -> bool:
+        """Whether the tensor's entry has room in the header."""
+        return self._header_bytes + self._cost(name, tensor) <= self.reserved
 
     @staticmethod
     def _cost(name: str, tensor: Tensor) -> int:
@@ -401,7 +405,7 @@ class TensorWriter:
         """Write the header and close."""
         try:
             os.lseek(self._descriptor, 0, os.SEEK_SET)
-            write_all(self._descriptor, memoryview(_header_bytes(self.entries, self.RESERVED)))
+            write_all(self._descriptor, memoryview(_header_bytes(self.entries, self.reserved)))
         finally:
             self.close()
 

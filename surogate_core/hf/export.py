@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from surogate_core.hf.weights import ModelDir
 
+MOST_RESERVED = 4 * 2**20
+"""Most bytes of a shard's header."""
 _PREFIX = "base_model.model."
 _SIDES = (".lora_A.weight", ".lora_B.weight")
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
@@ -265,8 +267,13 @@ def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Pat
 
 
 def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: float) -> dict[str, int]:
-    """Write the tensors as one file or as shards with an index; returns dtype name → elements."""
+    """Write the tensors as one file or as shards with an index; returns dtype name → elements.
+
+    A shard whose header is full is followed by one with eight times the room, so that the experts of a large model fill
+    shards of `max_shard_bytes`.
+    """
     shards: list[TensorWriter] = []
+    reserved = TensorWriter.RESERVED
     dtypes: dict[str, int] = {}
     try:
         for name, tensor in tensors:
@@ -276,8 +283,10 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
             )
             if full:
                 shards[-1].finish()
+                if not shards[-1].has_room(name, tensor):
+                    reserved = min(8 * reserved, MOST_RESERVED)
             if full or not shards:
-                shards.append(TensorWriter(directory / f"shard-{len(shards) + 1:05d}"))
+                shards.append(TensorWriter(directory / f"shard-{len(shards) + 1:05d}", reserved=reserved))
             shards[-1].add(name, tensor)
             dtype = str(tensor.dtype).removeprefix("torch.")
             dtypes[dtype] = dtypes.get(dtype, 0) + tensor.numel()

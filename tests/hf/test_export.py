@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -96,6 +97,19 @@ def test_shards_respect_the_limit(tmp_path: Path) -> None:
         shards[shard] = shards.get(shard, 0) + tensor.numel() * 4
     assert len(shards) > 3
     assert max(shards.values()) <= 4000
+
+
+def test_shards_of_many_small_tensors_are_few(tmp_path: Path) -> None:
+    """A layer of experts has hundreds of names; a header of fixed size would cut a model into hundreds of files."""
+    names = [f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(10) for e in range(500)]
+    tensors = ((name, torch.full((2,), float(number))) for number, name in enumerate(names))
+    config = {"model_type": "x", "architectures": ["X"]}
+    out = export_full(tmp_path / "m", tensors, config=config, tokenizer=None, card=CARD)
+    assert len(list(out.glob("*.safetensors"))) == 3
+    opened = ModelDir.open(out)
+    assert sorted(opened.names()) == sorted(names)
+    assert opened.get(names[4321]).tolist() == [4321.0, 4321.0]
+    assert len(safetensors.torch.load_file(out / "model-00002-of-00003.safetensors")) > 2000
 
 
 def test_adapter_loads_in_peft(tmp_path: Path) -> None:
