@@ -83,7 +83,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;
   their magnitude is right to 3 % and to half their error; products of positive operands have errors of both signs, so
   rounding is not always downwards; zeros give zeros; the host reads no values; `plain` is true only if the product is
-  plain; a packed frozen weight gives the same product; the state takes in the observed values, in place, and not in a
+  plain; a packed frozen weight gives the same product; products of experts keep these bounds for uneven loads and for
+  all rows on one expert, packed too; the state takes in the observed values, in place, and not in a
   skipped step; training, and a bit-equal resume. On a device without native support the checks run emulated.
 - `quant`: a weight is unpacked with a relative error of at most 0.25, into workspaces of any row pitch, from as many
   bytes as stated, with the same bits twice; zeros stay zeros, and values that are not finite do not become finite;
