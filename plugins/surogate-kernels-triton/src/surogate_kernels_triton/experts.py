@@ -8,6 +8,7 @@ order. Suffixes as in `surogate_core.kernels.experts`; S projections of one inpu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,17 @@ class Tile:
     b: int
     warps: int
     stages: int
+
+    @property
+    def name(self) -> str:
+        """Such as ``128x256x64w8s3``."""
+        return f"{self.m}x{self.c}x{self.b}w{self.warps}s{self.stages}"
+
+    @classmethod
+    def of(cls, name: str) -> Tile:
+        """The tile of a name."""
+        m, c, b, warps, stages = map(int, re.split("[xws]", name))
+        return cls(m=m, c=c, b=b, warps=warps, stages=stages)
 
 
 HOPPER = Tile(m=128, c=256, b=64, warps=8, stages=3)
@@ -180,7 +192,7 @@ def _factors(
     )
 
 
-def _product(
+def grouped_sum(
     x: Sequence[Tensor],
     weights: Sequence[Tensor],
     u_RL: Tensor | None,
@@ -192,12 +204,13 @@ def _product(
     choices: int,
     scale: float,
     backward: bool,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: W's and B's are read
-    transposed, as those of the forward are.
+    """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: x is dy, and W's and
+    B's, which are A's, are read transposed.
     """
     inputs, outputs = weights[0].shape[1:] if backward else weights[0].shape[:0:-1]
-    tile = tile_for(x[0].device)
+    tile = tile or tile_for(x[0].device)
     table_T4 = _table(ends_E, rows, tile.m)
     y_RO = x[0].new_empty(rows, outputs)
     rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
@@ -273,7 +286,7 @@ def _forward(
         if fused:
             more = b[number : number + 1]
             named = {"choices": choices, "scale": scale, "backward": False}
-            y_RO = _product([x], [weights_EOI], part_RL, more, order_R, ends_E, rows, **named)  # type: ignore[arg-type]
+            y_RO = grouped_sum([x], [weights_EOI], part_RL, more, order_R, ends_E, rows, **named)  # type: ignore[arg-type]
         else:
             y_RO = grouped.torch_product(x if gathered_RI is None else gathered_RI, weights_EOI, ends_E)
             if part_RL is not None and table_T4 is not None:
@@ -331,7 +344,7 @@ def _backward(
             _factors(dy_RO, u_RL[:, part], None, ends_E, found[-1], rank=rank, **named)  # type: ignore[arg-type]
         _factors(x, du_RL, order_R, ends_E, found[0], choices=choices, rank=rank)
     if fused:
-        dx_RI = _product(dys, weights, du_RL, a, None, ends_E, rows, choices=choices, scale=1.0, backward=True)
+        dx_RI = grouped_sum(dys, weights, du_RL, a, None, ends_E, rows, choices=choices, scale=1.0, backward=True)
     else:
         parts = [grouped.torch_product(dy_RO, w.transpose(1, 2), ends_E) for dy_RO, w in zip(dys, weights, strict=True)]
         dx_RI, other = parts[0], parts[1] if len(parts) > 1 else None

@@ -1,0 +1,461 @@
+"""Kernels of experts alone, in TFLOP/s or GB/s, with the shapes of Qwen3-30B-A3B: each variant by its name.
+
+    python benchmarks/experts.py [--tokens 8192 16384] [--loads even zipf] [--out experts.json]
+    python benchmarks/experts.py --cases gate_up down layer --variants triton-wide triton-fused
+    python benchmarks/experts.py --cases product --tiles 128x256x64w8s3 128x128x64w4s4
+    python benchmarks/experts.py --small                 # tiny, on a CPU, references alone
+    TRITON_INTERPRET=1 python benchmarks/experts.py --small    # and Triton's programs in its interpreter
+
+`zipf` draws experts so that the largest has `--skew` times the mean. Cases: `product` (gate, rows sorted),
+`product_down`, `product_dx`, `factors` (gradient of trained weights), `route`, `combine`, `gate_up` and `down`
+(`grouped_linears` with adapters of rank 16), `layer` (all of it and SwiGLU); `_backward` in a name, and `layer`:
+forward and backward. A time is the median of replays of a CUDA graph with a cold L2 cache. `error`: of the results
+against the first variant of the case, relative. `equal`: whether two runs give equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Kernel
+from surogate_core.kernels import experts as ops
+from surogate_core.kernels import grouped
+from surogate_core.kernels.registry import KernelTable, references, using
+
+Run = Callable[[], Sequence[Tensor]]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A layer with experts; `choices` of a token."""
+
+    experts: int = 128
+    choices: int = 8
+    width: int = 2048
+    inner: int = 768
+    rank: int = 16
+
+
+SMALL = Shape(experts=8, choices=2, width=64, inner=48)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the cases share."""
+
+    shape: Shape
+    tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    logits_NE: Tensor
+    routes: tuple[Tensor, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.shape.choices
+
+    def drawn(self, *size: int, scale: float = 1.0) -> Tensor:
+        """Random values."""
+        return (torch.randn(size, device=self.device) * scale).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to compute a case."""
+
+    name: str
+    run: Run
+    flops: float = 0.0
+    moved: float = 0.0
+    """Bytes that must be read or written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the table."""
+
+    case: str
+    variant: str
+    tokens: int
+    load: str
+    ms: float
+    tflops: float
+    gb_per_s: float
+    error: float
+    equal: bool
+
+
+# --------------------------------------------------------------------------- inputs
+
+
+def make_logits(shape: Shape, tokens: int, skew: float, device: torch.device) -> Tensor:
+    """[N, E] of which the choices' largest load is `skew` times the mean, 1 for even loads."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    noise = -torch.log(-torch.log(torch.rand(tokens, shape.experts, generator=generator, device=device) + 1e-9) + 1e-9)
+    ranks = torch.log(torch.arange(1, shape.experts + 1, device=device).float())
+    mean = tokens * shape.choices / shape.experts
+    if skew == 1:
+        # Choices of equal numbers for all: consecutive experts.
+        first = torch.arange(tokens, device=device)[:, None] * shape.choices
+        return (
+            (torch.arange(shape.experts, device=device)[None] - first) % shape.experts < shape.choices
+        ) * 4 + noise / 8
+    low, high = 0.0, 8.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        chosen = (noise - middle * ranks).topk(shape.choices, dim=1).indices
+        load = float(torch.bincount(chosen.flatten(), minlength=shape.experts).max()) / mean
+        low, high = (middle, high) if load < skew else (low, middle)
+    order = torch.randperm(shape.experts, generator=generator, device=device)
+    return (noise - high * ranks)[:, order]
+
+
+def setup(shape: Shape, tokens: int, skew: float, device: torch.device, dtype: torch.dtype) -> Setup:
+    """Inputs of all cases."""
+    torch.manual_seed(0)
+    logits = make_logits(shape, tokens, skew, device).to(dtype)
+    routes = references["route"].function(logits, shape.choices, True)
+    return Setup(shape=shape, tokens=tokens, device=device, dtype=dtype, logits_NE=logits, routes=routes)
+
+
+# --------------------------------------------------------------------------- kernels
+
+
+def pack_kernels(op: str) -> dict[str, Callable[..., Any]]:
+    """Name → function of the Triton pack's kernels of an op; none on a CPU without the interpreter."""
+    if not (INTERPRETED or torch.cuda.is_available()) or find_spec("triton") is None:
+        return {}
+    from surogate_kernels_triton import experts, experts_routing
+
+    found: list[Kernel] = [*experts.kernels(), *experts_routing.kernels()]
+    return {k.name: k.function for k in found if k.op == op}
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A reference as the engine runs it on a GPU."""
+    return torch.compile(function, dynamic=False) if device.type == "cuda" else function
+
+
+def with_torch(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A reference whose products are torch's grouped ones."""
+    kernel = replace(grouped.kernel(), supports=lambda device, dtype: True, takes=lambda *args: True)
+    table = KernelTable(device=device, kernels=(kernel,))
+
+    def call(*args: Any) -> Any:
+        with using(table):
+            return function(*args)
+
+    return call
+
+
+def backward_of(function: Callable[..., Any], leaves: Sequence[Tensor], *rest: Any) -> Run:
+    """Runs the function of leaves and its backward; returns outputs and gradients."""
+    given = [t.detach().requires_grad_() for t in leaves]
+    with torch.no_grad():
+        found = function(*leaves, *rest)
+    outputs = [found] if isinstance(found, Tensor) else [t for t in found if t.is_floating_point()]
+    torch.manual_seed(1)
+    dys = [torch.randn_like(y) for y in outputs]
+
+    def run() -> Sequence[Tensor]:
+        again = function(*given, *rest)
+        ys = [again] if isinstance(again, Tensor) else [t for t in again if t.is_floating_point()]
+        return [*(y.detach() for y in ys), *torch.autograd.grad(ys, given, dys)]
+
+    return run
+
+
+# --------------------------------------------------------------------------- cases
+
+
+def product(s: Setup, inputs: int, outputs: int, *, transposed: bool, tiles: Sequence[str]) -> Iterator[Variant]:
+    """The product of sorted rows alone."""
+    weights = s.drawn(s.shape.experts, outputs, inputs, scale=inputs**-0.5)
+    if transposed:
+        inputs, outputs = outputs, inputs
+    x, ends = s.drawn(s.rows, inputs), s.routes[4]
+    view = weights.transpose(1, 2) if transposed else weights
+    work = {
+        "flops": 2.0 * s.rows * inputs * outputs,
+        "moved": x.nbytes + weights.nbytes + s.rows * outputs * x.itemsize,
+    }
+    yield Variant(name="torch", run=lambda: [grouped.torch_product(x, view, ends)], **work)
+    yield Variant(name="masked", run=lambda: [grouped.masked_product(x, view, ends)], **work)
+    if not pack_kernels("grouped_linears"):
+        return
+    from surogate_kernels_triton import experts
+
+    def fused(tile: Any) -> Sequence[Tensor]:
+        named = {"choices": 1, "scale": 0.0, "backward": transposed, "tile": tile}
+        return [experts.grouped_sum([x], [weights], None, [], None, ends, s.rows, **named)]
+
+    for name in tiles or [experts.tile_for(s.device).name]:
+        yield Variant(name=f"triton {name}", run=partial(fused, experts.Tile.of(name)), **work)
+
+
+def factors(s: Setup) -> Iterator[Variant]:
+    """The gradient of trained weights."""
+    dy, x, ends = s.drawn(s.rows, s.shape.inner), s.drawn(s.rows, s.shape.width), s.routes[4]
+    flops = 2.0 * s.rows * s.shape.inner * s.shape.width
+    moved = dy.nbytes + x.nbytes + s.shape.experts * s.shape.inner * s.shape.width * x.itemsize
+    yield Variant(name="torch", run=lambda: [grouped.torch_factors(dy, x, ends)], flops=flops, moved=moved)
+    yield Variant(name="masked", run=lambda: [grouped.masked_factors(dy, x, ends)], flops=flops, moved=moved)
+
+
+def route(s: Setup) -> Iterator[Variant]:
+    """Choices, their order and its inverse."""
+    moved = s.logits_NE.nbytes + 16.0 * s.rows
+    for name, function in {
+        "reference": compiled(references["route"].function, s.device),
+        **pack_kernels("route"),
+    }.items():
+        yield Variant(name=name, run=partial(function, s.logits_NE, s.shape.choices, True), moved=moved)
+
+
+def combine(s: Setup, *, backward: bool) -> Iterator[Variant]:
+    """The weighted sum of a token's rows."""
+    y, (weights, _, order, slot, _) = s.drawn(s.rows, s.shape.width), s.routes
+    moved = y.nbytes * (4.0 if backward else 1.0) + s.tokens * s.shape.width * y.itemsize
+    named = {"reference": compiled(references["combine"].function, s.device), **pack_kernels("combine")}
+    for name, function in named.items():
+
+        def of(a: Tensor, b: Tensor, function: Callable[..., Any] = function) -> Any:
+            return function(a, order, slot, b)
+
+        run: Run = backward_of(of, [y, weights]) if backward else partial(_no_grad, of, y, weights)
+        yield Variant(name=name, run=run, moved=moved)
+
+
+def linears(s: Setup, *, gate_up: bool, backward: bool) -> Iterator[Variant]:
+    """`grouped_linears` with adapters: gate and up of gathered rows, or down of sorted ones."""
+    shape, (_, _, order, slot, ends) = s.shape, s.routes
+    inputs, outputs = (shape.width, shape.inner) if gate_up else (shape.inner, shape.width)
+    count = 2 if gate_up else 1
+    where = (order, slot) if gate_up else (None, None)
+    x = s.drawn(s.tokens if gate_up else s.rows, inputs)
+    weights = [s.drawn(shape.experts, outputs, inputs, scale=inputs**-0.5) for _ in range(count)]
+    pairs = []
+    for _ in range(count):
+        pairs.append(s.drawn(shape.experts, shape.rank, inputs, scale=inputs**-0.5))
+        pairs.append(s.drawn(shape.experts, outputs, shape.rank))
+    adapter = ops.ExpertAdapter(rank=shape.rank, scale=2.0, dropout=0.0, salt=0)
+    frozen = 2.0 * s.rows * inputs * outputs * count
+    adapted = 2.0 * s.rows * shape.rank * (inputs + outputs) * count
+    flops = frozen + adapted + (frozen + 2 * adapted if backward else 0.0)
+    named = {
+        "reference": with_torch(references["grouped_linears"].function, s.device),
+        **pack_kernels("grouped_linears"),
+    }
+    for name, function in named.items():
+
+        def of(a: Tensor, *rest: Tensor, function: Callable[..., Any] = function) -> Any:
+            mixed = [t for i, w in enumerate(weights) for t in (w, rest[2 * i], rest[2 * i + 1])]
+            return function(a, *where, ends, None, [adapter] * count, None, *mixed)
+
+        made = compiled(of, s.device) if name == "reference" else of
+        run: Run = backward_of(made, [x, *pairs]) if backward else partial(_no_grad, made, x, *pairs)
+        yield Variant(name=name, run=run, flops=flops)
+
+
+def _no_grad(function: Callable[..., Any], *args: Any) -> Sequence[Tensor]:
+    with torch.no_grad():
+        found = function(*args)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def layer(s: Setup) -> Iterator[Variant]:
+    """A layer's feed-forward with frozen weights and adapters, forward and backward."""
+    shape = s.shape
+    sizes = [(shape.inner, shape.width)] * 2 + [(shape.width, shape.inner)]
+    weights = [s.drawn(shape.experts, o, i, scale=i**-0.5) for o, i in sizes]
+    pairs = [
+        t
+        for o, i in sizes
+        for t in (s.drawn(shape.experts, shape.rank, i, scale=i**-0.5), s.drawn(shape.experts, o, shape.rank))
+    ]
+    adapter = ops.ExpertAdapter(rank=shape.rank, scale=2.0, dropout=0.0, salt=0)
+    frozen = 2.0 * s.rows * shape.inner * shape.width * 3
+    adapted = 2.0 * s.rows * shape.rank * sum(o + i for o, i in sizes)
+
+    def of(chosen: dict[str, Callable[..., Any]], x: Tensor, logits: Tensor, *adapters: Tensor) -> Tensor:
+        mixed = [t for i, w in enumerate(weights) for t in (w, adapters[2 * i], adapters[2 * i + 1])]
+        scores, _, order, slot, ends = chosen["route"](logits, shape.choices, True)
+        gate, up = chosen["linears"](x, order, slot, ends, None, [adapter] * 2, None, *mixed[:6])
+        h = torch.nn.functional.silu(gate) * up
+        (y,) = chosen["linears"](h, None, None, ends, None, [adapter], None, *mixed[6:])
+        out: Tensor = chosen["combine"](y, order, slot, scores)
+        return out
+
+    plain = {name: references[name].function for name in ("route", "combine")}
+    variants = {"reference": {**plain, "linears": with_torch(references["grouped_linears"].function, s.device)}}
+    for name, function in pack_kernels("grouped_linears").items():
+        variants[name] = {op: pack_kernels(op)["triton"] for op in plain} | {"linears": function}
+    leaves = [s.drawn(s.tokens, shape.width), s.logits_NE, *pairs]
+    for name, chosen in variants.items():
+        run = backward_of(compiled(partial(of, chosen), s.device), leaves)
+        yield Variant(name=name, run=run, flops=2 * frozen + 3 * adapted)
+
+
+def cases(s: Setup, tiles: Sequence[str]) -> dict[str, Callable[[], Iterator[Variant]]]:
+    """Name → the variants of a case."""
+    width, inner = s.shape.width, s.shape.inner
+    return {
+        "product": partial(product, s, width, inner, transposed=False, tiles=tiles),
+        "product_down": partial(product, s, inner, width, transposed=False, tiles=tiles),
+        "product_dx": partial(product, s, width, inner, transposed=True, tiles=tiles),
+        "factors": partial(factors, s),
+        "route": partial(route, s),
+        "combine": partial(combine, s, backward=False),
+        "combine_backward": partial(combine, s, backward=True),
+        "gate_up": partial(linears, s, gate_up=True, backward=False),
+        "gate_up_backward": partial(linears, s, gate_up=True, backward=True),
+        "down": partial(linears, s, gate_up=False, backward=False),
+        "down_backward": partial(linears, s, gate_up=False, backward=True),
+        "layer": partial(layer, s),
+    }
+
+
+# --------------------------------------------------------------------------- measurement
+
+
+def gpu_ms(run: Run, repeats: int) -> float:
+    """The median of replays of a CUDA graph, each after the L2 cache was overwritten."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats + 2):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+        if sum(times) > 2000:
+            break
+    del kept
+    return median(times[2:] or times)
+
+
+def cpu_ms(run: Run, repeats: int) -> float:
+    """The shortest of the repeats."""
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return 1e3 * min(times)
+
+
+def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative error of the tensors, in the Euclidean norm."""
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def measure(
+    case: str, variants: Iterator[Variant], s: Setup, load: str, names: Sequence[str], repeats: int
+) -> list[Row]:
+    """A line for each variant; one that fails is reported and left out."""
+    rows: list[Row] = []
+    expected: Sequence[Tensor] | None = None
+    for variant in variants:
+        if names and expected is not None and not any(variant.name.startswith(name) for name in names):
+            continue
+        try:
+            found = [t.clone() for t in variant.run()]
+            again = variant.run()
+            equal = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+            expected = found if expected is None else expected
+            ms = gpu_ms(variant.run, repeats) if s.device.type == "cuda" else cpu_ms(variant.run, repeats)
+        except Exception as error:
+            print(f"{case:18} {variant.name:22} failed: {str(error).splitlines()[0]}", flush=True)
+            continue
+        row = Row(
+            case=case,
+            variant=variant.name,
+            tokens=s.tokens,
+            load=load,
+            ms=ms,
+            tflops=variant.flops / ms / 1e9,
+            gb_per_s=variant.moved / ms / 1e6,
+            error=relative(found, expected),
+            equal=equal,
+        )
+        print(
+            f"{case:18} {variant.name:22} {s.tokens:6} {load:5} {ms:9.3f} ms {row.tflops:7.1f} TFLOP/s "
+            f"{row.gb_per_s:7.0f} GB/s  error {row.error:.1e}  equal {row.equal}",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Print all and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 16384])
+    parser.add_argument("--loads", nargs="+", choices=("even", "zipf"), default=["even", "zipf"])
+    parser.add_argument("--skew", type=float, default=10.0)
+    parser.add_argument("--cases", nargs="+", default=[])
+    parser.add_argument("--variants", nargs="+", default=[], help="beginnings of names, beside the first of each case")
+    parser.add_argument(
+        "--tiles", nargs="+", default=[], help="tiles of the fused product: ROWSxCOLUMNSxINNERwWARPSsSTAGES"
+    )
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device("cpu" if arguments.small else "cuda")
+    # The interpreter multiplies no matrices in bf16.
+    dtype = torch.float32 if arguments.small else torch.bfloat16
+    rows: list[Row] = []
+    print(f"torch's grouped products here: {grouped.fault(device) or 'right'}")
+    for tokens in [64] if arguments.small else arguments.tokens:
+        for load in arguments.loads:
+            skew = 1.0 if load == "even" else min(arguments.skew, 3.0 if arguments.small else arguments.skew)
+            made = setup(SMALL if arguments.small else Shape(), tokens, skew, device, dtype)
+            available = cases(made, arguments.tiles)
+            if unknown := set(arguments.cases) - set(available):
+                parser.error(f"unknown cases {sorted(unknown)}; there are {', '.join(available)}")
+            counts = torch.diff(made.routes[4], prepend=made.routes[4].new_zeros(1)).float()
+            print(
+                f"{tokens} tokens, {load}: the largest expert has {float(counts.max() / counts.mean()):.1f} x the mean"
+            )
+            for case in arguments.cases or available:
+                rows += measure(
+                    case, available[case](), made, load, arguments.variants, 2 if arguments.small else arguments.repeats
+                )
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    if arguments.out:
+        arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
