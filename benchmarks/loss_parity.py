@@ -51,7 +51,7 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.declare import Model, TensorSpec
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource, Source
@@ -236,8 +236,8 @@ def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Se
 # ----------------------------------------------------------------------------------- engine
 
 
-def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> Engine:
-    """The model under a recipe."""
+def make_engine(name: str, setting: Setting, source: Source, *, lora: bool, model: Model | None = None) -> Engine:
+    """A model under a recipe; by default the setting's."""
     device = torch.device(setting.device)
     cuda = device.type == "cuda"
     chosen = "adamw" if lora else setting.optimizer
@@ -254,7 +254,7 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool) -> E
         plain_last=setting.plain_last if name == "nvfp4" else 0,
     )
     assembly = bench.assemble(
-        build(setting.config),
+        model or build(setting.config),
         settings,
         recipe=name,
         optimizer=chosen,

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,17 +33,31 @@ import numpy as np
 import parity_text
 import torch
 
+from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
 from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 
-RATES: Mapping[str, tuple[float, ...]] = {
-    "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3),
-    "adamw_8bit": (),
-    "normuon": (0.01, 0.02, 0.04),
-}
-"""Of each optimizer what the sweep tries; one that tries none takes the first optimizer's."""
 SWEEP_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Kinds of training that are compared."""
+
+    name: str
+    """Of the files."""
+    script: str
+    """The program that starts them."""
+    rates: Mapping[str, tuple[float, ...]]
+    """Kind → the learning rates of its sweep; one that tries none takes the first kind's."""
+    make: Callable[[str, Setting], Engine]
+    """(kind, setting) → the engine with the sweep's initial weights."""
+
+    @property
+    def first(self) -> str:
+        """The kind that the others are compared with."""
+        return next(iter(self.rates))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +102,24 @@ def source(seed: int, setting: Setting) -> RandomSource:
     return RandomSource(seed=seed, std=0.02, device=torch.device(setting.device))
 
 
-def swept(setting: Setting, work: Path, name: str) -> dict[float, float]:
-    """Rate → held-out loss of an optimizer's sweep; waits for the processes that find them."""
-    name = name if RATES[name] else next(iter(RATES))
+def optimizer_engine(name: str, setting: Setting) -> Engine:
+    """The model under an optimizer."""
+    return loss_parity.make_engine("bf16", replace(setting, optimizer=name), source(SWEEP_SEED, setting), lora=False)
+
+
+OPTIMIZERS = Comparison(
+    name="optimizer_training",
+    script=__file__,
+    rates={"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "adamw_8bit": (), "normuon": (0.01, 0.02, 0.04)},
+    make=optimizer_engine,
+)
+
+
+def swept(what: Comparison, setting: Setting, work: Path, name: str) -> dict[float, float]:
+    """Rate → held-out loss of a kind's sweep; waits for the processes that find them."""
+    name = name if what.rates[name] else what.first
     found: dict[float, float] = {}
-    for rate in RATES[name]:
+    for rate in what.rates[name]:
         file = work / f"sweep-{name}-{rate}.json"
         while not file.exists():
             if list(work.glob("*.failed")):
@@ -102,10 +129,10 @@ def swept(setting: Setting, work: Path, name: str) -> dict[float, float]:
     return found
 
 
-def work_on(name: str, seed: int, setting: Setting, work: Path) -> None:
+def work_on(what: Comparison, name: str, seed: int, setting: Setting, work: Path) -> None:
     """A process: its share of the sweep, and then its run."""
     torch.set_float32_matmul_precision("high")
-    engine = loss_parity.make_engine("bf16", replace(setting, optimizer=name), source(SWEEP_SEED, setting), lora=False)
+    engine = what.make(name, setting)
     while not (work / "train.npy").exists():
         time.sleep(0.1)
     rows, held = np.load(work / "train.npy"), loss_parity.held_batches(np.load(work / "held.npy"), setting)
@@ -116,11 +143,11 @@ def work_on(name: str, seed: int, setting: Setting, work: Path) -> None:
         (found,) = loss_parity.train([engine], batches, steps, rate, held=held, every=setting.evaluate)
         return found
 
-    for rate in RATES[name][setting.seeds.index(seed) :: len(setting.seeds)]:
+    for rate in what.rates[name][setting.seeds.index(seed) :: len(setting.seeds)]:
         loss = run(setting.sweep_steps, rate, SWEEP_SEED)["held"][-1][1]
         print(f"sweep {name} {rate}: {loss:.4f}", flush=True)
         loss_parity._write(work / f"sweep-{name}-{rate}.json", json.dumps(loss))
-    found = swept(setting, work, name)
+    found = swept(what, setting, work, name)
     # A rate that diverges is none.
     rate = min(found, key=lambda r: found[r] if math.isfinite(found[r]) else math.inf)
     figures = run(setting.steps, rate, seed)
@@ -138,38 +165,38 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def markdown(found: Mapping[tuple[str, int], Any], setting: Setting, title: str) -> str:
+def markdown(what: Comparison, found: Mapping[tuple[str, int], Any], setting: Setting, title: str) -> str:
     """The tables: final losses by seed, and what the sweeps found."""
     seeds = ", ".join(map(str, setting.seeds))
     head = f"| | learning rate | held-out loss of seeds {seeds} | mean ± standard error | against the first |"
     text = [title, "", head, "| --- " * 5 + "|"]
     sweeps = []
-    for name in RATES:
+    for name in what.rates:
         runs = [found[name, seed] for seed in setting.seeds if (name, seed) in found]
         if len(runs) < len(setting.seeds):
             continue
         losses = [run["held"][-1][1] for run in runs]
-        first = [found[next(iter(RATES)), seed]["held"][-1][1] for seed in setting.seeds]
+        first = [found[what.first, seed]["held"][-1][1] for seed in setting.seeds]
         mean, error = mean_and_error(losses)
         gap, gap_error = mean_and_error([100 * (mine / theirs - 1) for mine, theirs in zip(losses, first, strict=True)])
         each = ", ".join(f"{loss:.4f}" for loss in losses)
         against = "" if losses == first else f"{gap:+.2f} ± {gap_error:.2f} %"
         text.append(f"| `{name}` | {runs[0]['rate']:g} | {each} | {mean:.4f} ± {error:.4f} | {against} |")
-        if RATES[name]:
+        if what.rates[name]:
             sweeps.append(f"{name} {', '.join(f'{rate:g}: {loss:.4f}' for rate, loss in runs[0]['sweep'])}")
     return "\n".join([*text, "", f"Sweep, {setting.sweep_steps} steps, seed {SWEEP_SEED}: {'; '.join(sweeps)}.", ""])
 
 
-def picture(found: Mapping[tuple[str, int], Any], setting: Setting) -> str:
-    """SVG: held-out losses by step, mean over the seeds, and each optimizer's gap to the first."""
+def picture(what: Comparison, found: Mapping[tuple[str, int], Any], setting: Setting) -> str:
+    """SVG: held-out losses by step, mean over the seeds, and each kind's gap to the first."""
     means: dict[str, list[tuple[float, float]]] = {}
-    for name in RATES:
+    for name in what.rates:
         runs = [found[name, seed]["held"] for seed in setting.seeds if (name, seed) in found]
         # The loss before the first step would leave no height for the rest.
         means[name] = [(row[0][0], fmean(loss for _, loss in row)) for row in zip(*runs, strict=True) if row[0][0]]
-    base = dict(means[next(iter(RATES))])
+    base = dict(means[what.first])
     gaps = {n: [(s, 100 * (v / base[s] - 1)) for s, v in points if s in base] for n, points in means.items()}
-    titles = f"Held-out loss, mean of {len(setting.seeds)} seeds", f"Gap to {next(iter(RATES))}, %"
+    titles = f"Held-out loss, mean of {len(setting.seeds)} seeds", f"Gap to {what.first}, %"
     return stacked(
         [
             (title, [Curve(label=n, points=points) for n, points in each.items()])
@@ -181,7 +208,7 @@ def picture(found: Mapping[tuple[str, int], Any], setting: Setting) -> str:
 # ------------------------------------------------------------------------------------- main
 
 
-def compare(setting: Setting, words: Sequence[str]) -> int:
+def compare(what: Comparison, setting: Setting, words: Sequence[str]) -> int:
     """All runs as processes; the number that failed."""
     setting.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -190,9 +217,9 @@ def compare(setting: Setting, words: Sequence[str]) -> int:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         running = {
             (name, seed): subprocess.Popen(
-                [sys.executable, __file__, *words, "--work", place, "--run", name, str(seed)], env=environment
+                [sys.executable, what.script, *words, "--work", place, "--run", name, str(seed)], env=environment
             )
-            for name in RATES
+            for name in what.rates
             for seed in setting.seeds
         }
         try:
@@ -205,24 +232,25 @@ def compare(setting: Setting, words: Sequence[str]) -> int:
     files = {key: setting.out / f"{key[0]}-{key[1]}.json" for key in running}
     found = {key: json.loads(file.read_text()) for key, file in files.items() if file.exists() and not codes[key]}
     where = torch.cuda.get_device_name() if setting.device == "cuda" else "cpu"
-    parameters = next(iter(found.values()), {"parameters": 0})["parameters"]
+    sizes = {name: run["parameters"] for (name, _), run in found.items()}
+    parameters = ", ".join(dict.fromkeys(f"{size / 1e6:.1f}M" for size in sizes.values()))
     title = (
-        f"{where}, torch {torch.__version__}; {parameters / 1e6:.1f}M parameters, {setting.steps} steps of "
+        f"{where}, torch {torch.__version__}; {parameters} parameters, {setting.steps} steps of "
         f"{setting.rows} × {setting.length} tokens; {facts}; {time.monotonic() - started:.0f} s."
     )
     if found:
-        loss_parity._write(setting.out / "optimizer_training.md", markdown(found, setting, title))
-        loss_parity._write(setting.out / "optimizer_training.svg", picture(found, setting))
-        print(markdown(found, setting, title))
-        print({f"{n} {s}": run["kernels"].get("adamw_8bit_update", "") for (n, s), run in found.items()})
+        loss_parity._write(setting.out / f"{what.name}.md", markdown(what, found, setting, title))
+        loss_parity._write(setting.out / f"{what.name}.svg", picture(what, found, setting))
+        print(markdown(what, found, setting, title))
+        print({name: run["kernels"] for (name, _), run in found.items()})
     print(codes)
     return sum(code != 0 for code in codes.values())
 
 
-def main() -> None:
+def main(what: Comparison, title: str) -> None:
     """Exit status 1 if a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Setting().out)
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--out", type=Path, default=Path(what.name))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(Setting().seeds))
@@ -234,9 +262,9 @@ def main() -> None:
     run, work = options.pop("run"), options.pop("work")
     setting = Setting(**{**options, "seeds": tuple(options["seeds"])})
     if not run:
-        sys.exit(1 if compare(setting, sys.argv[1:]) else 0)
+        sys.exit(1 if compare(what, setting, sys.argv[1:]) else 0)
     try:
-        work_on(run[0], int(run[1]), setting, work)
+        work_on(what, run[0], int(run[1]), setting, work)
     except BaseException:
         if work.exists():
             (work / f"{run[0]}-{run[1]}.failed").touch()
@@ -244,4 +272,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIMIZERS, __doc__.split("\n")[0])
