@@ -3,7 +3,7 @@
 Prints one line a kill and a verdict: PASS when the final weights, the optimizer's state, the checkpoint's state,
 the export and every loss are bit-identical to those of a run that was never killed. Exit 0 then, else 1.
 
-    python scripts/kill_test.py [--mode full|lora|disk] [--kills 20] [--steps 160] [--seed 0] [--dir DIRECTORY]
+    python scripts/kill_test.py [--mode full|lora|disk|experts] [--kills 20] [--steps 160] [--seed 0] [--dir DIRECTORY]
 
 A third of the kills come anywhere in a process's life (set-up included), a third at a random step, a third
 while a checkpoint or an export is being written; for the last the child writes slowly, in small pieces.
@@ -47,6 +47,15 @@ MODES = {
     "full": ("lora=false",),
     "lora": ("lora=true", "lora_rank=4", "lora_dropout=0.1"),
     "disk": ("lora=false", "offload=disk", "cpu_training=true"),
+    "experts": (
+        "model=qwen3-moe",
+        "model.config.moe_intermediate_size=16",
+        "lora=true",
+        "lora_rank=4",
+        "lora_expert_rank=2",
+        "lora_dropout=0.1",
+        "train_router=true",
+    ),
 }
 KINDS = ("life", "step", "save")
 

@@ -42,6 +42,7 @@ COMMON = (
 SMALL = ("num_hidden_layers=2", "hidden_size=64", "intermediate_size=96", "vocab_size=1024")
 SMALL += ("num_attention_heads=4", "num_key_value_heads=2")
 LORA = ("lora=true", "lora_rank=4")
+SMALL_EXPERTS = ("model.config.moe_intermediate_size=32",)
 
 RUNS: Mapping[str, tuple[str, ...]] = {
     "qwen3 full adamw_8bit": ("model=qwen3", "lora=false", "optimizer=adamw_8bit"),
@@ -52,6 +53,8 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "qwen2 LoRA recompute on": ("model=qwen2", *LORA, "recompute=true"),
     "llama full unpacked": ("model=llama", "lora=false", "sample_packing=false", "optimizer=adamw"),
     "llama LoRA q v": ("model=llama", *LORA, "lora_target_modules=[q_proj,v_proj]", "optimizer=adamw"),
+    "qwen3-moe LoRA, routers": ("model=qwen3-moe", *LORA, "lora_expert_rank=2", "train_router=true", *SMALL_EXPERTS),
+    "qwen3-moe full": ("model=qwen3-moe", "lora=false", "recompute=true", *SMALL_EXPERTS),
     "qwen3 pre-training": ("task=pt", "model=qwen3", "lora=false", "lr_scheduler_type=wsd", "cooldown_steps=3"),
     "qwen3 full fp8-hybrid": ("model=qwen3", "lora=false", "recipe=fp8-hybrid"),
     "qwen3 LoRA fp8-hybrid": ("model=qwen3", *LORA, "recipe=fp8-hybrid"),

@@ -290,7 +290,7 @@ def _alter(state: Path, manifest: Path, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", ["full", "lora", "disk"])
+@pytest.mark.parametrize("mode", ["full", "lora", "disk", "experts"])
 def test_twenty_kills_change_no_bit(mode: str, tmp_path: Path) -> None:
     kill_test(tmp_path, mode=mode, kills=20)
 
