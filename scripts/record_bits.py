@@ -53,7 +53,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "qwen2 LoRA recompute on": ("model=qwen2", *LORA, "recompute=true"),
     "llama full unpacked": ("model=llama", "lora=false", "sample_packing=false", "optimizer=adamw"),
     "llama LoRA q v": ("model=llama", *LORA, "lora_target_modules=[q_proj,v_proj]", "optimizer=adamw"),
-    "qwen3-moe LoRA, routers": ("model=qwen3-moe", *LORA, "lora_expert_rank=2", "train_router=true", *SMALL_EXPERTS),
+    "qwen3-moe LoRA routers": ("model=qwen3-moe", *LORA, "lora_expert_rank=2", "train_router=true", *SMALL_EXPERTS),
     "qwen3-moe full": ("model=qwen3-moe", "lora=false", "recompute=true", *SMALL_EXPERTS),
     "qwen3 pre-training": ("task=pt", "model=qwen3", "lora=false", "lr_scheduler_type=wsd", "cooldown_steps=3"),
     "qwen3 full fp8-hybrid": ("model=qwen3", "lora=false", "recipe=fp8-hybrid"),
