@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
+    from surogate_core.generate.weights import Weights
 
 
 @hookimpl
@@ -72,3 +73,15 @@ def surogate_kernel_pack() -> bundles.KernelPack:
     from surogate_core.kernels.attention import TORCH_PACK
 
     return TORCH_PACK
+
+
+@hookimpl
+def surogate_rollout_engine() -> bundles.RolloutEngineSpec:
+    """Generation by the blocks of the model itself."""
+    return bundles.RolloutEngineSpec(name="native", open=_native)
+
+
+def _native(weights: Weights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
+    from surogate_core.generate.native import NativeEngine
+
+    return NativeEngine(weights, settings)

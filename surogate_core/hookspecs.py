@@ -81,6 +81,14 @@ def surogate_kernel_pack() -> Offer[b.KernelPack]:
     """Kernel packs: implementations of registered ops for some hardware."""
 
 
+# ------------------------------------------------------------------- what it is trained for
+
+
+@hookspec
+def surogate_rollout_engine() -> Offer[b.RolloutEngineSpec]:
+    """Rollout engines: how prompts are continued with the weights of a run."""
+
+
 # --------------------------------------------------------------------- where and who watches
 
 

@@ -271,6 +271,7 @@ FLOORS = (
     {"dsl"},
     {"mesh"},
     {"engine"},
+    {"generate"},
     {"plugins"},
     {"data"},
     {"config"},

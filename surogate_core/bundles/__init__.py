@@ -23,6 +23,16 @@ from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Flat, NoOptions
 from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
+from surogate_core.bundles.rollouts import (
+    Completion,
+    OnToken,
+    Reason,
+    Request,
+    RolloutEngine,
+    RolloutEngineSpec,
+    RolloutSettings,
+    Sampling,
+)
 from surogate_core.bundles.tasks import Evaluation, SharedSteps, Steps, Task, TaskSpec
 from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 
@@ -30,6 +40,7 @@ __all__ = [
     "FLAT_ALIGNMENT",
     "KINDS",
     "Bundle",
+    "Completion",
     "DatasetFormat",
     "Evaluation",
     "Fabric",
@@ -48,16 +59,23 @@ __all__ = [
     "NoOptions",
     "Objective",
     "OffloaderSpec",
+    "OnToken",
     "Optimizer",
     "OptimizerSpec",
     "PanelOp",
     "ParamGroup",
     "RangedState",
+    "Reason",
     "Recipe",
     "RecipeContext",
     "RecipeSpec",
     "RecipeState",
+    "Request",
     "Role",
+    "RolloutEngine",
+    "RolloutEngineSpec",
+    "RolloutSettings",
+    "Sampling",
     "SharedSteps",
     "Steps",
     "Store",
@@ -79,6 +97,7 @@ Bundle = (
     | OffloaderSpec
     | KernelPack
     | TaskSpec
+    | RolloutEngineSpec
     | Launcher
     | FabricSpec
     | MonitorSpec
@@ -94,6 +113,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "offload": ("surogate_offloader", OffloaderSpec),
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),
+    "rollout": ("surogate_rollout_engine", RolloutEngineSpec),
     "launcher": ("surogate_launcher", Launcher),
     "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),

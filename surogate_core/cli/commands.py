@@ -7,11 +7,24 @@ from collections.abc import Iterator
 CORE_TASKS = ("sft", "pt")
 DEMO = "demo"
 """The command that trains the embedded example."""
-COMMANDS = (*CORE_TASKS, DEMO, "tokenize", "merge", "export", "report", "numerics", "plan", "plugins", "doctor")
+COMMANDS = (
+    *CORE_TASKS,
+    DEMO,
+    "generate",
+    "tokenize",
+    "merge",
+    "export",
+    "report",
+    "numerics",
+    "plan",
+    "plugins",
+    "doctor",
+)
 PEERS_COMMANDS = {
     **dict.fromkeys(("train", "finetune", "fine-tune", "finetuning", "fit", "run", "lora", "qlora"), "sft"),
     **dict.fromkeys(("pretrain", "pre-train"), "pt"),
     "preprocess": "tokenize",
+    **dict.fromkeys(("infer", "inference", "predict", "complete"), "generate"),
     **dict.fromkeys(("push", "upload", "push_to_hub"), "export"),
 }
 """Name of a command in other trainers → its name here."""

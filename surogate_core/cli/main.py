@@ -26,6 +26,7 @@ usage:
   surogate KEY=VALUE …                         train; the embedded example where model and data are not set
   surogate demo [KEY=VALUE …]                  the same; without keys, the embedded example as it is
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
+  surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
   surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
@@ -104,6 +105,7 @@ def _dispatch(arguments: list[str]) -> int:
     if first == DEMO:
         return _train(arguments[1:], None)
     commands: dict[str, Callable[[list[str]], int]] = {
+        "generate": _generate,
         "tokenize": _tokenize,
         "merge": _merge,
         "export": _export,
@@ -124,6 +126,12 @@ def _train(arguments: list[str], task: str | None) -> int:
     from surogate_core.cli import train
 
     return train.main(arguments, task)
+
+
+def _generate(arguments: list[str]) -> int:
+    from surogate_core.cli import generate
+
+    return generate.main(arguments)
 
 
 def _tokenize(arguments: list[str]) -> int:

@@ -95,7 +95,8 @@ class ProgramBuilder:
     def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
         return Signature((tokens, self.plan.assembly.model.width), self.parameters.dtype, self.device, requires_grad)
 
-    def _layer_inputs(self, piece: Piece) -> list[Signature]:
+    def layer_inputs(self, piece: Piece) -> list[Signature]:
+        """What the function of a layer takes."""
         seed = Signature((), torch.int32, self.device)
         activation = self._activation(self.settings.tokens, requires_grad=True)
         panels = [Signature(tuple(t.shape), t.dtype, self.device) for _, t in self.parameters.panel_tensors(piece)]
@@ -105,7 +106,8 @@ class ProgramBuilder:
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
         return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), seed]
 
-    def _layer_function(self, piece: Piece, *, training: bool) -> Function:
+    def layer_function(self, piece: Piece, *, training: bool) -> Function:
+        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too."""
         block, names = piece.block, list(self.plan.tables)
         parameters, assembly = self.parameters, self.plan.assembly
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
@@ -170,8 +172,8 @@ class ProgramBuilder:
         if key not in self._layers:
             with self._making(f"differentiating {type(piece.block).__name__}"), _naming_unused(piece):
                 self._layers[key] = differentiate(
-                    self._layer_function(piece, training=True),
-                    self._layer_inputs(piece),
+                    self.layer_function(piece, training=True),
+                    self.layer_inputs(piece),
                     recompute=self.settings.recompute,
                     compiler=self.settings.compiler,
                     summed=len(piece.specs),
@@ -182,8 +184,8 @@ class ProgramBuilder:
         """The residuals of a layer, without its input, and its working set."""
         with registry.using(self.kernels), _naming_unused(piece):
             return footprint(
-                self._layer_function(piece, training=True),
-                self._layer_inputs(piece),
+                self.layer_function(piece, training=True),
+                self.layer_inputs(piece),
                 recompute=self.settings.recompute,
                 compiler=self.settings.compiler,
                 summed=len(piece.specs),
@@ -201,8 +203,8 @@ class ProgramBuilder:
         if key not in self._evaluations:
             with self._making(f"tracing {type(piece.block).__name__} for evaluation"):
                 self._evaluations[key] = without_gradients(
-                    self._layer_function(piece, training=False),
-                    self._layer_inputs(piece),
+                    self.layer_function(piece, training=False),
+                    self.layer_inputs(piece),
                     compiler=self.settings.compiler,
                 )
         return self._evaluations[key]

@@ -165,8 +165,8 @@ def merge(
     check_place(output)
     stack, used = open_trained(trained)
     top = stack[-1]
-    base = base or _own_base(top, used)
-    repo, revision = _named_base(base)
+    base = base or own_base(top, used)
+    repo, revision = named_base(base)
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
     model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
@@ -203,7 +203,7 @@ def merge(
     return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
 
 
-def _named_base(base: str) -> tuple[str, str | None]:
+def named_base(base: str) -> tuple[str, str | None]:
     """The directory or hub id, and the revision that is named with a hub id."""
     repo, revision = split_revision(base)
     local = Path(base).expanduser().is_dir()
@@ -212,7 +212,7 @@ def _named_base(base: str) -> tuple[str, str | None]:
     return repo, revision
 
 
-def _own_base(top: LoraAdapter, used: Path) -> str:
+def own_base(top: LoraAdapter, used: Path) -> str:
     """The model that the adapter was trained on; raises `UserError` if that is unknown or not here."""
     base = top.base_model
     if base is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, Recipe, RecipeSpec
+from surogate_core.bundles import ModelFamily, Recipe, RecipeSpec, Request, RolloutSettings, Sampling
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import MachineError, UserError
 from surogate_core.testing import tiny
@@ -125,6 +125,47 @@ def equals_transformers(family: ModelFamily) -> None:
         ensure(error <= TOLERANCE, f"gradient of {name}: relative error {error:.1e} is above {TOLERANCE}")
 
 
+def generates_as_transformers(family: ModelFamily) -> None:
+    """Greedy completions equal transformers' token for token, log-probabilities to 1e-5 in fp32, in any company."""
+    from surogate_core.generate.native import NativeEngine
+    from surogate_core.generate.weights import Weights
+
+    model = _reference(family)
+    config = model.config.to_dict()
+    built = family.build(config)
+    assembly = tiny.assembly(config, build=family.build, lora=tiny.lora(targets=()))
+    weights = Weights.load(assembly, tiny.tensor_source(tiny.in_files(_state(model), built)))
+    prompts = tiny.documents((5, 33, 16), vocabulary=min(config["vocab_size"], 1000))
+    new = 12
+    requests = [
+        Request(prompt=tuple(ids), max_new_tokens=new, number=number, sampling=Sampling(temperature=0))
+        for number, ids in enumerate(prompts)
+    ]
+    found = NativeEngine(weights, RolloutSettings(slots=2, context=64)).generate(requests)
+    for ids, completion in zip(prompts, found, strict=True):
+        given = torch.tensor([ids])
+        theirs = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        expected = theirs.sequences[0, len(ids) :].tolist()
+        ensure(list(completion.ids) == expected, f"tokens {list(completion.ids)}, transformers' are {expected}")
+        logprobs = [
+            torch.log_softmax(logits[0], -1)[i].item() for logits, i in zip(theirs.logits, expected, strict=True)
+        ]
+        error = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(completion.logprobs, logprobs, strict=True))
+        ensure(error <= TOLERANCE, f"log-probabilities: error {error:.1e} is above {TOLERANCE}")
+    alone = NativeEngine(weights, RolloutSettings(slots=1, context=64))
+    for request, completion in zip(requests, found, strict=True):
+        ensure(alone.generate([request]) == [completion], "a completion alone has other bits than in a batch")
+
+
 def comes_back_from_an_export(family: ModelFamily) -> None:
     """After a step the exported directory has the engine's tensors, and loads in transformers with nothing missing."""
     from surogate_core.files.tensorfile import TensorFile
@@ -188,4 +229,10 @@ def trains_with(recipes: Mapping[str, RecipeSpec]) -> Callable[[ModelFamily], No
     return trains_under_every_recipe
 
 
-CHECKS = (reads_its_presets, says_what_it_is, equals_transformers, comes_back_from_an_export)
+CHECKS = (
+    reads_its_presets,
+    says_what_it_is,
+    equals_transformers,
+    generates_as_transformers,
+    comes_back_from_an_export,
+)

@@ -28,6 +28,7 @@ _MODULES = {
     "monitor": "monitors",
     "kernels": "kernels",
     "offload": "offloaders",
+    "rollout": "rollouts",
     "launcher": "launchers",
     "fabric": "fabrics",
 }

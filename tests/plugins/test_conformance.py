@@ -74,7 +74,15 @@ def test_our_own_plugins_conform(check: Check) -> None:
 
 def test_the_core_conforms() -> None:
     found = checks("core", registry())
-    subjects = {"offload none", "kernels torch", "objective cross_entropy", "launcher local", "task sft", "task pt"}
+    subjects = {
+        "offload none",
+        "kernels torch",
+        "objective cross_entropy",
+        "launcher local",
+        "task sft",
+        "task pt",
+        "rollout native",
+    }
     fabrics = {f"fabric {spec.name}" for spec in FABRICS}
     assert {c.subject for c in found} == subjects | fabrics
     for check in found:

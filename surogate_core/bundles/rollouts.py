@@ -1,0 +1,102 @@
+"""Rollout engines: what continues prompts with the weights of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from surogate_core.generate.weights import Weights
+
+Reason = Literal["stop", "length"]
+"""Why a completion ended: at a stop token or by the caller, or at the largest number of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. The filters apply in this order: penalty, temperature, top-k, top-p, min-p."""
+
+    temperature: float = 1.0
+    """0 takes the most probable token."""
+    top_k: int = 0
+    """Only the most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Only the most probable tokens whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the largest probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that are in the prompt or the completion, and multiplies negative ones."""
+    seed: int = 0
+    """With the numbers of prompt, sample and position it decides every random choice."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        if wrong := [name for name, holds in checks.items() if not holds]:
+            raise ValueError(f"{wrong[0]} is {getattr(self, wrong[0])}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to make."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    max_new_tokens: int
+    number: int = 0
+    """The prompt's number, part of the key of its random choices."""
+    sample: int = 0
+    """The number among the completions of this prompt, part of the key too."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the completion; the one that does is part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The tokens that were chosen for a request."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The log-probability of each token under the model, before temperature and filters."""
+    reason: Reason
+
+
+OnToken = Callable[[int, int], bool]
+"""(number of the request in its call, token) → whether its completion ends here. Called for each token."""
+
+
+class RolloutEngine(Protocol):
+    """Continues prompts."""
+
+    def generate(self, requests: Sequence[Request], *, on_token: OnToken | None = None) -> list[Completion]:
+        """A completion of each request. Which requests are in one call does not change what is sampled."""
+
+    def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probability of every token of each document but its first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """The sizes of an engine's caches."""
+
+    slots: int
+    """Sequences at a time."""
+    context: int
+    """Tokens of the longest sequence, its prompt included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEngineSpec:
+    """A way to continue prompts with the weights of a run."""
+
+    name: str
+    """``native`` is the core's."""
+    open: Callable[[Weights, RolloutSettings], RolloutEngine]
+    """Makes an engine of weights that are in use: it reads them where they are, so a later call sees later weights."""

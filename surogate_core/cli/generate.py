@@ -1,0 +1,289 @@
+"""`surogate generate`: continues prompts with a model, a run or an adapter."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.run.generation import Opened
+    from surogate_core.run.texts import Prompt, Text, Wanted
+
+USAGE = """\
+usage: surogate generate MODEL --prompt TEXT [KEY=VALUE …]
+       surogate generate MODEL --file PROMPTS.jsonl [--output FILE.jsonl] [KEY=VALUE …]
+
+Continues prompts. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint with
+an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu or qlora_nf4=true.
+
+  --prompt TEXT        the text to continue; - reads it from standard input
+  --file FILE          JSON lines: {"prompt": TEXT} or {"messages": [{"role": …, "content": …}, …]}; - is standard input
+  --chat               a --prompt is a user's message, and the completion the assistant's answer
+  --system TEXT        the system message of --chat
+  --max-new-tokens N   largest number of tokens of a completion (256)
+  --samples N          completions of each prompt (1)
+  --temperature T      0 takes the most probable token. Without these flags generation_config.json decides
+  --top-k N, --top-p P, --min-p P, --repetition-penalty R
+  --seed N             with equal seeds equal completions (0)
+  --stop TEXT          ends a completion before this text; may be repeated
+  --stop-token TOKEN   ends a completion at this token, or token id; may be repeated
+  --ignore-eos         do not stop at the model's own end tokens
+  --slots N            sequences at a time; without it as many as the prompts need and memory allows
+  --engine NAME        the rollout engine (native)
+  --json               print JSON lines: prompt, sample, text, reason, tokens
+  --logprobs           the same with token ids and the log-probability of each
+  --output FILE        write the JSON lines to a file
+
+A completion alone is printed for one prompt with one sample; several are printed as JSON lines.
+"""
+
+_NUMBERS: Mapping[str, Callable[[str], float]] = {
+    "--temperature": float,
+    "--top-k": int,
+    "--top-p": float,
+    "--min-p": float,
+    "--repetition-penalty": float,
+    "--seed": int,
+}
+"""Flags that are fields of `Sampling`."""
+_COUNTS = ("--max-new-tokens", "--samples", "--slots")
+_TEXTS = ("--prompt", "--file", "--system", "--output", "--engine")
+_LISTS = ("--stop", "--stop-token")
+_SWITCHES = ("--chat", "--json", "--logprobs", "--ignore-eos")
+_FLAGS = (*_NUMBERS, *_COUNTS, *_TEXTS, *_LISTS, *_SWITCHES)
+
+
+@dataclass(slots=True)
+class _Words:
+    model: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    sampling: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    lists: dict[str, list[str]] = field(default_factory=dict)
+    switches: set[str] = field(default_factory=set)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    if any(word in ("--help", "-h") for word in argv):
+        print(USAGE, end="")
+        return 0
+    words = _parse(argv)
+    if words.model is None:
+        raise UserError("surogate generate: no model is named. Fix: surogate generate MODEL --prompt TEXT")
+    if ("--prompt" in words.texts) == ("--file" in words.texts):
+        which = "both --prompt and --file are given" if "--file" in words.texts else "there is nothing to continue"
+        raise UserError(f"surogate generate: {which}. Fix: --prompt TEXT, or --file PROMPTS.jsonl")
+    if "--system" in words.texts and "--chat" not in words.switches:
+        raise UserError("surogate generate --system: only a chat has a system message. Fix: add --chat")
+    from surogate_core import logs
+
+    logs.configure()
+    return _generate(words, words.model)
+
+
+def _generate(words: _Words, model: str) -> int:
+    from surogate_core.cli.arguments import Arguments, registry_for
+    from surogate_core.cli.progress import shown_progress
+    from surogate_core.config.resolve import load_run_config
+    from surogate_core.events import Progress
+    from surogate_core.files.atomic import ensure_writable
+    from surogate_core.run.generation import named, open_model
+    from surogate_core.run.texts import complete
+
+    output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
+    if output is not None:
+        ensure_writable(output.parent, key="--output")
+    found = named(model)
+    overrides = [*found.overrides, *words.overrides]
+    registry = registry_for(Arguments(overrides=overrides))
+    config = load_run_config(overrides, registry=registry)
+    notes: list[str] = []
+    with shown_progress() as progress:
+        opened = open_model(
+            found,
+            config,
+            registry,
+            progress=lambda task, done, total: progress(Progress(task=task, done=done, total=total)),
+        )
+        prompts = _prompts(words, opened)
+        wanted = _wanted(words, opened)
+        texts = complete(
+            opened,
+            registry.get("rollout", words.texts.get("--engine", "native")),
+            prompts,
+            wanted,
+            slots=words.counts.get("--slots"),
+            progress=lambda done, total: progress(Progress(task="generating", done=done, total=total, unit="tokens")),
+            notes=notes,
+        )
+    for note in (*opened.notes, *notes):
+        print(f"note: {note}", file=sys.stderr)
+    _show(words, texts, output)
+    return 0
+
+
+def _prompts(words: _Words, opened: Opened) -> list[Prompt]:
+    from surogate_core.run.texts import prompt_of_messages, prompt_of_text
+
+    tokenizer = opened.tokenizer
+    if "--file" in words.texts:
+        return [
+            prompt_of_text(tokenizer, row["prompt"], name=name)
+            if "prompt" in row
+            else prompt_of_messages(tokenizer, row["messages"], name=name)
+            for name, row in _rows(words.texts["--file"])
+        ]
+    text = words.texts["--prompt"]
+    name = "--prompt"
+    if text == "-":
+        text, name = sys.stdin.read(), "standard input"
+    if "--chat" not in words.switches:
+        return [prompt_of_text(tokenizer, text, name=name)]
+    if not text:
+        raise UserError(f"{name}: is empty. Fix: give the message to answer.")
+    system = [{"role": "system", "content": words.texts["--system"]}] if "--system" in words.texts else []
+    return [prompt_of_messages(tokenizer, [*system, {"role": "user", "content": text}], name=name)]
+
+
+def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, row) of each line of JSON."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise UserError(f"--file {file}: cannot be read: {reason}. Fix: name a file of JSON lines.") from error
+    found = []
+    shown = "standard input" if file == "-" else file
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        name = f"{shown}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{name}: not valid JSON: {error}. Fix: one object a line.") from error
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, dict) or not (
+            isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
+        ):
+            raise UserError(f'{name}: has neither a text "prompt" nor a list "messages". Fix: {{"prompt": "…"}}')
+        found.append((name, row))
+    if not found:
+        raise UserError(f'--file {file}: has no prompt. Fix: one object a line, such as {{"prompt": "…"}}')
+    return found
+
+
+def _wanted(words: _Words, opened: Opened) -> Wanted:
+    from surogate_core.run.texts import Wanted, stop_token
+
+    values: dict[str, Any] = {flag.strip("-").replace("-", "_"): value for flag, value in words.sampling.items()}
+    base = opened.sampling
+    if base.temperature == 0 and values.keys() & {"top_k", "top_p", "min_p"} and "temperature" not in values:
+        values["temperature"] = 1.0  # filters without a temperature ask for samples
+    if words.counts.get("--samples", 1) > 1 and base.temperature == 0 and "temperature" not in values:
+        values["temperature"] = 1.0
+    try:
+        sampling = replace(base, **values)
+    except ValueError as error:
+        name, _, value = str(error).partition(" is ")
+        flag = f"--{name.replace('_', '-')}"
+        raise UserError(f"{flag} {value}: is out of range. Fix: see `surogate generate --help`") from error
+    stops = words.lists.get("--stop", [])
+    if "" in stops:
+        raise UserError("--stop: is empty. Fix: give the text before which a completion ends.")
+    return Wanted(
+        max_new_tokens=words.counts.get("--max-new-tokens", 256),
+        samples=words.counts.get("--samples", 1),
+        sampling=sampling,
+        stop=tuple(stops),
+        stop_ids=frozenset(stop_token(opened.tokenizer, word) for word in words.lists.get("--stop-token", [])),
+        ignore_eos="--ignore-eos" in words.switches,
+    )
+
+
+def _show(words: _Words, texts: Sequence[Text], output: Path | None) -> None:
+    from surogate_core.files.atomic import replace_file
+
+    as_lines = bool({"--json", "--logprobs"} & words.switches) or output is not None or len(texts) > 1
+    if not as_lines:
+        print(texts[0].text)
+        return
+    lines = "".join(json.dumps(_row(text, "--logprobs" in words.switches), ensure_ascii=False) + "\n" for text in texts)
+    if output is None:
+        print(lines, end="")
+        return
+    replace_file(output, lines.encode(), key="--output")
+    print(f"Written: {output}")
+
+
+def _row(text: Text, logprobs: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "prompt": text.prompt,
+        "sample": text.sample,
+        "text": text.text,
+        "reason": text.reason,
+        "tokens": len(text.ids),
+    }
+    return row | ({"ids": list(text.ids), "logprobs": list(text.logprobs)} if logprobs else {})
+
+
+# ------------------------------------------------------------------------------------ words
+
+
+def _parse(argv: Sequence[str]) -> _Words:
+    parsed, words = _Words(), list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            if flag not in _FLAGS:
+                near = get_close_matches(flag, _FLAGS, n=1)
+                fix = near[0] if near else "`surogate generate --help` shows the form"
+                raise UserError(f"surogate generate: {flag} is not known. Fix: {fix}")
+            if flag in _SWITCHES:
+                parsed.switches.add(flag)
+                continue
+            if not equals:
+                if not words:
+                    raise UserError(f"surogate generate {flag}: a value must follow. Fix: `surogate generate --help`")
+                value = words.pop(0)
+            _take(parsed, flag, value)
+        elif equals or word.startswith(("+", "~")):
+            parsed.overrides.append(word)
+        elif parsed.model is not None:
+            raise UserError(f"surogate generate: {parsed.model} and {word}: one model at a time. Fix: keep one")
+        else:
+            parsed.model = word
+    return parsed
+
+
+def _take(parsed: _Words, flag: str, value: str) -> None:
+    if flag in _LISTS:
+        parsed.lists.setdefault(flag, []).append(value)
+    elif flag in _TEXTS:
+        parsed.texts[flag] = value
+    elif flag in _COUNTS:
+        parsed.counts[flag] = int(_number(flag, value, int, least=1))
+    else:
+        parsed.sampling[flag] = _number(flag, value, _NUMBERS[flag])
+
+
+def _number(flag: str, text: str, kind: Callable[[str], float], *, least: float | None = None) -> float:
+    what = "a whole number" if kind is int else "a number"
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text}: is not {what}. Fix: {flag} {'1' if kind is int else '0.7'}") from error
+    if least is not None and value < least:
+        raise UserError(f"{flag} {text}: must be at least {least:g}. Fix: {flag} {least:g}")
+    return value

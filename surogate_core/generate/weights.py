@@ -1,0 +1,119 @@
+"""The weights that generation reads: those of an engine that trains, or a model that is loaded for this alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Store
+from surogate_core.engine.assembly import Assembly
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.pieces import Piece, Source
+from surogate_core.engine.placement import Placement
+from surogate_core.engine.plan import EnginePlan
+from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.sharded_weights import begin_pass
+from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.step import RecipeRows, StoreSet
+from surogate_core.mesh.mesh import Mesh
+
+Layer = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""(x_ND, tables) → [N, D], without dropout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A model's weights where they are, and the functions of its layers."""
+
+    plan: EnginePlan
+    parameters: Parameters
+    programs: ProgramBuilder
+    store: Store
+    rows: RecipeRows | None
+
+    @classmethod
+    def of(cls, engine: Engine) -> Weights:
+        """The weights of an engine that trains; nothing is copied."""
+        return cls(
+            plan=engine.plan,
+            parameters=engine.parameters,
+            programs=engine.programs,
+            store=engine.stores.weights,
+            rows=engine.rows,
+        )
+
+    @classmethod
+    def load(
+        cls, assembly: Assembly, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> Weights:
+        """Weights without gradients, optimizer or programs of training."""
+        settings = assembly.settings
+        plan = EnginePlan.of(assembly, device=settings.device)
+        placement = Placement(
+            offloader=assembly.offloader, stores=assembly.stores, device=settings.device, updates_on_cpu=False
+        )
+        sharing = Sharing(mesh=Mesh(), level=0, exact=False, base=False)
+        store = StoreSet.of(placement, sharing).weights
+        parameters = Parameters(
+            plan.pieces,
+            plan=plan.weights,
+            weights=store,
+            device=settings.device,
+            dtype=settings.dtype,
+            adapter_dtype=settings.adapter_dtype,
+            weight_decay=0.0,
+            placement=placement,
+            sharing=sharing,
+        )
+        parameters.fill(source, progress=progress)
+        state = assembly.recipe.state(plan.slots, settings.device)
+        rows = None if state is None else RecipeRows(state, plan.rows)
+        columns = 0 if rows is None else rows.state.rows.shape[1]
+        programs = ProgramBuilder(plan=plan, parameters=parameters, columns=columns, device=settings.device)
+        return cls(plan=plan, parameters=parameters, programs=programs, store=store, rows=rows)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.parameters.device
+
+    def layers(self) -> Iterator[Layer]:
+        """The layers in order, each with its weights until the next one is asked for."""
+        begin_pass(self.store)
+        for piece in self.plan.layers:
+            yield self._layer(piece)
+            self.store.release(piece.key)
+
+    def _layer(self, piece: Piece) -> Layer:
+        tensors = self.parameters.inputs(piece)
+        shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
+        rows = [self.rows.rows(piece.key)] if self.rows is not None and self.programs.reads_rows(piece) else []
+        seed = torch.zeros((), dtype=torch.int32, device=self.device)
+        fixed = [*tensors, *(tensor for _, tensor in shared), *rows]
+        function = self.programs.layer_function(piece, training=False)
+
+        def run(x_ND: Tensor, tables: Sequence[Tensor]) -> Tensor:
+            y_ND = function(*fixed, x_ND, *tables, seed)
+            assert isinstance(y_ND, Tensor)
+            return y_ND
+
+        return run
+
+    def embedded(self, ids_N: Tensor) -> Tensor:
+        """[N, D]: the rows of the embedding."""
+        (weight,) = self.parameters.inputs(self.plan.embed)
+        x_ND = torch.nn.functional.embedding(ids_N, weight)
+        self.store.release(self.plan.embed.key)
+        return x_ND
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """[N, V]: the head."""
+        head = self.plan.head
+        tensors = {s.name: t for s, t in zip(head.specs, self.parameters.inputs(head), strict=True)}
+        found = self.plan.assembly.model.logits(x_ND, tensors)
+        self.store.release(head.key)
+        return found

@@ -1,0 +1,198 @@
+"""Opens a trained model for generation: weights, adapter, tokenizer, and what its files say about sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surogate_core.bundles import Sampling
+from surogate_core.config.grammar import encode
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.tokenizer import has_tokenizer, turn_end_id
+from surogate_core.dsl.declare import LoRA, Model
+from surogate_core.dsl.experts import expanded
+from surogate_core.dsl.rope import longest_covered
+from surogate_core.dsl.slots import Adapter
+from surogate_core.engine.pieces import pieces
+from surogate_core.errors import UserError
+from surogate_core.files.paths import is_hub_id
+from surogate_core.files.runs import run_directory
+from surogate_core.generate.weights import Weights
+from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter
+from surogate_core.hf.weights import generation_config_in
+from surogate_core.run.assemble import (
+    DTYPES,
+    ResolvedModel,
+    assemble,
+    check_weights,
+    resolve_model,
+    weights_source,
+)
+from surogate_core.run.merge import named_base, open_trained, own_base
+from surogate_core.run.ranks import on_one_gpu
+from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.plugins.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What a user's word for a model means."""
+
+    overrides: tuple[str, ...]
+    """The keys of a configuration that say where it is."""
+    stack: tuple[LoraAdapter, ...] = ()
+    """The adapters on the base, the lowest first."""
+    files: Path | None = None
+    """The directory of the adapter, whose tokenizer and ``generation_config.json`` come before the base's."""
+
+
+def named(word: str) -> Named:
+    """A Hugging Face directory, a run, a checkpoint with an adapter, an adapter, or a hub id."""
+    path = run_directory(word)
+    if not path.is_dir():
+        if path.exists() or not is_hub_id(word.partition("@")[0]):
+            what = "is a file" if path.exists() else "there is no such directory"
+            raise UserError(f"{word}: {what}. Fix: name a model's directory, a run, an adapter, or a hub id.")
+        return Named(overrides=(f"model={encode(word)}",))
+    for place in (path, path / "model"):
+        if (place / "config.json").is_file():
+            return Named(overrides=(f"model={encode(str(place))}",), files=place)
+    stack, used = open_trained(path, key="model")
+    top = stack[-1]
+    repo, revision = named_base(own_base(top, used))
+    overrides = [f"model={encode(repo)}"]
+    if not Path(repo).expanduser().is_dir() and (revision or top.base_commit):
+        overrides.append(f"model.revision={encode(str(revision or top.base_commit))}")
+    return Named(overrides=tuple(overrides), stack=tuple(stack), files=used)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A model that can generate."""
+
+    title: str
+    weights: Weights
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: Mapping[str, Any]
+    """What its ``generation_config.json`` says; empty if there is none."""
+    notes: tuple[str, ...]
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.weights.plan.assembly.model
+
+    @property
+    def context(self) -> float:
+        """Tokens of the longest sequence; infinite if the model has no end."""
+        return longest_covered(self.model.config)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a completion: those of the generation config or else the configuration, the tokenizer's
+        end of text, and the token with which the chat template ends a turn.
+        """
+        found: set[int] = set()
+        own = self.generation_config.get("eos_token_id", self.model.config.get("eos_token_id"))
+        for value in (own, self.tokenizer.eos_token_id, turn_end_id(self.tokenizer)):
+            found |= set(value if isinstance(value, list | tuple) else [value]) - {None}
+        return frozenset(found)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the model's files say that tokens are chosen; greedily if they do not say to sample."""
+        values = self.generation_config
+        if not values.get("do_sample"):
+            return Sampling(temperature=0.0)
+        known = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        given: dict[str, Any] = {
+            key: values.get(key) if values.get(key) is not None else default for key, default in known.items()
+        }
+        try:
+            return Sampling(**given)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"generation_config.json: {error}. Fix: correct it.") from error
+
+
+def open_model(
+    found: Named,
+    config: RunConfig,
+    registry: Registry,
+    *,
+    progress: Callable[[str, int, int], None] = lambda task, done, total: None,
+) -> Opened:
+    """Load the model that `config` describes, with the adapters of `found` on it."""
+    config = replace(on_one_gpu(config), recompute=False, lmhead_chunks=1)
+    resolved = _with_adapters(resolve_model(config, registry), found)
+    lora, resolved, notes = _lora(resolved, DTYPES[config.lora_dtype])
+    check_weights(config, resolved, lora if resolved.adapter is None or resolved.adapter.start is None else None)
+    assembly = assemble(config, registry, resolved, borders=2)
+    assembly = replace(assembly, lora=lora, model=resolved.model, settings=replace(assembly.settings, max_seqlen=1))
+    assembly = replace(
+        assembly,
+        stores=assembly.offloader.build(
+            config.offload.options, config.offload_dir or config.place, assembly.settings.device
+        ),
+    )
+    tokenizer, said = _tokenizer(config, found, resolved)
+    weights = Weights.load(
+        assembly,
+        weights_source(config, registry, resolved, assembly),
+        progress=lambda done, total: progress("loading weights", done, total),
+    )
+    own = generation_config_in(found.files) if found.files is not None else None
+    if own is None and resolved.weights is not None:
+        own = resolved.weights.generation_config()
+    return Opened(
+        title=resolved.title,
+        weights=weights,
+        tokenizer=tokenizer,
+        generation_config=own or {},
+        notes=(*said, *notes),
+    )
+
+
+def _with_adapters(resolved: ResolvedModel, found: Named) -> ResolvedModel:
+    if not found.stack:
+        return resolved
+    top = found.stack[-1]
+    model = resolved.model
+    if top.base_overrides:
+        model = resolved.family.build({**model.config, **top.base_overrides})
+    adapter = InitialAdapter(mode="trainable", stack=found.stack, fingerprint="")
+    return replace(resolved, model=model, adapter=adapter)
+
+
+def _lora(resolved: ResolvedModel, dtype: torch.dtype) -> tuple[LoRA, ResolvedModel, list[str]]:
+    """The adapter of the layers. Nothing is trained, so without one it has no targets.
+
+    An adapter that is not on all projections of a name cannot be multiplied beside them; it is folded in.
+    """
+    top = resolved.adapter.start if resolved.adapter is not None else None
+    if top is None:
+        adapter = Adapter(rank=1, scale=1.0, dropout=0.0, dtype=dtype)
+        return LoRA(adapter=adapter, targets=frozenset()), resolved, []
+    adapter = Adapter(rank=top.rank, scale=top.scale, dropout=0.0, dtype=dtype)
+    lora = LoRA(adapter=adapter, targets=frozenset(module.rsplit(".", 1)[-1] for module in top.modules))
+    specs = [s for p in pieces(resolved.model, lora=lora, max_seqlen=1) for s in p.specs if s.role == "adapter"]
+    names = {n.removesuffix(".lora_A.weight") for s in specs for n in expanded(s.hf_name, s.shape) if "lora_A" in n}
+    if names == set(top.modules):
+        return lora, resolved, []
+    assert resolved.adapter is not None
+    folded = replace(resolved.adapter, mode="merge")
+    note = f"{top.source} is not on all projections of a name, so it is folded into the weights."
+    return LoRA(adapter=adapter, targets=frozenset()), replace(resolved, adapter=folded), [note]
+
+
+def _tokenizer(config: RunConfig, found: Named, resolved: ResolvedModel) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    if config.tokenizer is None and found.files is not None and has_tokenizer(found.files):
+        config = replace(config, tokenizer=str(found.files))
+    return tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None)

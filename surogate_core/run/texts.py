@@ -1,0 +1,265 @@
+"""Texts in and out of a rollout engine: prompts to tokens, completions to texts, stop texts, and sizes of caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles import (
+    Completion,
+    Reason,
+    Request,
+    RolloutEngine,
+    RolloutEngineSpec,
+    RolloutSettings,
+    Sampling,
+)
+from surogate_core.data.chat import chat_of, encode_text
+from surogate_core.data.encoded import RowError
+from surogate_core.errors import MachineError, UserError
+from surogate_core.files.atomic import human_bytes
+from surogate_core.generate.cache import Cache, shapes_of
+from surogate_core.run.build import free_memory
+from surogate_core.run.generation import Opened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.generate.weights import Weights
+
+MOST_SLOTS = 32
+"""Sequences at a time, unless the user says otherwise."""
+TAIL = 8
+"""Tokens that are decoded besides those of a stop text, since a text may begin inside of a token."""
+SHARE = 0.9
+"""Share of the free memory that the caches may take."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt as tokens."""
+
+    name: str
+    """Its name in messages."""
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked of every prompt."""
+
+    max_new_tokens: int = 256
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; they and what follows are not part of its text."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion, besides the model's own."""
+    ignore_eos: bool = False
+    """Whether the model's own tokens do not end it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A completion as text."""
+
+    prompt: int
+    """The number of its prompt."""
+    sample: int
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: Reason
+
+
+def prompt_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, name: str) -> Prompt:
+    """The tokens of a text, with those that the tokenizer puts before every text."""
+    if not text:
+        raise UserError(f"{name}: is empty. Fix: give the text to continue.")
+    ids = tuple(encode_text(tokenizer, text))
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+        ids = ids[:-1]  # what a tokenizer puts behind every text would end it
+    return _checked(ids, name)
+
+
+def prompt_of_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, name: str) -> Prompt:
+    """The tokens of a conversation up to the assistant's next turn."""
+    if not messages:
+        raise UserError(f"{name}: has no message. Fix: give at least one.")
+    chat = chat_of(tokenizer)
+    try:
+        text = chat.render(chat.encoder.guarded(list(messages)), add_generation_prompt=True)
+    except RowError as error:
+        raise UserError(f"{name}: {error}. Fix: correct the messages, or `template`.") from error
+    if chat.encoder.backend is not None:
+        ids = chat.encoder.encode_guarded(text)[0]
+    else:
+        ids = encode_text(tokenizer, text, add_special_tokens=False)
+    return _checked(tuple(ids), name)
+
+
+def _checked(ids: tuple[int, ...], name: str) -> Prompt:
+    if not ids:
+        raise UserError(f"{name}: has no token. Fix: give the text to continue.")
+    return Prompt(name=name, ids=ids)
+
+
+def stop_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
+    """The id of a stop token that is named by its text or its number."""
+    vocabulary = tokenizer.get_vocab()
+    if word.isascii() and word.isdigit() and int(word) in vocabulary.values():
+        return int(word)
+    if word in vocabulary:
+        return int(vocabulary[word])
+    raise UserError(
+        f"--stop-token {word}: the tokenizer has no such token. Fix: name one of its tokens or ids, or use --stop for "
+        f"a text."
+    )
+
+
+def requests_of(opened: Opened, prompts: Sequence[Prompt], wanted: Wanted) -> tuple[list[Request], list[str]]:
+    """A request for each sample of each prompt, and notes about those that the model's positions cut short."""
+    requests, cut = [], []
+    stop_ids = wanted.stop_ids if wanted.ignore_eos else opened.stop_ids | wanted.stop_ids
+    for number, prompt in enumerate(prompts):
+        room = opened.context - len(prompt.ids)
+        if room < 1:
+            end = int(opened.context)
+            raise UserError(
+                f"{prompt.name}: has {len(prompt.ids):,} tokens, and the model's positions end at {end:,}. "
+                f"Fix: shorten it, or stretch the model with rope_scaling and max_model_len."
+            )
+        if room < wanted.max_new_tokens:
+            cut.append(prompt.name)
+        requests += [
+            Request(
+                prompt=prompt.ids,
+                max_new_tokens=int(min(room, wanted.max_new_tokens)),
+                number=number,
+                sample=sample,
+                sampling=wanted.sampling,
+                stop_ids=stop_ids,
+            )
+            for sample in range(wanted.samples)
+        ]
+    listed = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
+    note = f"{listed}: the completion ends at the model's last position, {opened.context:,}." if cut else ""
+    return requests, [note] if note else []
+
+
+def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | None = None) -> RolloutSettings:
+    """The caches that these requests need, as many slots as fit into the free memory.
+
+    Raises `MachineError` if not even one fits, or if `slots` do not.
+    """
+    context = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    wanted = slots if slots is not None else min(MOST_SLOTS, len(requests))
+    one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
+    room = free_memory(weights.device)
+    fitting = wanted if room is None or not one else min(wanted, int(SHARE * room / one) - 1)
+    if fitting < (wanted if slots is not None else 1):
+        needed, free = human_bytes(one * (wanted + 1 if slots is not None else 2)), human_bytes(int(room or 0))
+        raise MachineError(
+            f"The keys and values of {max(1, slots or 1)} sequences of {context:,} tokens need {needed}, and "
+            f"{free} are free. Fix: fewer --slots, a lower --max-new-tokens, or a shorter prompt."
+        )
+    return RolloutSettings(slots=fitting, context=context)
+
+
+def complete(
+    opened: Opened,
+    spec: RolloutEngineSpec,
+    prompts: Sequence[Prompt],
+    wanted: Wanted,
+    *,
+    slots: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    notes: list[str] | None = None,
+) -> list[Text]:
+    """The completions of the prompts, in order, the samples of each together. `notes` receives notes for the user."""
+    requests, said = requests_of(opened, prompts, wanted)
+    if notes is not None:
+        notes += said
+    engine = spec.open(opened.weights, settings_of(opened.weights, requests, slots=slots))
+    return generate_texts(engine, opened.tokenizer, requests, wanted.stop, progress=progress)
+
+
+def generate_texts(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: Sequence[Request],
+    stop: Sequence[str] = (),
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Text]:
+    """The completions of requests as texts.
+
+    `progress` receives the tokens so far and at most.
+    """
+    total, done = sum(r.max_new_tokens for r in requests), 0
+    watches = [Watch(tokenizer, request.prompt, stop) for request in requests]
+
+    def on_token(index: int, token: int) -> bool:
+        nonlocal done
+        done += 1
+        watch = watches[index]
+        ended = watch.take(token)
+        if ended or token in requests[index].stop_ids or len(watch.ids) >= requests[index].max_new_tokens:
+            done += requests[index].max_new_tokens - len(watch.ids)
+        progress(done, total)
+        return ended
+
+    found = engine.generate(requests, on_token=on_token)
+    return [_text(request, watch, one) for request, watch, one in zip(requests, watches, found, strict=True)]
+
+
+def _text(request: Request, watch: Watch, completion: Completion) -> Text:
+    return Text(
+        prompt=request.number,
+        sample=request.sample,
+        text=watch.text(),
+        ids=completion.ids,
+        logprobs=completion.logprobs,
+        reason=completion.reason,
+    )
+
+
+class Watch:
+    """The text of a completion while it grows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._lead = list(prompt[-TAIL:])
+        self._before = self._decoded([])
+        self._reach = TAIL + max((len(s) for s in stop), default=0)
+        self.ids: list[int] = []
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        # After some tokens of the prompt: a tokenizer may drop the space before a text's first word.
+        whole = [*self._lead, *ids]
+        return str(self._tokenizer.decode(whole, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def take(self, token: int) -> bool:
+        """Add a token; whether a stop text is complete."""
+        self.ids.append(token)
+        if not self._stop:
+            return False
+        tail = self._tokenizer.decode(self.ids[-self._reach :], clean_up_tokenization_spaces=False)
+        return any(stop in tail for stop in self._stop) and self._end(self._whole()) is not None
+
+    def _whole(self) -> str:
+        text = self._decoded(self.ids)
+        if text.startswith(self._before):
+            return text[len(self._before) :]
+        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _end(self, text: str) -> int | None:
+        return min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
+
+    def text(self) -> str:
+        """The text so far, up to a stop text."""
+        text = self._whole()
+        return text[: self._end(text)]

@@ -1,0 +1,118 @@
+"""`surogate generate`: what it prints, and how it answers bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.main import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command on a small model; (exit code, standard output, standard error)."""
+
+    def start(*words: str, model: str | None = None, new: int = 4) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["generate", model or str(hf_dir), f"--max-new-tokens={new}", "device=cpu", *words])
+        return code, *capsys.readouterr()
+
+    return start
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_completion_alone_is_printed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = call("--prompt", "The chain", "--temperature", "0")
+    assert code == 0
+    (row,) = lines(call("--prompt", "The chain", "--temperature=0", "--logprobs")[1])
+    assert out == row["text"] + "\n"
+    assert row.keys() == {"prompt", "sample", "text", "reason", "tokens", "ids", "logprobs"}
+    assert row["tokens"] == len(row["ids"]) == len(row["logprobs"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The chain"))
+    assert call("--prompt", "-", "--temperature", "0")[1] == out
+
+
+def test_files_of_prompts(call: Call, tmp_path: Path) -> None:
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": "Hello"}]
+    file.write_text("\n".join([json.dumps({"prompt": "The"}), "", json.dumps({"messages": messages}), '"A text"']))
+    words = ("--file", str(file), "--samples", "2", "--seed", "3")
+    _, out, _ = call(*words, "--output", str(output))
+    assert out == f"Written: {output}\n"
+    rows = lines(output.read_text())
+    assert [(row["prompt"], row["sample"]) for row in rows] == [(p, s) for p in range(3) for s in range(2)]
+    assert len({row["text"] for row in rows}) == 6
+    assert lines(call(*words, "--slots", "1")[1]) == rows, "slots change nothing"
+    assert lines(call(*words, "--seed", "4")[1]) != rows
+    chat = lines(call("--chat", "--prompt", "Hello", "--temperature", "0", "--json")[1])
+    assert chat == lines(call("--chat", "--prompt=Hello", "--temperature=0", "--json", "--engine", "native")[1])
+
+
+def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
+    _, _, err = call("--prompt", "word " * 84, "--temperature", "0", new=200)
+    assert "note: --prompt: the completion ends at the model's last position, 256." in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "there is nothing to continue. Fix: --prompt TEXT"),
+        (("--prompt", "a", "--file", "b"), "both --prompt and --file are given"),
+        (("--prompt", ""), "--prompt: is empty. Fix: give the text to continue."),
+        (("--chat", "--prompt", ""), "--prompt: is empty. Fix: give the message to answer."),
+        (("--prompt", "word " * 400), "positions end at 256. Fix: shorten it"),
+        (("--prompt", "a", "--stop", ""), "--stop: is empty"),
+        (("--prompt", "a", "--stop-token", "<nothing>"), "the tokenizer has no such token"),
+        (("--prompt", "a", "--system", "b"), "only a chat has a system message. Fix: add --chat"),
+        (("--prompt", "a", "--temperature", "warm"), "--temperature warm: is not a number"),
+        (("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: is out of range"),
+        (("--prompt", "a", "--top-p", "2"), "--top-p 2.0: is out of range"),
+        (("--prompt", "a", "--samples", "0"), "--samples 0: must be at least 1"),
+        (("--prompt", "a", "--top-q", "1"), "--top-q is not known. Fix: --top-"),
+        (("--prompt",), "--prompt: a value must follow"),
+        (("--prompt", "a", "b"), "one model at a time"),
+        (("--file", "gone.jsonl"), "--file gone.jsonl: cannot be read: No such file"),
+        (("--prompt", "a", "--engine", "nativ"), "nativ"),
+        (("--prompt", "a", "devise=cpu"), "devise"),
+    ],
+)
+def test_bad_input_is_one_clear_message(call: Call, words: tuple[str, ...], message: str) -> None:
+    code, out, err = call(*words)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_bad_rows_are_named_by_their_line(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for text, message in {
+        '{"prompt": "a"}\n{"prompt": ': f"{file}:2: not valid JSON",
+        '{"prompt": "a"}\n\n{"text": "b"}': f'{file}:3: has neither a text "prompt" nor a list "messages"',
+        '{"prompt": ""}': f"{file}:1: is empty",
+        '{"messages": []}': f"{file}:1: has no message",
+        "\n": "has no prompt",
+    }.items():
+        file.write_text(text)
+        code, _, err = call("--file", str(file))
+        assert code == 2
+        assert message in err
+
+
+def test_a_model_that_is_not_there(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no such directory" in call("--prompt", "a", model=str(tmp_path / "gone"))[2]
+    (tmp_path / "empty").mkdir()
+    assert "neither an adapter" in call("--prompt", "a", model=str(tmp_path / "empty"))[2]
+    assert main(["generate", "--prompt", "a"]) == 2
+    assert "no model is named" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Attention over the cache: the form for any device and the CPU's kernel are one function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from surogate_core.generate.cache import Cache, Places, attention, cpu_attention, shapes_of
+from surogate_core.generate.weights import Weights
+from surogate_core.kernels import ops
+from surogate_core.testing import tiny
+
+CPU = torch.device("cpu")
+
+
+def cache(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return Cache([[(2, 16, 16)]], slots=3, context=32, dtype=dtype, device=CPU).layers[0][0]
+
+
+def drawn(rows: int, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_both_forms_equal_the_op_on_a_whole_document(dtype):
+    q, k, v = drawn(32, dtype)
+    expected = ops.attention(q, k, v, torch.tensor([0, 32]), 32, 0.25)
+    for attend in (attention, cpu_attention):
+        keys, values = cache(dtype)
+        parts = []
+        for start, width in ((0, 16), *((position, 1) for position in range(16, 32))):
+            rows = slice(start, start + width)
+            places = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
+            parts.append(attend(q[rows], k[rows], v[rows], keys, values, places, 0.25))
+        bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+        assert tiny.relative_error(torch.cat(parts), expected) < bound
+        assert torch.equal(keys[1], k)
+        assert not keys[[0, 2]].any()
+
+
+def test_groups_do_not_see_each_other():
+    q, k, v = drawn(48)
+    for attend in (attention, cpu_attention):
+        together, alone = cache(), cache()
+        places = Places(slots_G=torch.tensor([2, 3, 0]), starts_G=torch.tensor([0, 0, 0]), width=16)
+        found = attend(q, k, v, *together, places, 0.25)
+        one = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([0]), width=16)
+        assert torch.allclose(found[32:], attend(q[32:], k[32:], v[32:], *alone, one, 0.25), rtol=1e-6, atol=1e-6)
+
+
+def test_a_query_with_a_nan_is_not_hidden():
+    q, k, v = drawn(16)
+    q[3, 1, 0] = float("nan")
+    places = Places(slots_G=torch.tensor([0]), starts_G=torch.tensor([0]), width=16)
+    found = cpu_attention(q, k, v, *cache(), places, 0.25)
+    assert found[3, 1].isnan().all()
+    assert found[4:].isfinite().all()
+
+
+def test_the_shapes_of_a_model_without_attention_are_empty():
+    weights = Weights.load(tiny.assembly(lora=tiny.lora()), tiny.random_source())
+    assert shapes_of(weights) == [[(4, 8, 8)]] * 2
+    small = tiny.assembly(tiny.SMALL_CONFIG, build=tiny.SmallModel, lora=tiny.lora())
+    assert shapes_of(Weights.load(small, tiny.random_source())) == [[], []]

@@ -1,0 +1,90 @@
+"""The choice of tokens: filters as in transformers, samples by key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import generation
+
+from surogate_core.bundles import Request, Sampling
+from surogate_core.generate.sampling import Rows, choose, gumbel, kept, key_of
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+
+
+def rows(*samplings: Sampling, position: int = 0) -> Rows:
+    keys = [key_of(Request(prompt=(1,), max_new_tokens=1, number=n, sampling=s)) for n, s in enumerate(samplings)]
+    return Rows.of(samplings, keys, [position] * len(samplings), CPU)
+
+
+def logits(count: int = 4) -> torch.Tensor:
+    return torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warper"),
+    [
+        (Sampling(top_k=7), generation.TopKLogitsWarper(7)),
+        (Sampling(top_k=500), generation.TopKLogitsWarper(VOCABULARY)),
+        (Sampling(top_p=0.6), generation.TopPLogitsWarper(0.6)),
+        (Sampling(min_p=0.1), generation.MinPLogitsWarper(0.1)),
+    ],
+)
+def test_filters_keep_what_transformers_keeps(sampling, warper):
+    found = kept(logits(), rows(*[sampling] * 4))
+    assert torch.equal(found, warper(None, logits()).isfinite())
+    assert found.sum(1).min() >= 1
+    assert found.sum(1).max() < VOCABULARY or sampling.top_k == 500
+
+
+def test_filters_follow_each_other():
+    together = Sampling(top_k=9, top_p=0.8, min_p=0.05)
+    scores = logits()
+    for warper in (generation.TopKLogitsWarper(9), generation.TopPLogitsWarper(0.8), generation.MinPLogitsWarper(0.05)):
+        scores = warper(None, scores)
+    assert torch.equal(kept(logits(), rows(*[together] * 4)), scores.isfinite())
+
+
+def test_the_penalty_is_that_of_transformers():
+    ids = torch.tensor([[3, 7, 7, 20]] * 4)
+    seen = torch.zeros(4, VOCABULARY, dtype=torch.bool).scatter(1, ids, True)
+    scores = generation.RepetitionPenaltyLogitsProcessor(3.0)(ids, logits())
+    tokens, logprobs = choose(logits(), rows(*[Sampling(temperature=0, repetition_penalty=3.0)] * 4), seen)
+    assert torch.equal(tokens, scores.argmax(-1))
+    assert torch.equal(logprobs, torch.log_softmax(logits(), -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_samples_have_the_probabilities_of_the_softmax():
+    count, sampling = 4000, Sampling(temperature=0.8)
+    one = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf")]])
+    keys = [key_of(Request(prompt=(1,), max_new_tokens=1, sample=n)) for n in range(count)]
+    tokens, _ = choose(one.expand(count, -1), Rows.of([sampling] * count, keys, [0] * count, CPU))
+    shares = torch.bincount(tokens, minlength=5) / count
+    assert torch.allclose(shares, torch.softmax(one[0] / 0.8, -1), atol=0.03)
+    assert shares[4] == 0
+
+
+def test_noise_depends_on_key_and_position_alone():
+    one, other = Sampling(), Sampling(seed=1)
+    together = gumbel(rows(one, one, other), VOCABULARY)
+    assert torch.equal(together[:1], gumbel(rows(one), VOCABULARY))
+    assert len({tuple(row.tolist()) for row in together}) == 3
+    assert not torch.equal(gumbel(rows(one, position=1), VOCABULARY), together[:1])
+    assert torch.isfinite(gumbel(rows(one), 200_000)).all()
+
+
+def test_greedy_and_sampled_rows_share_a_batch():
+    mixed = rows(Sampling(temperature=0), Sampling(temperature=5.0, top_k=3), Sampling(temperature=0), Sampling())
+    tokens, _ = choose(logits(), mixed)
+    assert tokens[0] == logits()[0].argmax()
+    assert tokens[2] == logits()[2].argmax()
+    assert tokens[1] in logits()[1].topk(3).indices
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 2}, {"top_k": -1}, {"repetition_penalty": 0}]
+)
+def test_values_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)

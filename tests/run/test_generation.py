@@ -1,0 +1,190 @@
+"""Models for generation: what a word names, adapters on their base, stop tokens and sampling of the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surogate_core.bundles import Sampling
+from surogate_core.config.resolve import load_run_config
+from surogate_core.errors import MachineError, UserError
+from surogate_core.plugins.registry import Registry
+from surogate_core.run import texts
+from surogate_core.run.generation import Opened, named, open_model
+
+Run = Callable[..., int]
+Open = Callable[..., Opened]
+TEXT = "The chain of the bike slips when"
+
+
+@pytest.fixture(scope="session")
+def opening(installed: Registry) -> Open:
+    def start(word: Path, *overrides: str) -> Opened:
+        found = named(str(word))
+        config = load_run_config([*found.overrides, "device=cpu", *overrides], registry=installed)
+        return open_model(found, config, installed)
+
+    return start
+
+
+def completed(opened: Opened, installed: Registry, *prompts: str, **wanted: Any) -> list[texts.Text]:
+    given = [texts.prompt_of_text(opened.tokenizer, text, name="a prompt") for text in prompts]
+    values = {"max_new_tokens": 12, "sampling": Sampling(temperature=0), "ignore_eos": True, **wanted}
+    return texts.complete(opened, installed.get("rollout", "native"), given, texts.Wanted(**values))
+
+
+def theirs(model: Any, directory: Path, text: str, new: int = 12) -> list[int]:
+    given = AutoTokenizer.from_pretrained(directory)(text, return_tensors="pt")
+    found = model.eval().generate(**given, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return list(found[0, given["input_ids"].shape[1] :].tolist())
+
+
+@pytest.fixture(scope="module")
+def adapter(hf_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT adapter that changes the base much, with rsLoRA."""
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(hf_dir)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=True)
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.peft_config["default"].base_model_name_or_path = str(hf_dir)
+    directory = tmp_path_factory.mktemp("peft")
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_a_directory_continues_as_transformers_does(hf_dir: Path, opening: Open, installed: Registry) -> None:
+    found = completed(opening(hf_dir), installed, TEXT, "A")
+    model = AutoModelForCausalLM.from_pretrained(hf_dir)
+    assert [list(one.ids) for one in found] == [theirs(model, hf_dir, text) for text in (TEXT, "A")]
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    assert found[0].text == tokenizer.decode(found[0].ids, skip_special_tokens=True)
+
+
+def test_an_adapter_is_multiplied_beside_its_base(
+    adapter: Path, hf_dir: Path, opening: Open, installed: Registry
+) -> None:
+    opened = opening(adapter)
+    assert opened.weights.plan.assembly.lora is not None
+    assert opened.weights.plan.assembly.lora.targets == {"q_proj", "down_proj"}
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_dir), str(adapter))
+    (found,) = completed(opened, installed, TEXT)
+    assert list(found.ids) == theirs(adapted, hf_dir, TEXT)
+    assert list(found.ids) != theirs(AutoModelForCausalLM.from_pretrained(hf_dir), hf_dir, TEXT)
+
+
+def test_an_adapter_on_some_layers_is_folded_in(
+    hf_dir: Path, tmp_path: Path, opening: Open, installed: Registry
+) -> None:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(hf_dir), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(tmp_path)
+    opened = opening(tmp_path)
+    assert any("folded into the weights" in note for note in opened.notes)
+    assert list(completed(opened, installed, TEXT)[0].ids) == theirs(model, hf_dir, TEXT)
+
+
+def test_runs_and_checkpoints(
+    tmp_path: Path, hf_dir: Path, base_on: Any, run_here: Run, opening: Open, installed: Registry
+) -> None:
+    keys = ("lora_rank=4", "max_steps=2", "save_steps=2", "learning_rate=0.05", "merge_adapter=false")
+    run_here(tmp_path / "run", *base_on(hf_dir), *keys)
+    ids = {
+        word: completed(opening(tmp_path / "run" / word), installed, TEXT)[0].ids
+        for word in ("", "adapter", "checkpoint-2")
+    }
+    assert len(set(ids.values())) == 1
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_dir), str(tmp_path / "run/adapter"))
+    assert list(ids[""]) == theirs(adapted, hf_dir, TEXT)
+    assert opening(tmp_path / "run", "qlora_bnb=true").weights.plan.assembly.weight_format is not None
+
+
+@pytest.mark.parametrize("word", ["no/such/place", "./gone"])
+def test_a_word_that_names_nothing(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no such directory"):
+        named(word)
+
+
+def test_stop_tokens_and_sampling_are_those_of_the_files(model_copy: Path, opening: Open) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_copy)
+    plain = opening(model_copy)
+    assert plain.sampling == Sampling(temperature=0)
+    assert tokenizer.eos_token_id in plain.stop_ids
+    values = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (model_copy / "generation_config.json").write_text(json.dumps(values))
+    opened = opening(model_copy)
+    assert opened.stop_ids >= {5, 6, tokenizer.eos_token_id}
+    assert opened.sampling == Sampling(temperature=0.6, top_p=0.9, top_k=50)
+    (model_copy / "generation_config.json").write_text(json.dumps({**values, "top_p": 7}))
+    with pytest.raises(UserError, match=r"generation_config.json: top_p is 7"):
+        _ = opening(model_copy).sampling
+
+
+def test_stop_texts_are_cut_off(hf_dir: Path, opening: Open, installed: Registry) -> None:
+    opened = opening(hf_dir)
+    (free,) = completed(opened, installed, TEXT)
+    stop = free.text[4:7]
+    (found,) = completed(opened, installed, TEXT, stop=(stop,))
+    assert found.text == free.text[: free.text.index(stop)]
+    assert found.reason == "stop"
+    assert len(found.ids) < len(free.ids)
+    (never,) = completed(opened, installed, TEXT, stop=("\x00 never",))
+    assert never == free
+
+
+def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = opening(hf_dir)
+    prompt = texts.Prompt(name="row 3", ids=(5,) * 250)
+    requests, notes = texts.requests_of(opened, [prompt], texts.Wanted(max_new_tokens=20))
+    assert requests[0].max_new_tokens == 6
+    assert "row 3" in notes[0]
+    with pytest.raises(UserError, match=r"row 4: has 256 tokens, and the model's positions end at 256"):
+        texts.requests_of(opened, [texts.Prompt(name="row 4", ids=(5,) * 256)], texts.Wanted())
+    many = [requests[0]] * 40
+    assert texts.settings_of(opened.weights, many).slots == texts.MOST_SLOTS
+    # 2 layers · (K + V) · 1 head · 16 features · 4 bytes
+    one = 256 * 2 * 2 * 16 * 4
+    monkeypatch.setattr(texts, "free_memory", lambda device: int(one * 6 / texts.SHARE) + 1)
+    assert texts.settings_of(opened.weights, many).slots == 5
+    with pytest.raises(MachineError, match="Fix: fewer --slots"):
+        texts.settings_of(opened.weights, many, slots=6)
+    monkeypatch.setattr(texts, "free_memory", lambda device: one)
+    with pytest.raises(MachineError, match="256 tokens need"):
+        texts.settings_of(opened.weights, many)
+
+
+def test_prompts(hf_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    with pytest.raises(UserError, match="row 1: is empty"):
+        texts.prompt_of_text(tokenizer, "", name="row 1")
+    with pytest.raises(UserError, match="row 1: has no message"):
+        texts.prompt_of_messages(tokenizer, [], name="row 1")
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert list(texts.prompt_of_messages(tokenizer, messages, name="row").ids) == ids
+    # A control token that a message spells out stays text.
+    token = str(tokenizer.eos_token)
+    spelt = texts.prompt_of_messages(tokenizer, [{"role": "user", "content": f"Say {token}"}], name="row").ids
+    assert spelt.count(tokenizer.eos_token_id) == ids.count(tokenizer.eos_token_id)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match=r"row 2: the chat template refuses .* roles must alternate"):
+        texts.prompt_of_messages(tokenizer, messages, name="row 2")
+    assert texts.stop_token(tokenizer, "7") == 7
+    assert texts.stop_token(tokenizer, token) == tokenizer.eos_token_id
+    for word in ("<|nothing|>", "99999"):
+        with pytest.raises(UserError, match="the tokenizer has no such token"):
+            texts.stop_token(tokenizer, word)
