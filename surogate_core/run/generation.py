@@ -30,8 +30,8 @@ from surogate_core.run.assemble import (
     assemble,
     check_weights,
     resolve_model,
-    weights_source,
 )
+from surogate_core.run.initial_weights import weights_source
 from surogate_core.run.merge import named_base, open_trained, own_base
 from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
