@@ -151,7 +151,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
         selected = Selection(name=name, options=offloaders[name].options() if able else None)
     else:
         # Chosen without keys it moves all that it can already.
-        able, selected = any(getattr(config, s) for s in switches), config.offload
+        able, selected = any(getattr(config, s) for s in (*switches, offload.EXPERTS)), config.offload
     free = [s for s in switches if not getattr(config, s)] if able else []
     sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
     for (recompute, budget), head, optimizer, chosen, shared in product(
@@ -163,7 +163,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
             continue  # it shares out everything by itself
         changes: dict[str, Any] = {**dict.fromkeys(chosen, True), "recompute": recompute, "recompute_budget": budget}
         if "offload_quants" in chosen:
-            changes["persistent_quants"] = True
+            changes |= {"persistent_quants": True, offload.EXPERTS: False}
         if chosen:
             changes["offload"] = selected
         changes |= shared
@@ -249,6 +249,7 @@ def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, ra
         seconds += (2 * times + 1) * gradients / bus
     if config.offload_quants:
         seconds += times * 2 * weights / bus
+    seconds += times * 2 * size.get("experts", 0) / bus
     if config.cpu_training:
         streamed = weights + (size.get("compute copies", 0) or masters)
         update = 2 * masters + gradients + 2 * size.get("optimizer state", 0)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from surogate_core.config import offload
+
 Values = Mapping[str, Any]
 
 
@@ -100,6 +102,13 @@ SEVERAL: tuple[Rule, ...] = (
             fix=f"zero_level: {level}, or {key}: false",
         )
         for key, level in (("shard_gradients", 2), ("shard_weights", 3))
+    ),
+    Rule(
+        name="shared_experts_offloaded",
+        key=offload.EXPERTS,
+        wrong=lambda v: v[offload.EXPERTS] and several(v) and (v["shard_weights"] or v["zero_level"] == 3),
+        message="moves the experts alone, and each GPU keeps its part of a layer's frozen weights as one.",
+        fix="offload_quants: true with persistent_quants: true, or shard_weights: false",
     ),
     Rule(
         name="exact_sums_of_other_numbers",
@@ -232,7 +241,24 @@ RULES: tuple[Rule, ...] = (
         message="and `torch_dtype` name two dtypes for the same tensors.",
         fix="torch_dtype: auto, or model_dtype: null",
     ),
-    *(_in_host_memory_already(f"offload_{what}") for what in ("optimizer", "master", "grads", "quants")),
+    *(
+        _in_host_memory_already(key)
+        for key in (*(f"offload_{what}" for what in ("optimizer", "master", "grads", "quants")), offload.EXPERTS)
+    ),
+    Rule(
+        name="experts_offloaded_twice",
+        key=offload.EXPERTS,
+        wrong=lambda v: v[offload.EXPERTS] and v["offload_quants"],
+        message="has no effect beside `offload_quants`, which keeps all frozen weights off the device.",
+        fix=f"{offload.EXPERTS}: false, or offload_quants: false",
+    ),
+    Rule(
+        name="trained_experts_offloaded",
+        key=offload.EXPERTS,
+        wrong=lambda v: v[offload.EXPERTS] and not v["lora"],
+        message="moves frozen experts, and there are none without `lora`.",
+        fix=f"lora: true, or {offload.EXPERTS}: false",
+    ),
     Rule(
         name="offloaded_quants_made_anew",
         key="offload_quants",

@@ -19,6 +19,15 @@ KINDS: Mapping[str, frozenset[TensorKind]] = {
 """Key → the kinds of tensor that it moves."""
 
 
+EXPERTS = "qlora_offload_experts"
+"""The key that moves the frozen experts, which are a part of a kind."""
+
+
+def asked(values: Mapping[str, Any]) -> bool:
+    """Whether a key of a configuration moves anything."""
+    return bool(chosen(values)) or values.get(EXPERTS) is True
+
+
 def chosen(values: Mapping[str, Any]) -> frozenset[TensorKind]:
     """The kinds that the keys of a configuration move; empty where none is set."""
     return frozenset[TensorKind]().union(*(kinds for key, kinds in KINDS.items() if values.get(key) is True))

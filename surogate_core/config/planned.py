@@ -8,7 +8,6 @@ from __future__ import annotations
 KEYS = frozenset(
     """
     model_type
-    qlora_selective_expert_dequant qlora_offload_experts
     ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
     router_aux_loss_coef router_z_loss_coef
     debug_time_breakdown debug_memory_breakdown

@@ -203,6 +203,10 @@ class RunConfig:
     # ---------------------------------------------------------------------------- QLoRA
     qlora_format: Name | None = None
     """Keep the frozen projections in a weight format of a plugin, by its name."""
+    qlora_offload_experts: bool = False
+    """Keep frozen experts, in the form in which they are stored, off the device, and fetch them layer by layer."""
+    qlora_selective_expert_dequant: bool = False
+    """Accepted for configurations of other versions: training unpacks all experts of a layer, whether true or false."""
 
     # ------------------------------------------------------------------------ precision
     recipe: Selection = field(default_factory=lambda: _default("recipe"))

@@ -289,8 +289,7 @@ class _Validator:
                 message = f"recipe {built['recipe'].name} quantises no frozen weight at load, nor does a qlora key."
                 fix = f"a qlora key, or recipe: {able}" if able else "a qlora key, or persistent_quants: false"
                 self._problem("persistent_quants", message, fix)
-        kinds = offload.chosen(built)
-        if not kinds or built["offload"] is None:
+        if not offload.asked(built) or built["offload"] is None:
             return
         if built["offload"].name == "none":
             built["offload"] = self.selection("offload", {"name": offloader_of_keys()}, "offload")
@@ -298,7 +297,7 @@ class _Validator:
                 return
         name = built["offload"].name
         offered = self.registry.bundles("offload")[name].bundle.kinds
-        for key, wanted in offload.KINDS.items():
+        for key, wanted in {**offload.KINDS, offload.EXPERTS: frozenset({"weights"})}.items():
             if built[key] is True and wanted - offered:
                 message = f"offloader {name} does not place {', '.join(sorted(wanted - offered))}."
                 self._problem(key, message, f"{key}: false, or offload: {offloader_of_keys()}")

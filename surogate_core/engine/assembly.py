@@ -100,6 +100,14 @@ class Assembly:
     keeps_as_it_is: Callable[[str], bool] = _keeps_none
     """HF name → whether the weight format skips this weight."""
 
+    offload_experts: bool = False
+    """Whether the offloader's store of weights has the frozen experts, if it has not all frozen weights."""
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether frozen experts are elsewhere than the other weights."""
+        return self.offload_experts and self.offloader.place != "device" and not self.offloader.moves("weights")
+
     @property
     def streams_frozen(self) -> bool:
         """Whether frozen weights come to the device piece by piece, from the offloader's place or from other ranks."""

@@ -80,6 +80,7 @@ class Engine:
             stores=assembly.stores,
             device=self.settings.device,
             updates_on_cpu=self.settings.update_on_cpu,
+            experts_apart=assembly.experts_apart,
         )
         self._allocate(placement)
         self._load(source, progress)

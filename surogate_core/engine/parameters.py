@@ -20,6 +20,7 @@ from surogate_core.engine.pieces import InFile, Kept, OneByOne, Packed, Piece, S
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.stores import ExpertsApart
 from surogate_core.files.tensorfile import Deferred
 
 if TYPE_CHECKING:
@@ -193,9 +194,13 @@ class Parameters:
         if group is not None and isinstance(self.weights, ShardedWeights) and stored:
             self.weights.put_trained(piece.key, group.owned_copies(piece.key), group.places(stored))
             return
-        self.weights.put(
-            piece.key, [self.flat.streamed[n] if n in self.flat.streamed else self._frozen[n] for n in stored]
-        )
+        tensors = [self.flat.streamed[n] if n in self.flat.streamed else self._frozen[n] for n in stored]
+        if isinstance(self.weights, ExpertsApart):
+            experts = {spec.hf_name for spec in piece.frozen_experts}
+            places = [place for place, name in enumerate(stored) if name in experts]
+            self.weights.put_with_experts(piece.key, tensors, places)
+        else:
+            self.weights.put(piece.key, tensors)
         for name in stored:
             if last[name] == piece.key:
                 self._frozen.pop(name, None)

@@ -80,6 +80,12 @@ class Piece:
     sides: tuple[SideSpec, ...] = ()
     experts: tuple[ExpertSlot, ...] = ()
 
+    @property
+    def frozen_experts(self) -> tuple[TensorSpec, ...]:
+        """The weights of its experts, if they are frozen."""
+        names = {f"{slot.name}.weight" for slot in self.experts}
+        return tuple(spec for spec in self.specs if spec.name in names and not spec.trainable)
+
     def spec(self, name: str) -> TensorSpec:
         """The tensor that the piece calls `name`."""
         return next(spec for spec in self.specs if spec.name == name)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, OffloaderSpec, Store, Stores, TensorKind
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore, DeviceStores
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore, DeviceStores, ExpertsApart
 from surogate_core.errors import UserError
 
 
@@ -28,6 +28,9 @@ class Placement:
     device: torch.device
     updates_on_cpu: bool = False
     """Whether the CPU runs the optimizer step, so that all masters and gradients are in its memory."""
+
+    experts_apart: bool = False
+    """Whether the offloader's store of weights has the frozen experts, and the device the other weights."""
 
     @classmethod
     def on(cls, device: torch.device) -> Placement:
@@ -48,7 +51,11 @@ class Placement:
     def store(self, kind: TensorKind) -> Store:
         """The store of a kind."""
         if kind not in self.offloader.kinds:
-            return DeviceStore(kind)
+            here = DeviceStore(kind)
+            if kind != "weights" or not self.experts_apart:
+                return here
+            assert self.stores is not None
+            return ExpertsApart(here, self.stores.store(kind))
         assert self.stores is not None
         return self.stores.store(kind)
 

@@ -93,6 +93,8 @@ class Counts:
     panel_copies: int
     pieces: tuple[tuple[int, int, int], ...]
     """For each piece: bytes of its frozen weights, of its compute copies, and of masters that it computes with."""
+    experts: tuple[int, ...]
+    """Bytes of the frozen experts of each piece."""
     sums: tuple[int, ...]
     """Bytes of the gradient sums of each piece."""
     residuals: tuple[int, ...]
@@ -157,6 +159,7 @@ class Counts:
             copies=sum(copy.nbytes for copy, _ in parameters.copies),
             panel_copies=_panel_copies(plan, parameters),
             pieces=tuple(_split(parameters, piece) for piece in plan.pieces),
+            experts=tuple(sum(nbytes(parameters, s) for s in piece.frozen_experts) for piece in plan.pieces),
             sums=tuple(sum(4 * math.prod(s.shape) for s in piece.specs if s.trainable) for piece in plan.pieces),
             residuals=layers.kept,
             forward=layers.forward,
@@ -225,8 +228,11 @@ class Counts:
         own = shares.shards_base and on.moves("master") and any(in_place for _, _, in_place in self.pieces)
         more = shares.flat * settings.master_dtype.itemsize if own else 0
         moved = shares.copies(self.copies) - apart + more
+        experts = sum(self.experts) if assembly.experts_apart else 0
+        form = self.kept_in or width
         return [
-            Held("weights", place("weights"), base, f"frozen, {width}{in_layers}{layers}"),
+            Held("weights", place("weights"), base - experts, f"frozen, {width}{in_layers}{layers}"),
+            Held("experts", offloader.place, experts, f"frozen, {form}"),
             Held("unpacked weights", "device", self.unpacked, f"one layer's at a time, {width}"),
             Held("compute copies", copies, moved, f"of trained weights, {width}{of_layers}"),
             Held("whole copies", "device", apart, f"of trained weights outside of layers, {width}"),
@@ -248,9 +254,10 @@ class Counts:
         whole = not shares.level and not shares.shards_base
         streamed = [
             (frozen if on.moves("weights") and number not in gathered else 0)
+            + (experts if assembly.experts_apart else 0)
             + (copies if on.streams_trained(masters=False) and whole else 0)
             + (masters if on.streams_trained(masters=True) and whole else 0)
-            for number, (frozen, copies, masters) in enumerate(self.pieces)
+            for number, ((frozen, copies, masters), experts) in enumerate(zip(self.pieces, self.experts, strict=True))
         ]
         coming = self.sums if on.moves("gradients") and shares.level < 2 else (0,) * len(self.sums)
         weights, sums = _neighbours(streamed), _neighbours(coming, 3)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from surogate_core.bundles import OffloaderSpec, Stores, TensorKind
+from surogate_core.bundles import OffloaderSpec, Store, Stores, TensorKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,51 @@ class DeviceStore:
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in self._held.values() for t in h
         }
         return {"device": sum(storages.values()), "host": 0, "disk": 0}
+
+
+class ExpertsApart:
+    """Weights of which the frozen experts are in another store than the rest."""
+
+    def __init__(self, rest: Store, experts: Store):
+        self._rest, self._experts = rest, experts
+        self._places: dict[str, tuple[int, ...]] = {}
+        """Key → the places of the experts' weights among its tensors; only keys that have some."""
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Take over tensors of which none is an expert's."""
+        self.put_with_experts(key, tensors, ())
+
+    def put_with_experts(self, key: str, tensors: Sequence[Tensor], places: Collection[int]) -> None:
+        """Take the tensors over. `places`: those of the experts' weights."""
+        self._rest.put(key, [t for i, t in enumerate(tensors) if i not in places])
+        if places:
+            self._places[key] = tuple(sorted(places))
+            self._experts.put(key, [tensors[i] for i in self._places[key]])
+
+    def prefetch(self, key: str) -> None:
+        """Start the copies to the device."""
+        self._rest.prefetch(key)
+        if key in self._places:
+            self._experts.prefetch(key)
+
+    def fetch(self, key: str) -> tuple[Tensor, ...]:
+        """The key's tensors in the order in which they were put."""
+        found = list(self._rest.fetch(key))
+        if key in self._places:
+            for place, tensor in zip(self._places[key], self._experts.fetch(key), strict=True):
+                found.insert(place, tensor)
+        return tuple(found)
+
+    def release(self, key: str) -> None:
+        """Free the copies on the device."""
+        self._rest.release(key)
+        if key in self._places:
+            self._experts.release(key)
+
+    def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
+        """Bytes held by both, by place."""
+        both = self._rest.nbytes(), self._experts.nbytes()
+        return {place: sum(held[place] for held in both) for place in both[0]}
 
 
 class DeviceGradients(DeviceStore):

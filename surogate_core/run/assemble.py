@@ -271,7 +271,12 @@ def _check_expert_keys(config: RunConfig, known: Collection[str]) -> None:
     """Refuse keys of experts on a model without any. `known`: the names that select its projections."""
     if "experts" in known:
         return
-    keys = {"lora_expert_rank": config.lora_expert_rank is not None, "train_router": config.train_router}
+    keys = {
+        "lora_expert_rank": config.lora_expert_rank is not None,
+        "train_router": config.train_router,
+        "qlora_offload_experts": config.qlora_offload_experts,
+        "qlora_selective_expert_dequant": config.qlora_selective_expert_dequant,
+    }
     problems = [
         Problem(key=key, message="is set, and the model has no experts.", fix=f"remove {key}.")
         for key, given in keys.items()
@@ -339,7 +344,8 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
     GPUs need whole tensors on the device that it moves.
     """
     offloader: OffloaderSpec = registry.get("offload", config.offload.name)
-    kinds = offload.chosen({key: getattr(config, key) for key in offload.KINDS}) or offloader.kinds
+    keys = {key: getattr(config, key) for key in (*offload.KINDS, offload.EXPERTS)}
+    kinds = offload.chosen(keys) if offload.asked(keys) else offloader.kinds
     stepped = kinds & {"master", "gradients", "optimizer"}
     alone = config.cpu_training and config.gpus == 1
     if stepped and not offloader.addressable and not alone and resolve_device(config).type == "cuda":
@@ -457,6 +463,7 @@ def assemble(
         lora=resolve_lora(config, resolved.model),
         weight_format=resolve_weight_format(config, registry, resolved.model),
         keeps_as_it_is=weights_as_they_are(config, resolved.model),
+        offload_experts=config.qlora_offload_experts,
     )
 
 

@@ -25,6 +25,11 @@ def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, dev
         dtype = f"{resolve_dtype(config, device)}".removeprefix("torch.")
         names = ", ".join(slot.module for slot in slots)
         notes.append(f"recipe {config.recipe.name}: experts ({names}) are multiplied in {dtype}.")
+    if config.qlora_selective_expert_dequant:
+        notes.append(
+            "qlora_selective_expert_dequant: no effect. The tokens of a training step reach nearly every expert, and "
+            "all experts of a layer are unpacked before it runs."
+        )
     lora = resolve_lora(config, resolved.model)
     if slots and lora is not None:
         notes += [adapted_note(resolved.model, lora), *_peft_notes(slots, lora)]

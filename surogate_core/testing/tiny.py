@@ -250,6 +250,7 @@ class Parts:
     lora: LoRA | None = None
     weight_format: WeightFormat | None = None
     skips: Callable[[str], bool] = lambda name: False
+    offload_experts: bool = False
 
 
 def engine(config: Mapping[str, Any] = CONFIG, *, source: Source | None = None, **changes: Any) -> Engine:
@@ -280,6 +281,7 @@ def assembly(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Assembly:
         lora=parts.lora,
         weight_format=parts.weight_format,
         keeps_as_it_is=parts.skips,
+        offload_experts=parts.offload_experts,
     )
 
 

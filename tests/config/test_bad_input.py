@@ -282,6 +282,10 @@ CONTRADICTIONS = {
         for what in ("optimizer", "master", "grads")
     },
     "offload_quants_with_cpu_training": [*QUANTS, "offload_quants=true", "cpu_training=true"],
+    "qlora_offload_experts_with_cpu_training": ["lora=true", "qlora_offload_experts=true", "cpu_training=true"],
+    "experts_offloaded_twice": [*QUANTS, "offload_quants=true", "qlora_offload_experts=true"],
+    "trained_experts_offloaded": ["lora=false", "qlora_offload_experts=true"],
+    "shared_experts_offloaded": ["lora=true", "gpus=2", "shard_weights=true", "qlora_offload_experts=true"],
     "offloaded_quants_made_anew": ["offload_quants=true", "lora=true"],
     "quants_of_trained_weights": ["persistent_quants=true", "recipe=fp8-hybrid", "lora=false"],
     "epochs_without_effect": ["epoch_adjustment=true", "max_steps=10"],

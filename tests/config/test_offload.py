@@ -26,6 +26,8 @@ from surogate_core.run.assemble import resolve_offloader
         (["offload=host", "offload_grads=true"], "host", {"gradients"}),
         (["offload_quants=true", "persistent_quants=true", "lora=true", "recipe=fp8-hybrid"], "host", {"weights"}),
         (["offload_quants=true", "persistent_quants=true", "lora=true", "qlora_bnb=true"], "host", {"weights"}),
+        (["qlora_offload_experts=true", "lora=true"], "host", set()),
+        (["qlora_offload_experts=true", "lora=true", "offload_residual=true"], "host", {"residuals"}),
         (["offload=disk"], "disk", set.union(*map(set, KINDS.values())) - {"residuals"}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -125,13 +126,36 @@ def test_the_plan_counts_experts_as_they_are_kept_and_one_layers_workspace() -> 
     assert sorted(s for s in shapes if len(s) == 3) == [(6, 24, 32), (6, 24, 32), (6, 32, 24)]
 
 
-@pytest.mark.slow_cases("fp8", "nf4")
-@EVERY
-def test_packed_experts_may_be_offloaded(name: str) -> None:
-    host = replace(surogate_offloader(), kinds=frozenset({"weights", "residuals"}))
-    here, moved = (engine(weight_format=weight_format(name), **more) for more in ({}, {"offloader": host}))
-    assert tiny.train(here, 2) == tiny.train(moved, 2)
-    assert moved.stores.weights.nbytes()["device"] == 0
+HOST = surogate_offloader()
+MOVES: Mapping[str, dict[str, Any]] = {
+    "all weights": {"offloader": replace(HOST, kinds=frozenset({"weights", "residuals"}))},
+    "experts": {"offloader": replace(HOST, kinds=frozenset()), "offload_experts": True},
+    "experts that are not packed": {
+        "offloader": replace(HOST, kinds=frozenset()),
+        "offload_experts": True,
+        "weight_format": None,
+    },
+}
+
+
+@pytest.mark.slow_cases("all weights", "experts that are not packed")
+@pytest.mark.parametrize("moved", MOVES)
+def test_experts_may_be_offloaded(moved: str) -> None:
+    changes = {"weight_format": weight_format("nvfp4"), **MOVES[moved]}
+    here, there = engine(weight_format=changes["weight_format"]), engine(**changes)
+    assert tiny.train(here, 2) == tiny.train(there, 2)
+    tiny.ensure_same_bits(dict(there.parameters.base_tensors()), dict(here.parameters.base_tensors()), moved)
+    held = {h.kind: h for h in predict(there.assembly).held}
+    if moved == "all weights":
+        assert there.stores.weights.nbytes()["device"] == 0
+        return
+    kept = sum(tensor.nbytes for _, tensor in experts(here))
+    assert (held["experts"].place, held["experts"].nbytes) == ("host", kept)
+    before = {h.kind: h.nbytes for h in predict(here.assembly).held}
+    assert held["weights"].nbytes == before["weights"] - kept
+    assert held["weights in use"].nbytes == kept  # the experts of two layers
+    rest = there.stores.weights.nbytes()["device"]
+    assert rest == here.stores.weights.nbytes()["device"] - kept
 
 
 @pytest.mark.slow
