@@ -87,6 +87,8 @@ def sft(
     adapter_init_mode: Literal["merge", "trainable"] = ...,
     merge_adapter: bool = ...,
     qlora_format: str | None = ...,
+    qlora_offload_experts: bool = ...,
+    qlora_selective_expert_dequant: bool = ...,
     recipe: _Choice = ...,
     model_dtype: Literal["fp32", "bf16"] | None = ...,
     master_dtype: Literal["fp32", "bf16"] | None = ...,
@@ -225,6 +227,10 @@ def sft(
             continues to train it.
         merge_adapter: At the end, also export the whole model with the adapter folded in, to `output_dir/model`.
         qlora_format: Keep the frozen projections in a weight format of a plugin, by its name.
+        qlora_offload_experts: Keep frozen experts, in the form in which they are stored, off the device, and fetch
+            them layer by layer.
+        qlora_selective_expert_dequant: Accepted for configurations of other versions: training unpacks all experts
+            of a layer, whether true or false.
         recipe: The precision recipe and its own options.
         model_dtype: Dtype of weights and activations; overrides `torch_dtype`, null uses it.
         master_dtype: Dtype of the masters, the weights that the optimizer updates; bf16 is rounded stochastically,
@@ -372,6 +378,8 @@ def pt(
     adapter_init_mode: Literal["merge", "trainable"] = ...,
     merge_adapter: bool = ...,
     qlora_format: str | None = ...,
+    qlora_offload_experts: bool = ...,
+    qlora_selective_expert_dequant: bool = ...,
     recipe: _Choice = ...,
     model_dtype: Literal["fp32", "bf16"] | None = ...,
     master_dtype: Literal["fp32", "bf16"] | None = ...,
@@ -510,6 +518,10 @@ def pt(
             continues to train it.
         merge_adapter: At the end, also export the whole model with the adapter folded in, to `output_dir/model`.
         qlora_format: Keep the frozen projections in a weight format of a plugin, by its name.
+        qlora_offload_experts: Keep frozen experts, in the form in which they are stored, off the device, and fetch
+            them layer by layer.
+        qlora_selective_expert_dequant: Accepted for configurations of other versions: training unpacks all experts
+            of a layer, whether true or false.
         recipe: The precision recipe and its own options.
         model_dtype: Dtype of weights and activations; overrides `torch_dtype`, null uses it.
         master_dtype: Dtype of the masters, the weights that the optimizer updates; bf16 is rounded stochastically,
