@@ -132,6 +132,10 @@ class Recipe:
     """(matrix [R, K], K the inner dimension of its product; role) → (the rounded values, fp32 [R, K]; a mask of clipped
     values, bool [R, K]). For reports. A method, or None.
     """
+    rounded_experts: Callable[[Tensor, Role], tuple[Tensor, Tensor]] | None = None
+    """The same for an operand of `grouped`: the sorted rows of an activation or a gradient [R, K], or the weights of
+    all experts [E, O, I].
+    """
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
         """y_NO in x's dtype, traced with its backward; no bias, no adapter."""

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from surogate_core.run.numerics import Numerics, Training
 
 
+PICTURED = {"projections": "", "experts": " of experts"}
+"""Part of a layer that has curves of its rounding → what their titles say."""
+
+
 def markdown(found: Numerics) -> str:
     """The facts, the losses, and how operands are rounded by layer and role."""
     reference = found.trainings[0]
@@ -38,13 +42,14 @@ def markdown(found: Numerics) -> str:
     if found.rounding:
         lines += [
             "",
-            f"How the operands of the projections of {reference.name}'s model are rounded, after training, each tensor "
-            "scaled by its own largest value and gradients to nearest:",
+            f"How the operands of the projections of {reference.name}'s model are rounded, after training, gradients "
+            "to nearest. Each tensor is scaled by its own largest value, those of experts as the recipe scales them:",
             "",
-            "| layer | role | recipe | relative error | rounded to zero | saturated |",
-            "| --- | --- | --- | --- | --- | --- |",
+            "| layer | part | role | rounded by | relative error | rounded to zero | saturated |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
             *(
-                f"| {r.layer} | {r.role} | {r.recipe} | {r.error:.2%} | {r.to_zero:.2%} | {r.saturated:.2%} |"
+                f"| {r.layer} | {r.part} | {r.role} | {r.recipe} | {r.error:.2%} | {r.to_zero:.2%} | "
+                f"{r.saturated:.2%} |"
                 for r in found.rounding
             ),
         ]
@@ -73,20 +78,20 @@ def picture(found: Numerics) -> str:
         for t in found.trainings
     ]
     figures = [(f"{seen} by step", losses), (f"{seen}: gap to {reference.name} by step, %", gaps)]
-    # A recipe that several runs have is drawn in the colour of its first.
-    firsts = {t.recipe: t.name for t in reversed(found.trainings)}
-    for role in dict.fromkeys(r.role for r in found.rounding):
+    # A recipe or weight format that several runs have is drawn in the colour of its first.
+    firsts = {name: t.name for t in reversed(found.trainings) for name in (t.recipe, t.weight_format) if name}
+    for part, role in dict.fromkeys((part, r.role) for part in PICTURED for r in found.rounding if r.part == part):
         errors = [
             Curve(
                 label=t.name,
                 points=[
                     (float(r.layer), 100 * r.error)
                     for r in found.rounding
-                    if r.role == role and r.recipe == t.recipe and firsts[t.recipe] == t.name
+                    if (r.part, r.role) == (part, role) and firsts[r.recipe] == t.name
                 ],
                 dots=True,
             )
             for t in found.trainings
         ]
-        figures.append((f"Relative rounding error by layer, {role}s, %", errors))
+        figures.append((f"Relative rounding error by layer, {role}s{PICTURED[part]}, %", errors))
     return stacked(figures)

@@ -1,33 +1,29 @@
 """`surogate numerics`: trains the same model from the same start on the same data under each recipe.
 
-It also measures how each recipe rounds the operands of every projection of the first run's trained model. Shape
-suffixes: N tokens, D features, I inputs, O outputs, V vocabulary, P slots, K roles.
+It also measures how each recipe and weight format rounds the operands of every projection of the first run's trained
+model.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Role
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.sampler import collate
-from surogate_core.dsl.slots import LinearSlot
+from surogate_core.dsl import Model
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
-from surogate_core.kernels import ops
-from surogate_core.run.assemble import resolve_device, resolve_model, resolve_recipe
+from surogate_core.run.assemble import resolve_device, resolve_model, resolve_recipe, resolve_weight_format
 from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.ranks import on_one_gpu
+from surogate_core.run.rounding import Rounded, Roundings, rounding_of
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.drive import drive
 from surogate_core.train.precision import PrecisionWatch
@@ -35,12 +31,8 @@ from surogate_core.train.precision import PrecisionWatch
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
-ROLES: tuple[Role, ...] = get_args(Role)
 LAST = 20
 """Number of last steps whose mean loss represents the run if nothing is held out."""
-
-Rounding = Callable[[Tensor, Role], tuple[Tensor, Tensor]]
-"""(matrix, role) → (rounded values, mask of clipped values)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +42,8 @@ class Training:
     name: str
     """The name as given: the recipe and the changed keys."""
     recipe: str
+    weight_format: str | None
+    """The format in which it keeps frozen weights."""
     note: str | None
     """The recipe's notes, such as that it emulates."""
     losses: list[float]
@@ -66,21 +60,6 @@ class Training:
         """The last held-out loss, or the mean training loss of the last steps."""
         last = self.losses[-LAST:]
         return self.held[-1][1] if self.held else sum(last) / len(last)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounded:
-    """How a recipe rounds the operands of one role in one layer."""
-
-    layer: int
-    role: str
-    recipe: str
-    error: float
-    """Root of the sum of squared errors divided by the root of the sum of squares."""
-    to_zero: float
-    """Share of the non-zero values that become zero."""
-    saturated: float
-    """Share of the values that are clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +99,7 @@ def measure(
     spec = registry.get("task", first.task)
     data = prepare(first, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, progress=progress)
     device = resolve_device(first)
-    roundings: dict[str, Rounding] = {}
-    for _, config in runs:
-        recipe = resolve_recipe(config, registry, device)
-        if recipe.rounded is not None:
-            roundings.setdefault(recipe.name, recipe.rounded)
+    roundings = _roundings([config for _, config in runs], registry, resolved.model, device)
     trainings: list[Training] = []
     prefer: Choice | None = None
     found: list[Rounded] = []
@@ -151,6 +126,20 @@ def measure(
         trainings=trainings,
         rounding=found,
     )
+
+
+def _roundings(
+    configs: Sequence[RunConfig], registry: Registry, model: Model, device: torch.device
+) -> dict[str, Roundings]:
+    """Recipe or weight format → how it rounds. The formats only if the first run, which is measured, has none."""
+    found: dict[str, Roundings] = {}
+    formats = [resolve_weight_format(config, registry, model) for config in configs]
+    for config, weight_format in zip(configs, formats, strict=True):
+        recipe = resolve_recipe(config, registry, device)
+        found.setdefault(recipe.name, Roundings.of(recipe))
+        if weight_format is not None and formats[0] is None:
+            found.setdefault(weight_format.name, Roundings.of_format(weight_format))
+    return {name: one for name, one in found.items() if one.dense or one.experts}
 
 
 def _train(
@@ -183,10 +172,12 @@ def _train(
         if taken.held is not None:
             held.append((taken.step, taken.held))
     recipe = resolve_recipe(config, registry, engine.settings.device)
+    weight_format = resolve_weight_format(config, registry, engine.model)
     scales = watch.take(len(losses)) if watch is not None else None
     return engine, Training(
         name=name,
         recipe=recipe.name,
+        weight_format=weight_format.name if weight_format is not None else None,
         note=recipe.note,
         losses=losses,
         held=held,
@@ -204,77 +195,3 @@ def _finite_loss(name: str, step: int, result: StepResult, config: RunConfig) ->
             f"Fix: lower learning_rate (now {config.learning_rate:g}), or look at the data."
         )
     return loss
-
-
-# --------------------------------------------------------------------------------- rounding
-
-
-class _Sums:
-    """Sums over the tensors of a layer, role and recipe."""
-
-    def __init__(self) -> None:
-        self._totals = torch.zeros(5, dtype=torch.float64)
-
-    def add(self, x: Tensor, rounded: Tensor, beyond: Tensor) -> None:
-        wide = x.double()
-        sums = (
-            (rounded.double() - wide).square().sum(),
-            wide.square().sum(),
-            ((rounded == 0) & (x != 0)).sum(),
-            beyond.sum(),
-            torch.tensor(x.numel()),
-        )
-        self._totals += torch.stack([s.double().cpu() for s in sums])
-
-    def figures(self) -> tuple[float, float, float]:
-        """(relative error, share that becomes zero, share that is clipped); an error of 0 if all values are 0."""
-        error, size, zeros, beyond, count = self._totals.tolist()
-        return math.sqrt(error / size) if size else 0.0, zeros / count, beyond / count
-
-
-def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Rounding]) -> list[Rounded]:
-    """How each recipe rounds the operands of the engine's projections, by layer and role, on one micro-batch.
-
-    The blocks are run eagerly and multiply plainly, so operands are those of a model without rounding.
-    """
-    sums: dict[tuple[int, str, str], _Sums] = defaultdict(_Sums)
-    layer = 0
-
-    @torch.no_grad()
-    def add(at: int, role: Role, x: Tensor) -> None:
-        for name, rounding in roundings.items():
-            sums[at, role, name].add(x, *rounding(x, role))
-
-    def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
-        at, y_NO = layer, x_NI @ weight_OI.t()
-        add(at, "activation", x_NI.detach())
-        add(at, "weight", weight_OI.detach())
-        y_NO.register_hook(lambda dy_NO: add(at, "gradient", dy_NO))
-        return y_NO
-
-    engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
-    tables = {
-        **engine.model.tables(engine.inputs.positions, engine.settings.dtype),
-        "cu_seqlens": engine.inputs.cu_seqlens,
-    }
-    (embedding,) = engine.parameters.inputs(engine.plan.embed)
-    with torch.enable_grad():
-        x_ND = torch.nn.functional.embedding(engine.inputs.input_ids, embedding).detach().requires_grad_()
-        for piece in engine.plan.layers:
-            assert piece.block is not None
-            tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}
-            bound = piece.block.bind(tensors, piece.slots, gemm=record, seed=None)
-            x_ND, _ = bound.outputs(x_ND, tables)
-            layer += 1
-        head = engine.plan.head
-        tensors = {s.name: t for s, t in zip(head.specs, engine.parameters.inputs(head), strict=True)}
-        logits_NV = engine.model.logits(x_ND, tensors)
-        loss = ops.cross_entropy(logits_NV, engine.inputs.labels).sum() / max(1, batch.label_tokens)
-        loss.backward()
-    return [
-        Rounded(layer=at, role=role, recipe=name, error=error, to_zero=zeros, saturated=cut)
-        for at in range(layer)
-        for role in ROLES
-        for name in roundings
-        for error, zeros, cut in [sums[at, role, name].figures()]
-    ]

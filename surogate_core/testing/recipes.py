@@ -261,6 +261,7 @@ def multiplies_experts(spec: RecipeSpec) -> None:
                     ensure(torch.equal(value, again[name]), f"{name} of experts: the same product has other bits")
                     error = tiny.relative_error(value, exact[name])
                     ensure(error <= BOUND, f"{name} of experts, {what}, {dtype}: relative error {error:.3f}")
+        _rounds_experts_as_it_multiplies(recipe, x_RI, weights, ends_E)
         if recipe.pack_experts is not None:
             packed = [recipe.pack_experts(w, slot) for w, slot in zip(weights, EXPERTS, strict=True)]
             found, wide = (
@@ -270,6 +271,20 @@ def multiplies_experts(spec: RecipeSpec) -> None:
             for name, value in found.items():
                 error = tiny.relative_error(value, wide[name])
                 ensure(error <= 1e-5, f"{name} of experts with packed weights: relative error {error:.1e}")
+
+
+def _rounds_experts_as_it_multiplies(recipe: Recipe, x_RI: Tensor, weights: list[Tensor], ends_E: Tensor) -> None:
+    """`rounded_experts` gives the operands of the forward."""
+    if recipe.rounded_experts is None:
+        return
+    found = _of_experts(recipe, x_RI, weights, ends_E)
+    rows, clipped = recipe.rounded_experts(x_RI, "activation")
+    is_mask = clipped.dtype == torch.bool and clipped.shape == x_RI.shape
+    ensure(is_mask, "`rounded_experts` gives no mask of its operand")
+    for slot, weights_EOI in zip(EXPERTS, weights, strict=True):
+        y_RO = grouped_product(rows, recipe.rounded_experts(weights_EOI, "weight")[0], ends_E)
+        error = tiny.relative_error(found[f"y of {slot.name}"], y_RO)
+        ensure(error <= 1e-4, f"y of {slot.name} is not that of `rounded_experts`: relative error {error:.1e}")
 
 
 class _Plain(Recipe):

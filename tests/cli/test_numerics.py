@@ -151,3 +151,23 @@ def test_an_output_that_cannot_be_written_is_told_first(tmp_path: Path, capsys: 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["numerics", "--help"]) == 0
     assert "--recipes A,B" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_experts_have_rows_and_curves_of_their_own(numerics: Numerics, tmp_path: Path) -> None:
+    sparse = ("model=qwen3-moe", "model.config.num_experts=8", "model.config.moe_intermediate_size=16", "max_steps=1")
+    nf4 = ("--run", "bf16 lora=true qlora_format=nf4 lora_target_modules=[all]")
+    assert numerics(*sparse, "--recipes=bf16,fp8-hybrid", *nf4) == 0
+    found = json.loads((tmp_path / "out" / "numerics.json").read_text())
+    assert [t["weight_format"] for t in found["trainings"]] == [None, None, "nf4"]
+    errors = {(r["recipe"], r["part"], r["role"]): r["error"] for r in found["rounding"] if r["layer"] == 1}
+    assert {key[1:] for key in errors if key[0] == "nf4"} == {
+        *(("projections", "weight"), ("experts", "weight"), ("experts with fewest tokens", "weight"))
+    }
+    for recipe, low, high in (("fp8-hybrid", 0.01, 0.07), ("nf4", 0.05, 0.2)):
+        assert all(low < error < high for key, error in errors.items() if key[0] == recipe), errors
+    picture = (tmp_path / "out" / "numerics.svg").read_text()
+    assert "Relative rounding error by layer, gradients of experts, %" in picture
+    assert (
+        "| 1 | experts with fewest tokens | gradient | fp8-hybrid |" in (tmp_path / "out" / "numerics.md").read_text()
+    )

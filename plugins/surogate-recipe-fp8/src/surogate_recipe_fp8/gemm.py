@@ -112,6 +112,10 @@ class FP8Hybrid(Recipe):
         """(the rounded values of x in fp32, a mask of clipped values), at the scale of its own largest value."""
         return rounded(x, role, self.margin)
 
+    def rounded_experts(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """(the rounded values of x in fp32, no mask of clipped values: each row has its own scale)."""
+        return fp8_rows.row_values(*fp8_rows.quantise_rows(x), torch.float32), torch.zeros_like(x, dtype=torch.bool)
+
 
 def multiply(
     a_MK: Tensor, b_NK: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, native: bool

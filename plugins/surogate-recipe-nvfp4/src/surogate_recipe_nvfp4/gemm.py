@@ -127,6 +127,13 @@ class NVFP4(Recipe):
         """(the rounded values of x in fp32, a mask of values beyond the largest of their block)."""
         return rounded(x, role, four_over_six=self.four_over_six)
 
+    def rounded_experts(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """`rounded`, for weights with a tensor scale of each expert."""
+        if x.ndim == 2:
+            return self.rounded(x, role)
+        values, clipped = zip(*(self.rounded(weight_OI, role) for weight_OI in x), strict=True)
+        return torch.stack(values), torch.stack(clipped)
+
 
 # An op of its own, since not every Inductor takes a product whose result is wider than its operands.
 @torch.library.custom_op("surogate::nvfp4_wide_product", mutates_args=())
