@@ -459,6 +459,7 @@ def _split(
             names = {n.name for n in _returned(forward, count)} - inputs
             found = [n for n in joint.graph.nodes if n.name in names]
             assert len(found) == len(names), "every residual is a value of the joint graph"
+            found = [n for n in found if _root(n).op != "placeholder"]
             whole = _wholes(found)
             found = list(dict.fromkeys(whole.get(n, n) for n in found))
             forward, backward = _cut_at(joint, _within_budget(joint, found, recompute.budget))
@@ -482,13 +483,16 @@ def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float
     """
     behind = _closure(kept)
     forward = _forward_of(joint) | behind
-    always = frozenset(n for n in kept if _is_choice(n))
+    # The choices themselves, even where `kept` has what was computed from them.
+    always = frozenset(n for n in forward if _is_choice(n))
     free = [n for n in kept if n not in always]
     others = [n for n in joint.graph.nodes if n in behind and n not in kept and _is_result(n)]
     found = set(chosen(free, others, budget, lambda keep: _within(joint, keep | always) & forward))
     if not found:
         return _spared(joint, Recompute(block=True))
-    return [n for n in joint.graph.nodes if n in found | always]
+    within = _within(joint, frozenset(found | always))
+    read = {n for n in always if any(user in within for user in n.users)}
+    return [n for n in joint.graph.nodes if n in found | read]
 
 
 def _is_result(node: fx.Node) -> bool:
@@ -497,16 +501,23 @@ def _is_result(node: fx.Node) -> bool:
     return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
 
 
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a value is in: itself, or what it is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For the kept nodes that are parts of a value whose parts are all kept: that value."""
+    """For the kept nodes that are parts of a value whose parts are all kept, or of an input: that value or input."""
     parts: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
-        base = node
-        while is_view(base):
-            base = base.all_input_nodes[0]
-        parts.setdefault(base, []).append(node)
+        parts.setdefault(_root(node), []).append(node)
     found: dict[fx.Node, fx.Node] = {}
     for base, members in parts.items():
+        if base.op == "placeholder":
+            found |= {member: base for member in members if member is not base}
+            continue
         whole = base.op == "call_function" and isinstance(base.meta["val"], Tensor) and base not in kept
         if whole and sum(_own_bytes(n) for n in members) >= nbytes(base):
             found |= dict.fromkeys(members, base)
@@ -514,7 +525,10 @@ def _wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -> None:
-    """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone."""
+    """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone.
+
+    Nothing is kept of an input, which the backward receives anyway, and which may have moved by then.
+    """
     (output,) = (n for n in forward.graph.nodes if n.op == "output")
     results, returned = output.args[0][:count], output.args[0][count:]
     whole = _wholes(returned)
@@ -524,8 +538,16 @@ def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
     copies: dict[fx.Node, fx.Node] = {}
     for number, base in enumerate(dict.fromkeys(whole.values())):
+        if base.op == "placeholder" and base.name in given:
+            copies[base] = given[base.name]
+            continue
         member = next(n for n in returned if whole.get(n) is base)
         with backward.graph.inserting_before(given[member.name]):
+            if base.op == "placeholder":
+                copies[base] = backward.graph.placeholder(base.name)
+                copies[base].meta = dict(base.meta)
+                assert base.name == copies[base].name, f"{base.name} and {copies[base].name}"
+                continue
             copies[base] = backward.graph.placeholder(f"whole_{number}")
         copies[base].meta = dict(base.meta)
         # The graphs have their names apart, and what the one returns the other is given by its name.
