@@ -83,6 +83,9 @@ def sft(
     lora_target_modules: list[str] = ...,
     lora_expert_rank: int | None = ...,
     train_router: bool = ...,
+    router_aux_loss_coef: float | None = ...,
+    router_aux_loss_form: Literal["step", "micro_batch", "layer"] = ...,
+    router_z_loss_coef: float | None = ...,
     adapter_path: _Path | None = ...,
     adapter_init_mode: Literal["merge", "trainable"] = ...,
     merge_adapter: bool = ...,
@@ -222,6 +225,14 @@ def sft(
         lora_expert_rank: Rank of the adapters of experts, with the same alpha / r as the others; null is
             `lora_rank`.
         train_router: Train the routers of a model with experts too, as whole matrices beside the adapters.
+        router_aux_loss_coef: Coefficient of the load-balancing loss of the routers; 0 leaves it out. null takes the
+            model's own if its config.json has `output_router_logits: true`, and otherwise leaves it out, as
+            transformers does.
+        router_aux_loss_form: What the load-balancing loss is computed over: all layers and the tokens of the whole
+            step, which takes one more forward if the step has several micro-batches; all layers and each micro-
+            batch, as transformers' Trainer does; or each layer and micro-batch, summed over the layers.
+        router_z_loss_coef: Coefficient of the routers' z loss, the mean of (log-sum-exp of the logits)², over the
+            same tokens and layers; 0 and null as for `router_aux_loss_coef`.
         adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
         adapter_init_mode: merge folds `adapter_path` into the base and trains a new adapter on top; trainable
             continues to train it.
@@ -374,6 +385,9 @@ def pt(
     lora_target_modules: list[str] = ...,
     lora_expert_rank: int | None = ...,
     train_router: bool = ...,
+    router_aux_loss_coef: float | None = ...,
+    router_aux_loss_form: Literal["step", "micro_batch", "layer"] = ...,
+    router_z_loss_coef: float | None = ...,
     adapter_path: _Path | None = ...,
     adapter_init_mode: Literal["merge", "trainable"] = ...,
     merge_adapter: bool = ...,
@@ -513,6 +527,14 @@ def pt(
         lora_expert_rank: Rank of the adapters of experts, with the same alpha / r as the others; null is
             `lora_rank`.
         train_router: Train the routers of a model with experts too, as whole matrices beside the adapters.
+        router_aux_loss_coef: Coefficient of the load-balancing loss of the routers; 0 leaves it out. null takes the
+            model's own if its config.json has `output_router_logits: true`, and otherwise leaves it out, as
+            transformers does.
+        router_aux_loss_form: What the load-balancing loss is computed over: all layers and the tokens of the whole
+            step, which takes one more forward if the step has several micro-batches; all layers and each micro-
+            batch, as transformers' Trainer does; or each layer and micro-batch, summed over the layers.
+        router_z_loss_coef: Coefficient of the routers' z loss, the mean of (log-sum-exp of the logits)², over the
+            same tokens and layers; 0 and null as for `router_aux_loss_coef`.
         adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
         adapter_init_mode: merge folds `adapter_path` into the base and trains a new adapter on top; trainable
             continues to train it.

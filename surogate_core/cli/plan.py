@@ -156,16 +156,18 @@ def _of_experts(config: RunConfig, model: Model) -> dict[str, Any]:
     from surogate_core.engine.pieces import distinct, pieces
     from surogate_core.run.assemble import resolve_lora
     from surogate_core.run.experts import adapted_note
+    from surogate_core.run.router import router_notes
 
     experts = model.expert_slots()
     if not experts:
         return {}
     unused = sum(slot.unused for slots in experts.values() for slot in slots)
+    notes = router_notes(config, model)
     if (lora := resolve_lora(config, model)) is None:
-        return {"unused": unused}
+        return {"unused": unused, "of_experts": tuple(notes)}
     specs = distinct(pieces(model, lora=lora, max_seqlen=0))
     routers = sum(math.prod(spec.shape) for spec in specs if spec.role == "router" and spec.trainable)
-    return {"unused": unused, "routers": routers, "of_experts": (adapted_note(model, lora),)}
+    return {"unused": unused, "routers": routers, "of_experts": (adapted_note(model, lora), *notes)}
 
 
 def _with_number(config: RunConfig, device: torch.device) -> RunConfig:

@@ -9,7 +9,6 @@ KEYS = frozenset(
     """
     model_type
     ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
-    router_aux_loss_coef router_z_loss_coef
     debug_time_breakdown debug_memory_breakdown
     """.split()  # noqa: SIM905
 )

@@ -193,6 +193,19 @@ class RunConfig:
     """Rank of the adapters of experts, with the same alpha / r as the others; null is `lora_rank`."""
     train_router: bool = False
     """Train the routers of a model with experts too, as whole matrices beside the adapters."""
+    router_aux_loss_coef: Annotated[float, Interval(ge=0, le=10**6)] | None = None
+    """Coefficient of the load-balancing loss of the routers; 0 leaves it out. null takes the model's own if its
+    config.json has `output_router_logits: true`, and otherwise leaves it out, as transformers does.
+    """
+    router_aux_loss_form: Literal["step", "micro_batch", "layer"] = "step"
+    """What the load-balancing loss is computed over: all layers and the tokens of the whole step, which takes one more
+    forward if the step has several micro-batches; all layers and each micro-batch, as transformers' Trainer does; or
+    each layer and micro-batch, summed over the layers.
+    """
+    router_z_loss_coef: Annotated[float, Interval(ge=0, le=10**6)] | None = None
+    """Coefficient of the routers' z loss, the mean of (log-sum-exp of the logits)², over the same tokens and layers; 0
+    and null as for `router_aux_loss_coef`.
+    """
     adapter_path: Name | None = None
     """Adapter to start from: a PEFT directory, or the output directory of a LoRA run."""
     adapter_init_mode: Literal["merge", "trainable"] = "merge"

@@ -23,10 +23,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from surogate_core.dsl.adjacent import drop_joins
 from surogate_core.dsl.budget import chosen
 from surogate_core.dsl.inductor import compile_graph
 from surogate_core.dsl.products import collect, defer_products
-from surogate_core.dsl.values import VIEWS, base_op, is_call, is_view, nbytes
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, is_view, nbytes
 from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]
@@ -39,7 +40,6 @@ its output bytes.
 
 _OUTPUTS, _INPUTS = "surogate_outputs", "surogate_inputs"
 """Keys of a joint graph's meta: the number of the function's outputs, and of its inputs."""
-_EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> 
     (output,) = (n for n in module.graph.nodes if n.op == "output")
     output.args = (list(torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)),)
     _drop_assertions(module.graph)
-    _drop_joins(module.graph)
+    drop_joins(module.graph)
     module.graph.eliminate_dead_code()
     return module
 
@@ -179,99 +179,6 @@ def _several(function: Function) -> Callable[..., tuple[Tensor, ...]]:
         return (found,) if isinstance(found, Tensor) else tuple(found)
 
     return run
-
-
-def _drop_joins(graph: fx.Graph) -> None:
-    """Remove concatenations of tensors that are already adjacent in a buffer.
-
-    The concatenation may end in an empty tensor: columns that the op which reads it writes into (`registry.in_place`).
-    The buffer's own columns there are used, if nothing else reads them. A matrix may have more of the buffer behind its
-    columns. A kernel that writes several results into one buffer is thus followed by one that reads them from one
-    buffer, and neither knows the other.
-    """
-    made: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        if node.target != torch.ops.aten.cat.default:
-            continue
-        parts = list(node.args[0])
-        room = base_op(parts[-1]) in _EMPTY
-        if room:
-            parts.pop()
-        bases = {_buffer(part) for part in parts}
-        base = bases.pop() if parts else None
-        if bases or base is None:
-            continue
-        whole, joined = base.meta["val"], node.meta["val"]
-        rows = joined.shape[0]
-        if not (whole.is_contiguous() and joined.is_contiguous() and rows) or whole.numel() % rows:
-            continue
-        row = whole.numel() // rows
-        if row != joined.stride(0) and (joined.ndim != 2 or row < joined.stride(0)):
-            continue
-        offset = 0
-        for part in parts:
-            value = part.meta["val"]
-            fits = value.storage_offset() == offset and value.stride() == (row, *joined.stride()[1:])
-            fits = fits and value.shape[0] == rows and value.shape[2:] == joined.shape[2:]
-            if not fits:
-                break
-            offset += value.stride(1) * value.shape[1]
-        else:
-            if room and not _unread(base, row, offset, {*made, node}):
-                continue
-            view = _columns(graph, node, base, row)
-            made.add(view)
-            node.replace_all_uses_with(view)
-            graph.erase_node(node)
-
-
-def _columns(graph: fx.Graph, node: fx.Node, base: fx.Node, row: int) -> fx.Node:
-    """The first columns of a buffer whose rows have `row` elements, in the shape and place of a node."""
-    whole, joined = base.meta["val"], node.meta["val"]
-    shape = list(joined.shape) if row == joined.stride(0) else [joined.shape[0], row]
-    with graph.inserting_before(node):
-        view = graph.call_function(torch.ops.aten.view.default, (base, shape))
-        view.meta = {**node.meta, "val": whole.view(shape)}
-        if row != joined.stride(0):
-            view = graph.call_function(torch.ops.aten.slice.Tensor, (view, 1, 0, joined.shape[1]))
-            view.meta = {**node.meta, "val": whole.view(shape)[:, : joined.shape[1]]}
-    return view
-
-
-def _unread(base: fx.Node, row: int, columns: int, but: set[fx.Node]) -> bool:
-    """Whether nothing reads more of a value than the first `columns` of each `row` elements.
-
-    The nodes `but` do not count, nor does what reads them. Nobody knows who else reads an input, so the answer is no.
-    """
-    if base.op != "call_function" or is_view(base):
-        return False
-    todo = [base]
-    while todo:
-        node = todo.pop()
-        for user in node.users.keys() - but:
-            if is_view(user):
-                todo.append(user)
-            elif not _within_columns(node.meta["val"], base.meta["val"], row, columns):
-                return False
-    return True
-
-
-def _within_columns(view: Any, whole: Tensor, row: int, columns: int) -> bool:
-    """Whether a view has no element behind the first `columns` of each `row` of the storage; no, if in doubt."""
-    if not isinstance(view, Tensor) or view.dtype != whole.dtype:
-        return False
-    strides = zip(view.shape, view.stride(), strict=True)
-    last = view.storage_offset() % row + sum((size - 1) * step for size, step in strides if step % row)
-    return last < columns
-
-
-def _buffer(node: fx.Node) -> fx.Node | None:
-    """The node that this node is a view of, or None."""
-    if base_op(node) not in VIEWS:
-        return None
-    while base_op(node) in VIEWS:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -591,9 +498,9 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
         if _is_choice(node):
             node.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, "ac_graph_id": 0}
             continue
-        sources = [n for n in node.all_input_nodes if base_op(n) not in _EMPTY]
+        sources = [n for n in node.all_input_nodes if base_op(n) not in EMPTY]
         follows = base_op(node) in {*VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
-        if follows or base_op(node) in _EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
+        if follows or base_op(node) in EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
             node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
             marked.add(node)
 

@@ -32,6 +32,8 @@ VIEWS = frozenset(
     }
 )
 
+EMPTY = frozenset({torch.ops.aten.new_empty, torch.ops.aten.empty})
+
 _CALLS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "embedding_dense_backward", "sort", "index_put"})
 """ATen ops that Inductor calls as kernels, like attention and the ops of packs; it fuses all others."""
 

@@ -22,6 +22,10 @@ not begin at a multiple of 16 bytes.
 """
 
 
+TERMS: Mapping[Role, Role] = {"router_probability": "router_aux_loss", "router_z": "router_z_loss"}
+"""Role of a router's side output → role of the term of the loss that is made of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """A side output of several layers."""
@@ -70,7 +74,11 @@ class SideSums:
         self._shapes = _shapes(pieces)
         self.layers = {name: list(shape.layers) for name, shape in self._shapes.items()}
         self.roles: dict[str, Role] = {name: shape.role for name, shape in self._shapes.items()}
-        size = sum(shape.numel for shape in self._shapes.values())
+        self._terms: list[tuple[str, Role]] = [
+            (name, TERMS[role]) for name, role in self.roles.items() if role in TERMS and self.losses.covers(role)
+        ]
+        """(side output that is a term of the loss, role of the term), of routers. The last values of S are theirs."""
+        size = sum(shape.numel for shape in self._shapes.values()) + len(self._terms)
         self._now_S = torch.zeros(size, dtype=torch.float32, device=device)
         self._sums_S = torch.zeros_like(self._now_S)
         self._by_number_MS = torch.zeros(numbers, size, device=device) if numbers and size else None
@@ -98,7 +106,7 @@ class SideSums:
         """What a micro-step multiplies by: terms of the loss, shares of experts, the router's losses."""
 
     def _views(self, flat_S: Tensor) -> dict[str, Tensor]:
-        parts = flat_S.split([shape.numel for shape in self._shapes.values()])
+        *parts, _ = flat_S.split([*(shape.numel for shape in self._shapes.values()), len(self._terms)])
         named = zip(self._shapes.items(), parts, strict=True)
         return {name: part.view(len(shape.layers), *shape.shape) for (name, shape), part in named}
 
@@ -162,7 +170,6 @@ class SideSums:
         if not self._shapes:
             return
         self._take()
-        self._sums_S.add_(self._now_S)
         for name, tangent in self._tangents.items():
             match self.roles[name]:
                 case "loss":
@@ -172,6 +179,10 @@ class SideSums:
                 case "router_probability":
                     share = self._shares()
                     tangent.copy_((self.losses.aux * share.shape[-1] * self._scales[2] * share).expand(tangent.shape))
+        for at, (name, _) in enumerate(self._terms, start=self._now_S.numel() - len(self._terms)):
+            # Both terms are linear in their side output, given the shares of the experts.
+            self._now_S[at].copy_((self._tangents[name] * self._now[name]).sum())
+        self._sums_S.add_(self._now_S)
 
     def _shares(self) -> Tensor:
         """[E] or [L, E] float64: tokens of each expert for each token that the loss counts together."""
@@ -212,8 +223,9 @@ class SideSums:
             self._by_number_MS.zero_()
 
     def shapes(self) -> Mapping[str, tuple[Role, torch.Size]]:
-        """Name → (role, [L, *its shape]), in the order of `take`."""
-        return {name: (self.roles[name], total.shape) for name, total in self.sums.items()}
+        """Name → (role, [L, *its shape]), in the order of `take`; the terms of routers are [1]."""
+        found = {name: (self.roles[name], total.shape) for name, total in self.sums.items()}
+        return found | {f"{name}.loss": (role, torch.Size([1])) for name, role in self._terms}
 
 
 def _rows(count: int, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -134,7 +134,7 @@ class Update:
         self._lr = torch.zeros((), dtype=torch.float32, device="cpu" if on_cpu else settings.device)
         ranges = rows.state.rows.numel() if rows is not None and isinstance(rows.state, RangedState) else 0
         self._ranges = ranges
-        figures = 2 + ranges + sum(total.numel() for total in sides.sums.values())
+        figures = 2 + ranges + sum(shape.numel() for _, shape in self._side_shapes.values())
         self._figures = torch.zeros(figures, dtype=torch.float32, device=settings.device)
 
     def set(self, *, lr: float, step: int) -> None:

@@ -42,6 +42,7 @@ from surogate_core.hf.weights import ModelDir, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.run.ranks import micro_batches_of
+from surogate_core.run.router import router_losses
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -451,9 +452,10 @@ def assemble(
     check_columns(objective, columns, task=config.task)
     offloader = resolve_offloader(config, registry)
     gradients = offloader.moves("gradients")
+    settings = engine_settings(config, device=device, borders=borders, columns=columns, moves_gradients=gradients)
     return Assembly(
         model=resolved.model,
-        settings=engine_settings(config, device=device, borders=borders, columns=columns, moves_gradients=gradients),
+        settings=replace(settings, router_losses=router_losses(config, resolved.model)),
         kernels=kernel_table(config, registry, device),
         recipe=resolve_recipe(config, registry, device),
         objective=objective,

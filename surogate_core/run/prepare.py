@@ -39,6 +39,7 @@ from surogate_core.run.assemble import (
 from surogate_core.run.changes import changes_note
 from surogate_core.run.experts import expert_notes
 from surogate_core.run.ranks import on_one_gpu
+from surogate_core.run.router import router_notes
 from surogate_core.run.token_budget import adjusted_epochs, token_budget
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
@@ -109,7 +110,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     device = resolve_device(config)
     recipe = resolve_recipe(config, registry, device)
     notes = [recipe.note] if recipe.note else []
-    notes += expert_notes(config, resolved, recipe, device)
+    notes += [*expert_notes(config, resolved, recipe, device), *router_notes(config, resolved.model)]
     keys = weight_format_keys(config, registry, resolved.model)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
     notes += sharing.notes(config)

@@ -63,7 +63,7 @@ class SideFigures:
         numbers = {piece.key: number for number, piece in enumerate(engine.plan.layers)}
         layers = {name: [numbers[piece.key] for piece in having] for name, having in engine.sides.layers.items()}
         every = max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every
-        return cls(layers, losses=engine.settings.router_losses, every=every)
+        return cls(layers, losses=engine.sides.losses, every=every)
 
     def events(self, step: int, sides: Sides, micro_steps: int, *, last: bool = False) -> Iterator[Event]:
         """The events of a step. `last`: it is the run's last."""
@@ -110,6 +110,7 @@ class SideFigures:
             by_role.setdefault(role, []).append(total)
         probabilities = by_role.get("router_probability", [])
         aux, z = self._losses_of(by_role, terms)
+        aux_in_loss, z_in_loss = (_term(by_role, role) for role in ("router_aux_loss", "router_z_loss"))
         return RoutingStats(
             step=step,
             moe_load_imbalance=sum(peaks) / len(peaks),
@@ -119,10 +120,10 @@ class SideFigures:
             moe_entropy=sum(entropies) / len(entropies),
             moe_cv=sum(spreads) / len(spreads),
             moe_dead_experts=self._dead(list(counts.values())),
-            moe_aux_loss_raw=aux,
-            moe_aux_loss=None if aux is None or not self._losses.aux else self._losses.aux * aux,
-            moe_z_loss_raw=z,
-            moe_z_loss=None if z is None or not self._losses.z else self._losses.z * z,
+            moe_aux_loss_raw=aux if aux_in_loss is None else aux_in_loss / self._losses.aux,
+            moe_aux_loss=aux_in_loss,
+            moe_z_loss_raw=z if z_in_loss is None else z_in_loss / self._losses.z,
+            moe_z_loss=z_in_loss,
             moe_experts=max(total.shape[1] for total in counts.values()),
             moe_experts_per_token=_choices(list(counts.values()), probabilities),
         )
@@ -130,14 +131,18 @@ class SideFigures:
     def _losses_of(
         self, by_role: Mapping[str, Sequence[Tensor]], terms: Mapping[str, float]
     ) -> tuple[float | None, float | None]:
-        """(auxiliary loss, z loss) before their coefficients, as far as the blocks report what they need."""
+        """(auxiliary loss, z loss) of the whole step before their coefficients, as far as the blocks report what they
+        need.
+        """
         counts, probabilities = list(by_role["expert_tokens"]), list(by_role.get("router_probability", ()))
         aux, z = sum(terms.values()) if terms else None, None
         if probabilities and len({total.shape[1] for total in [*counts, *probabilities]}) == 1:
             tokens_LE, probability_LE = torch.cat(counts), torch.cat(probabilities)
-            aux = balance(tokens_LE, probability_LE, per_layer=self._losses.form == "layer")
+            per_layer = self._losses.form == "layer"
+            aux = balance(tokens_LE, probability_LE, per_layer=per_layer)
             if squares := by_role.get("router_z"):
                 z = float(torch.cat(list(squares)).double().sum() / _rows(probability_LE))
+                z *= len(tokens_LE) if per_layer else 1
         return aux, z
 
     def _dead(self, counts: Sequence[Tensor]) -> int | None:
@@ -170,6 +175,11 @@ class SideFigures:
                 step=step, steps=self._loaded_steps, layers=layers, tokens=tuple(found[layer] for layer in layers)
             )
             self._loads, self._loaded_steps = [], 0
+
+
+def _term(by_role: Mapping[str, Sequence[Tensor]], role: Role) -> float | None:
+    """A term of the loss as the engine added it."""
+    return next((float(total) for total in by_role.get(role, ())), None)
 
 
 def _choices(counts: Sequence[Tensor], probabilities: Sequence[Tensor]) -> int | None:

@@ -64,14 +64,22 @@ def test_the_balance_is_given_before_and_after_its_coefficient() -> None:
         "probability": ("router_probability", torch.tensor([[3.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])),
         "z": ("router_z", torch.tensor([16.0, 8.0])),
     }
-    (found,) = one_step(sides, losses=RouterLosses(aux=0.5, z=0.25))
+    (found,) = one_step(sides)
     assert isinstance(found, RoutingStats)
     assert found.moe_aux_loss_raw == pytest.approx(4 * (8 * 4 + 4 * 2 + 2 * 1 + 2 * 1) / 64)
-    assert found.moe_aux_loss == pytest.approx(found.moe_aux_loss_raw / 2)
-    assert (found.moe_z_loss_raw, found.moe_z_loss) == pytest.approx((3.0, 0.75))
-    (found,) = one_step(sides, losses=RouterLosses(aux=0.5, form="layer"))
+    assert (found.moe_z_loss_raw, found.moe_aux_loss, found.moe_z_loss) == (3.0, None, None)
+    (found,) = one_step(sides, losses=RouterLosses(form="layer"))
     assert isinstance(found, RoutingStats)
     assert found.moe_aux_loss_raw == pytest.approx(4 * (0.75**2 + 0.25**2) + 1)
+    assert found.moe_z_loss_raw == 6.0
+    terms: dict[str, Any] = {
+        "aux": ("router_aux_loss", torch.tensor([0.75])),
+        "z term": ("router_z_loss", torch.tensor([0.5])),
+    }
+    (found,) = one_step(sides | terms, losses=RouterLosses(aux=0.5, z=0.25))
+    assert isinstance(found, RoutingStats)
+    assert (found.moe_aux_loss, found.moe_aux_loss_raw) == (0.75, 1.5), "as the engine added it"
+    assert (found.moe_z_loss, found.moe_z_loss_raw) == (0.5, 2.0)
 
 
 def test_an_expert_is_dead_after_a_window_without_a_token() -> None:

@@ -94,9 +94,12 @@ def expected(found: Pair, batches: Sequence[Sequence[Sequence[int]]], form: Form
 @pytest.mark.parametrize("form", ["step", "micro_batch", "layer"])
 def test_gradients_with_the_losses_of_the_router(form: Form, count: int, recompute: bool) -> None:
     found, documents = pair(), micro_batches(count)
-    gradients, _ = expected(found, documents, form)
+    gradients, losses = expected(found, documents, form)
     made = found.engine(tokens=TOKENS, recompute=recompute, router_losses=RouterLosses(aux=AUX, z=Z, form=form))
     error, name = tiny.worst(tiny.gradients(made, packed(documents)), gradients)
     assert error <= TOLERANCE, name
+    sides = made.train_step(packed(documents), step=0, lr=0.0).sides()
+    terms = [float(total) for role, total in sides.values() if role in ("router_aux_loss", "router_z_loss")]
+    assert sum(terms) == pytest.approx(float(losses), rel=TOLERANCE)
     without = tiny.gradients(found.engine(tokens=TOKENS), packed(documents))
     assert tiny.worst(without, gradients)[0] > 100 * TOLERANCE, "the losses must matter"
