@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.run.generation import Opened
+    from surogate_core.run.generation import Prepared
     from surogate_core.run.texts import Prompt, Text, Wanted
 
 USAGE = """\
@@ -96,8 +96,8 @@ def _generate(words: _Words, model: str) -> int:
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
     from surogate_core.files.atomic import ensure_writable
-    from surogate_core.run.generation import named, open_model
-    from surogate_core.run.texts import complete
+    from surogate_core.run.generation import named, prepare
+    from surogate_core.run.texts import generate_texts, requests_of, settings_of
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
@@ -105,36 +105,34 @@ def _generate(words: _Words, model: str) -> int:
     found = named(model)
     overrides = [*found.overrides, *words.overrides]
     registry = registry_for(Arguments(overrides=overrides))
-    config = load_run_config(overrides, registry=registry)
-    notes: list[str] = []
-    with shown_progress() as progress:
-        opened = open_model(
-            found,
-            config,
-            registry,
-            progress=lambda task, done, total: progress(Progress(task=task, done=done, total=total)),
-        )
-        prompts = _prompts(words, opened)
-        wanted = _wanted(words, opened)
-        texts = complete(
-            opened,
-            registry.get("rollout", words.texts.get("--engine", "native")),
-            prompts,
-            wanted,
-            slots=words.counts.get("--slots"),
-            progress=lambda done, total: progress(Progress(task="generating", done=done, total=total, unit="tokens")),
-            notes=notes,
-        )
-    for note in (*opened.notes, *notes):
+    spec = registry.get("rollout", words.texts.get("--engine", "native"))
+    prepared = prepare(found, load_run_config(overrides, registry=registry), registry)
+    wanted = _wanted(words, prepared)
+    requests, cut = requests_of(prepared, _prompts(words, prepared), wanted)
+    for note in (*prepared.notes, *cut):
         print(f"note: {note}", file=sys.stderr)
+    with shown_progress() as progress:
+
+        def told(task: str, done: int, total: int, unit: str = "") -> None:
+            progress(Progress(task=task, done=done, total=total, unit=unit))
+
+        weights = prepared.load(registry, progress=told)
+        engine = spec.open(weights, settings_of(weights, requests, slots=words.counts.get("--slots")))
+        texts = generate_texts(
+            engine,
+            prepared.tokenizer,
+            requests,
+            wanted.stop,
+            progress=lambda done, total: told("generating", done, total, "tokens"),
+        )
     _show(words, texts, output)
     return 0
 
 
-def _prompts(words: _Words, opened: Opened) -> list[Prompt]:
+def _prompts(words: _Words, prepared: Prepared) -> list[Prompt]:
     from surogate_core.run.texts import prompt_of_messages, prompt_of_text
 
-    tokenizer = opened.tokenizer
+    tokenizer = prepared.tokenizer
     if "--file" in words.texts:
         return [
             prompt_of_text(tokenizer, row["prompt"], name=name)
@@ -183,11 +181,11 @@ def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _wanted(words: _Words, opened: Opened) -> Wanted:
+def _wanted(words: _Words, prepared: Prepared) -> Wanted:
     from surogate_core.run.texts import Wanted, stop_token
 
     values: dict[str, Any] = {flag.strip("-").replace("-", "_"): value for flag, value in words.sampling.items()}
-    base = opened.sampling
+    base = prepared.sampling
     if base.temperature == 0 and values.keys() & {"top_k", "top_p", "min_p"} and "temperature" not in values:
         values["temperature"] = 1.0  # filters without a temperature ask for samples
     if words.counts.get("--samples", 1) > 1 and base.temperature == 0 and "temperature" not in values:
@@ -206,7 +204,7 @@ def _wanted(words: _Words, opened: Opened) -> Wanted:
         samples=words.counts.get("--samples", 1),
         sampling=sampling,
         stop=tuple(stops),
-        stop_ids=frozenset(stop_token(opened.tokenizer, word) for word in words.lists.get("--stop-token", [])),
+        stop_ids=frozenset(stop_token(prepared.tokenizer, word) for word in words.lists.get("--stop-token", [])),
         ignore_eos="--ignore-eos" in words.switches,
     )
 

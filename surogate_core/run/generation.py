@@ -75,11 +75,12 @@ def named(word: str) -> Named:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A model that can generate."""
+class Prepared:
+    """A model whose weights are not loaded yet."""
 
-    title: str
-    weights: Weights
+    config: RunConfig
+    resolved: ResolvedModel
+    lora: LoRA
     tokenizer: PreTrainedTokenizerBase
     generation_config: Mapping[str, Any]
     """What its ``generation_config.json`` says; empty if there is none."""
@@ -88,7 +89,7 @@ class Opened:
     @property
     def model(self) -> Model:
         """The model."""
-        return self.weights.plan.assembly.model
+        return self.resolved.model
 
     @property
     def context(self) -> float:
@@ -97,8 +98,8 @@ class Opened:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end a completion: those of the generation config or else the configuration, the tokenizer's
-        end of text, and the token with which the chat template ends a turn.
+        """The tokens that end a completion: those of the generation config or, without one, of the configuration, the
+        tokenizer's end of text, and the token with which the chat template ends a turn.
         """
         found: set[int] = set()
         own = self.generation_config.get("eos_token_id", self.model.config.get("eos_token_id"))
@@ -121,43 +122,57 @@ class Opened:
         except (TypeError, ValueError) as error:
             raise UserError(f"generation_config.json: {error}. Fix: correct it.") from error
 
+    def load(
+        self, registry: Registry, *, progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    ) -> Weights:
+        """The weights."""
+        config, resolved = self.config, self.resolved
+        assembly = assemble(config, registry, resolved, borders=2)
+        settings = assembly.settings
+        directory = config.offload_dir or config.place
+        assembly = replace(
+            assembly,
+            lora=self.lora,
+            settings=replace(settings, max_seqlen=1),
+            stores=assembly.offloader.build(config.offload.options, directory, settings.device),
+        )
+        quantising = " and quantising" if assembly.weight_format is not None else ""
+        return Weights.load(
+            assembly,
+            weights_source(config, registry, resolved, assembly),
+            progress=lambda done, total: progress(f"loading{quantising} weights", done, total),
+        )
 
-def open_model(
-    found: Named,
-    config: RunConfig,
-    registry: Registry,
-    *,
-    progress: Callable[[str, int, int], None] = lambda task, done, total: None,
-) -> Opened:
-    """Load the model that `config` describes, with the adapters of `found` on it."""
+
+def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
+    """The model that `config` describes, with the adapters of `found` on it; no weight is read.
+
+    Raises `UserError` for a model, an adapter or a tokenizer that cannot be used.
+    """
     config = replace(on_one_gpu(config), recompute=False, lmhead_chunks=1)
     resolved = _with_adapters(resolve_model(config, registry), found)
     lora, resolved, notes = _lora(resolved, DTYPES[config.lora_dtype])
-    check_weights(config, resolved, lora if resolved.adapter is None or resolved.adapter.start is None else None)
-    assembly = assemble(config, registry, resolved, borders=2)
-    assembly = replace(assembly, lora=lora, model=resolved.model, settings=replace(assembly.settings, max_seqlen=1))
-    assembly = replace(
-        assembly,
-        stores=assembly.offloader.build(
-            config.offload.options, config.offload_dir or config.place, assembly.settings.device
-        ),
-    )
+    # An adapter that is multiplied beside the base is the layers' own, whatever the keys of training say.
+    check_weights(config, replace(resolved, adapter=_below(resolved.adapter)), lora)
     tokenizer, said = _tokenizer(config, found, resolved)
-    weights = Weights.load(
-        assembly,
-        weights_source(config, registry, resolved, assembly),
-        progress=lambda done, total: progress("loading weights", done, total),
-    )
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
         own = resolved.weights.generation_config()
-    return Opened(
-        title=resolved.title,
-        weights=weights,
+    return Prepared(
+        config=config,
+        resolved=resolved,
+        lora=lora,
         tokenizer=tokenizer,
         generation_config=own or {},
         notes=(*said, *notes),
     )
+
+
+def _below(adapter: InitialAdapter | None) -> InitialAdapter | None:
+    """The adapters that are folded in."""
+    if adapter is None or not adapter.folded:
+        return None
+    return replace(adapter, mode="merge", stack=adapter.folded)
 
 
 def _with_adapters(resolved: ResolvedModel, found: Named) -> ResolvedModel:

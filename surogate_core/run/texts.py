@@ -11,7 +11,6 @@ from surogate_core.bundles import (
     Reason,
     Request,
     RolloutEngine,
-    RolloutEngineSpec,
     RolloutSettings,
     Sampling,
 )
@@ -21,7 +20,7 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.generate.cache import Cache, shapes_of
 from surogate_core.run.build import free_memory
-from surogate_core.run.generation import Opened
+from surogate_core.run.generation import Prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,14 +119,14 @@ def stop_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
     )
 
 
-def requests_of(opened: Opened, prompts: Sequence[Prompt], wanted: Wanted) -> tuple[list[Request], list[str]]:
+def requests_of(prepared: Prepared, prompts: Sequence[Prompt], wanted: Wanted) -> tuple[list[Request], list[str]]:
     """A request for each sample of each prompt, and notes about those that the model's positions cut short."""
     requests, cut = [], []
-    stop_ids = wanted.stop_ids if wanted.ignore_eos else opened.stop_ids | wanted.stop_ids
+    stop_ids = wanted.stop_ids if wanted.ignore_eos else prepared.stop_ids | wanted.stop_ids
     for number, prompt in enumerate(prompts):
-        room = opened.context - len(prompt.ids)
+        room = prepared.context - len(prompt.ids)
         if room < 1:
-            end = int(opened.context)
+            end = int(prepared.context)
             raise UserError(
                 f"{prompt.name}: has {len(prompt.ids):,} tokens, and the model's positions end at {end:,}. "
                 f"Fix: shorten it, or stretch the model with rope_scaling and max_model_len."
@@ -146,7 +145,7 @@ def requests_of(opened: Opened, prompts: Sequence[Prompt], wanted: Wanted) -> tu
             for sample in range(wanted.samples)
         ]
     listed = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
-    note = f"{listed}: the completion ends at the model's last position, {opened.context:,}." if cut else ""
+    note = f"{listed}: the completion ends at the model's last position, {prepared.context:,}." if cut else ""
     return requests, [note] if note else []
 
 
@@ -167,24 +166,6 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
             f"{free} are free. Fix: fewer --slots, a lower --max-new-tokens, or a shorter prompt."
         )
     return RolloutSettings(slots=fitting, context=context)
-
-
-def complete(
-    opened: Opened,
-    spec: RolloutEngineSpec,
-    prompts: Sequence[Prompt],
-    wanted: Wanted,
-    *,
-    slots: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    notes: list[str] | None = None,
-) -> list[Text]:
-    """The completions of the prompts, in order, the samples of each together. `notes` receives notes for the user."""
-    requests, said = requests_of(opened, prompts, wanted)
-    if notes is not None:
-        notes += said
-    engine = spec.open(opened.weights, settings_of(opened.weights, requests, slots=slots))
-    return generate_texts(engine, opened.tokenizer, requests, wanted.stop, progress=progress)
 
 
 def generate_texts(

@@ -17,27 +17,31 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import texts
-from surogate_core.run.generation import Opened, named, open_model
+from surogate_core.run.generation import Prepared, named, prepare
 
 Run = Callable[..., int]
-Open = Callable[..., Opened]
+Open = Callable[..., Prepared]
 TEXT = "The chain of the bike slips when"
 
 
 @pytest.fixture(scope="session")
 def opening(installed: Registry) -> Open:
-    def start(word: Path, *overrides: str) -> Opened:
+    def start(word: Path, *overrides: str) -> Prepared:
         found = named(str(word))
         config = load_run_config([*found.overrides, "device=cpu", *overrides], registry=installed)
-        return open_model(found, config, installed)
+        return prepare(found, config, installed)
 
     return start
 
 
-def completed(opened: Opened, installed: Registry, *prompts: str, **wanted: Any) -> list[texts.Text]:
+def completed(opened: Prepared, installed: Registry, *prompts: str, **wanted: Any) -> list[texts.Text]:
     given = [texts.prompt_of_text(opened.tokenizer, text, name="a prompt") for text in prompts]
     values = {"max_new_tokens": 12, "sampling": Sampling(temperature=0), "ignore_eos": True, **wanted}
-    return texts.complete(opened, installed.get("rollout", "native"), given, texts.Wanted(**values))
+    asked = texts.Wanted(**values)
+    requests, _ = texts.requests_of(opened, given, asked)
+    weights = opened.load(installed)
+    engine = installed.get("rollout", "native").open(weights, texts.settings_of(weights, requests))
+    return texts.generate_texts(engine, opened.tokenizer, requests, asked.stop)
 
 
 def theirs(model: Any, directory: Path, text: str, new: int = 12) -> list[int]:
@@ -74,8 +78,7 @@ def test_an_adapter_is_multiplied_beside_its_base(
     adapter: Path, hf_dir: Path, opening: Open, installed: Registry
 ) -> None:
     opened = opening(adapter)
-    assert opened.weights.plan.assembly.lora is not None
-    assert opened.weights.plan.assembly.lora.targets == {"q_proj", "down_proj"}
+    assert opened.lora.targets == {"q_proj", "down_proj"}
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_dir), str(adapter))
     (found,) = completed(opened, installed, TEXT)
     assert list(found.ids) == theirs(adapted, hf_dir, TEXT)
@@ -109,7 +112,8 @@ def test_runs_and_checkpoints(
     assert len(set(ids.values())) == 1
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_dir), str(tmp_path / "run/adapter"))
     assert list(ids[""]) == theirs(adapted, hf_dir, TEXT)
-    assert opening(tmp_path / "run", "qlora_bnb=true").weights.plan.assembly.weight_format is not None
+    (quantised,) = completed(opening(tmp_path / "run", "qlora_bnb=true"), installed, TEXT)
+    assert quantised.logprobs != completed(opening(tmp_path / "run"), installed, TEXT)[0].logprobs
 
 
 @pytest.mark.parametrize("word", ["no/such/place", "./gone"])
@@ -148,6 +152,7 @@ def test_stop_texts_are_cut_off(hf_dir: Path, opening: Open, installed: Registry
 
 def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = opening(hf_dir)
+    weights = opened.load(installed)
     prompt = texts.Prompt(name="row 3", ids=(5,) * 250)
     requests, notes = texts.requests_of(opened, [prompt], texts.Wanted(max_new_tokens=20))
     assert requests[0].max_new_tokens == 6
@@ -155,16 +160,16 @@ def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: 
     with pytest.raises(UserError, match=r"row 4: has 256 tokens, and the model's positions end at 256"):
         texts.requests_of(opened, [texts.Prompt(name="row 4", ids=(5,) * 256)], texts.Wanted())
     many = [requests[0]] * 40
-    assert texts.settings_of(opened.weights, many).slots == texts.MOST_SLOTS
+    assert texts.settings_of(weights, many).slots == texts.MOST_SLOTS
     # 2 layers · (K + V) · 1 head · 16 features · 4 bytes
     one = 256 * 2 * 2 * 16 * 4
     monkeypatch.setattr(texts, "free_memory", lambda device: int(one * 6 / texts.SHARE) + 1)
-    assert texts.settings_of(opened.weights, many).slots == 5
+    assert texts.settings_of(weights, many).slots == 5
     with pytest.raises(MachineError, match="Fix: fewer --slots"):
-        texts.settings_of(opened.weights, many, slots=6)
+        texts.settings_of(weights, many, slots=6)
     monkeypatch.setattr(texts, "free_memory", lambda device: one)
     with pytest.raises(MachineError, match="256 tokens need"):
-        texts.settings_of(opened.weights, many)
+        texts.settings_of(weights, many)
 
 
 def test_prompts(hf_dir: Path) -> None:
