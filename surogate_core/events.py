@@ -104,6 +104,8 @@ class RunStart(Event):
     """Measured rate of a large matrix product in the dtype of the weights, on one device; `StepEnd.speed_of_light` is
     relative to it.
     """
+    active_parameters: int | None = None
+    """Parameters that a token uses, in a model with experts; None if every token uses all."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one sentence each."""
 

@@ -178,6 +178,7 @@ def _running(run: RunRecord) -> list[tuple[str, str, str]]:
     add("grad norm", "grad_norm")
     found += _rate_tiles(_recent(run, "tokens_per_second"), _recent(run, "seconds"))
     found += _amount_tiles(run, peak=latest.get("peak_memory_bytes"))
+    found += _routing_tiles(run, last=1)
     if run.phases:
         found.append(("phase", str(run.phases[-1].get("phase")), ""))
     if (share := _recent(run, "speed_of_light")) is not None:
@@ -202,6 +203,7 @@ def _ended(run: RunRecord) -> list[tuple[str, str, str]]:
     found += _rate_tiles(run.median("tokens_per_second"), run.median("seconds"))
     peaks = contents.finite(run, "peak_memory_bytes")
     found += _amount_tiles(run, peak=float(peaks.max()) if len(peaks) else None)
+    found += _routing_tiles(run, last=20)
     if (share := run.median("speed_of_light")) is not None:
         found.append(("MFU", f"{share:.1%}", "of a measured matmul"))
     return found
@@ -237,6 +239,17 @@ def _amount_tiles(run: RunRecord, *, peak: float | None) -> list[tuple[str, str,
         remark = f"rank 0 of {len(others)}" if (others := contents.ranks(run)) else ""
         found.append(("peak memory", contents.gibibytes(peak), remark))
     return found
+
+
+def _routing_tiles(run: RunRecord, *, last: int) -> list[tuple[str, str, str]]:
+    """How even the loads of experts are: the mean of the last steps."""
+    loads = contents.finite(run, "moe_load_imbalance")
+    if not len(loads):
+        return []
+    tail, first = loads[-last:], f"{loads[0]:.2f} → " if last > 1 and len(loads) > 1 else ""
+    worst = contents.finite(run, "moe_worst_imbalance")
+    remark = f"worst layer {float(worst[-last:].mean()):.2f}" if len(worst) else ""
+    return [("expert imbalance", f"{first}{float(tail.mean()):.2f}", remark)]
 
 
 def _places(run: RunRecord) -> Rows:

@@ -119,6 +119,8 @@ def facts(run: RunRecord) -> Rows:
         rows += [
             ("model", str(start.get("model"))),
             ("parameters", f"{parameters:,}"),
+            ("parameters that a token uses", f"{active:,}" if (active := start.get("active_parameters")) else ""),
+            ("experts", _experts(run.routing)),
             ("trained parameters", f"{trained:,}{share}"),
             ("device", str(start.get("device"))),
             ("tokens per step", f"{start['tokens_per_step']:,}" if "tokens_per_step" in start else ""),
@@ -275,6 +277,12 @@ def finite(run: RunRecord, series: str) -> NDArray[np.float64]:
 
 def _shown(value: float) -> str:
     return figure(value) if math.isfinite(value) else str(value)
+
+
+def _experts(routing: Mapping[str, Any]) -> str:
+    """``128 a layer, 8 a token``; empty for a model without experts."""
+    experts, choices = routing.get("moe_experts"), routing.get("moe_experts_per_token")
+    return f"{experts} a layer{f', {choices} a token' if choices else ''}" if experts else ""
 
 
 def _percent(value: Any) -> str:

@@ -88,6 +88,8 @@ class RunRecord:
     """Texts that the model generated at evaluations, where a monitor or the run recorded them."""
     notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
+    routing: Mapping[str, Any] = field(default_factory=dict)
+    """The last ``routing_stats``; empty for a model without experts."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
     """The last ``rank_stats``; empty for a run on one GPU."""
     live: bool = False
@@ -194,6 +196,7 @@ class RunRecord:
                 self._gpu.add(int(record["step"]), record)
             case "routing_stats":
                 self._routing.add(int(record["step"]), record)
+                self.routing = record
             case "expert_loads":
                 self.loads.add(record)
             case "rank_stats":

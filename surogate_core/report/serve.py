@@ -146,11 +146,7 @@ def _handler(runs: Callable[[], Sequence[RunRecord]], token: str) -> type[BaseHT
                 nonce = secrets.token_urlsafe(16)
                 self._send(200, "text/html; charset=utf-8", live_page(nonce).encode(), policy=_policy(nonce))
             elif url.path == "/figures":
-                between = {"begin": _bound(query, "begin", -math.inf), "end": _bound(query, "end", math.inf)}
-                smooth = min(0.999, max(0.0, _bound(query, "smooth", 0.0)))
-                axis = (query.get("x") or ["step"])[-1]
-                axis = axis if axis in AXES else "step"
-                found = figures(runs(), **between, smooth=smooth, axis=axis)
+                found = figures(runs(), **_part(query))
                 self._json({**found, "seconds": round(time.perf_counter() - started, 4)})
             elif url.path == "/texts":
                 self._json(texts(runs()))
@@ -197,6 +193,17 @@ def _policy(nonce: str) -> str:
     return (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:"
     )
+
+
+def _part(query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The part of the curves that a request asks for, within bounds."""
+    axis = (query.get("x") or ["step"])[-1]
+    return {
+        "begin": _bound(query, "begin", -math.inf),
+        "end": _bound(query, "end", math.inf),
+        "smooth": min(0.999, max(0.0, _bound(query, "smooth", 0.0))),
+        "axis": axis if axis in AXES else "step",
+    }
 
 
 def _bound(query: Mapping[str, Sequence[str]], name: str, default: float) -> float:

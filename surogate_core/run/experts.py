@@ -12,6 +12,7 @@ from surogate_core.dsl import Model
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.experts import ExpertSlot
 from surogate_core.dsl.slots import LinearSlot
+from surogate_core.engine.engine import Engine
 from surogate_core.run.assemble import ResolvedModel, resolve_dtype, resolve_lora
 
 
@@ -75,3 +76,11 @@ def _peft_notes(slots: Sequence[ExpertSlot], lora: LoRA) -> list[str]:
             "To serve it, merge it: merge_adapter=true, or `surogate merge`."
         )
     return notes
+
+
+def idle_parameters(engine: Engine) -> int:
+    """Parameters that a token does not use: weights and adapters of the experts to which it does not go."""
+    slots = [slot for piece in engine.plan.layers for slot in piece.experts]
+    ranks = (slot.adapter.rank if slot.adapter else 0 for slot in slots)
+    adapters = (rank * (s.inputs + s.outputs) * (s.count - s.choices) for s, rank in zip(slots, ranks, strict=True))
+    return sum(slot.unused for slot in slots) + sum(adapters)

@@ -22,6 +22,7 @@ from surogate_core.mesh.lifeline import PeerFailed
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.run.build import Choice, build_engine
+from surogate_core.run.experts import idle_parameters
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
@@ -359,6 +360,7 @@ class _Run:
             device=_in_words(engine.settings.device, ranks=self.mesh.world),
             gpus=self.mesh.world,
             gemm_flops_per_second=self.rate,
+            active_parameters=parameters - idle if (idle := idle_parameters(engine)) else None,
             notes=tuple(notes),
         )
 

@@ -49,6 +49,11 @@ def test_tiles_have_what_was_measured_and_no_more() -> None:
         "GPU": "99% (655 W)",
     }  # fmt: skip
     assert tiles(run_of(START)) == {}
+    routing = {"event": "routing_stats", "step": 7, "moe_load_imbalance": 2.5, "moe_worst_imbalance": 4.0}
+    later = {**routing, "step": 8, "moe_load_imbalance": 3.0}
+    assert tiles(run_of(START, STEP, routing, later)) == {**cpu, "expert imbalance": "3.00 (worst layer 4.00)"}
+    end = {"event": "run_end", "reason": "finished", "step": 8}
+    assert tiles(run_of(START, STEP, routing, later, end))["expert imbalance"] == "2.50 → 2.75 (worst layer 4.00)"
     ranks = {"event": "rank_stats", "step": 7, "peak_memory_bytes": [2**29, 2**30]}
     assert tiles(run_of(START, STEP, ranks))["peak memory"] == "0.50 GiB (rank 0 of 2)"
 

@@ -113,13 +113,23 @@ def test_pictures_show_the_loads_without_a_script() -> None:
 
 def test_the_report_of_a_run_with_experts() -> None:
     run = RunRecord(directory=Path("run"), name="run")
+    run.add({"event": "run_start", "steps": 2, "parameters": 10, "active_parameters": 5})
     for at in (1, 2):
-        run.add({"event": "routing_stats", "step": at, "moe_load_imbalance": 2.5, "moe_expert_utilization": 0.5})
+        run.add(
+            {
+                "event": "routing_stats",
+                "step": at,
+                "moe_load_imbalance": 2.5,
+                "moe_expert_utilization": 0.5,
+                "moe_experts": 4,
+            }
+        )
         run.add({"event": "step_end", "step": at, "loss": 2.0})
     run.add(record(2, [[16, 0, 0, 0], [2, 2, 2, 2]], steps=2))
     page = html.render([run])
     assert page.count("data:image/png") == 2
     assert "Experts used (% in a step)" in page
+    assert "<td>4 a layer</td>" in page
     assert "Dead experts" not in page.partition("<script")[0]
     assert '"cells":"' in page
     assert "experts without a token" in page

@@ -281,6 +281,9 @@ def test_a_router_that_is_not_finite_is_named(
 
 def test_a_run_records_how_it_routes(trained: Path) -> None:
     metrics = trained / "metrics.jsonl"
+    (start,) = read_metrics(metrics, event="run_start")
+    # Two of four experts: their weights, and adapters of rank 2.
+    assert start["parameters"] - start["active_parameters"] == 2 * 3 * (32 * 16 + 2 * (32 + 16))
     steps, routing, loads = (read_metrics(metrics, event=e) for e in ("step_end", "routing_stats", "expert_loads"))
     assert [r["step"] for r in routing] == [r["step"] for r in loads] == [1, 2]
     for step, figures, record in zip(steps, routing, loads, strict=True):

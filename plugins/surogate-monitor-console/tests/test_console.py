@@ -117,6 +117,8 @@ def plain(**options: float) -> tuple[PlainView, io.StringIO, Clock]:
 
 
 def test_columns_of_experts() -> None:
+    facts = text.run_facts(replace(START, active_parameters=345_678), INFO)
+    assert facts[0].startswith("qwen3 [tiny] · 1.23M parameters, 346k active · LoRA")
     view, stream, _ = plain()
     view.on_event(ROUTING)
     view.on_event(step(1))

@@ -90,7 +90,8 @@ def run_facts(event: RunStart, info: RunInfo) -> list[str]:
         if config.get("lora") and event.trainable_parameters != event.parameters
         else "all trained"
     )
-    model = [event.model, f"{count(event.parameters)} parameters", trained, event.device]
+    active = f", {count(event.active_parameters)} active" if event.active_parameters is not None else ""
+    model = [event.model, f"{count(event.parameters)} parameters{active}", trained, event.device]
     how = [info.task, *(f"{key} {name}" for key in ("recipe", "optimizer") if (name := _name(config.get(key))))]
     if (rate := config.get("learning_rate")) is not None:
         how.append(f"lr {rate:.3g} {config.get('lr_scheduler_type', '')}".rstrip())
