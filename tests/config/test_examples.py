@@ -45,7 +45,7 @@ def test_the_header_names_the_file_and_its_command_composes(
     example: Path, words: list[str], registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(example_commands.ROOT)
-    command, rest = words[0], [w for w in words[1:] if w not in ("--debug", "--gpu", "rtx4090")]
+    command, rest = words[0], [w for w in words[1:] if w not in ("--debug", "--gpu", "rtx4090", "h200")]
     arguments = parse(rest, command=f"surogate {command}")
     assert arguments.config_file == Path("examples") / example.name
     task = command if command in ("sft", "pt") else None
