@@ -87,8 +87,9 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   all rows on one expert, packed too; the state takes in the observed values, in place, and not in a
   skipped step; training, and a bit-equal resume. On a device without native support the checks run emulated.
 - `quant`: a weight is unpacked with a relative error of at most 0.25, into workspaces of any row pitch, from as many
-  bytes as stated, with the same bits twice; experts are unpacked at once as each is alone; zeros stay zeros, and values that
-  are not finite do not become finite; training has the bits of training on the rounded weights, with and without recomputation; a bit-equal resume.
+  bytes as stated, with the same bits twice; experts are unpacked at once as each is alone; zeros stay zeros, and
+  values that are not finite do not become finite; training has the bits of training on the rounded weights, with and
+  without recomputation; a bit-equal resume.
 - `optimizer`: a step moves every master, moves none with a learning rate of 0, and never changes the padding between
   parameters; a step with `clip` equals a step with gradients multiplied by it; `weight_decay` pulls the weights of
   its group towards 0; the host reads no values; gradients that are not finite change nothing; the state loads into

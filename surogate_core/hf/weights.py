@@ -30,7 +30,7 @@ _SMALL_FILES = ("config.json", "generation_config.json", INDEX)
 
 _COPY_AGAIN = "Fix: download or copy the complete model again."
 
-_OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale", ".k_scale", ".v_scale")
 """Ends of names of scales that quantised checkpoints have for inference."""
 
 _SHOWN = 12

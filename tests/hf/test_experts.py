@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -77,39 +76,17 @@ SIZES = {**CONFIG, "hidden_size": 64, "intermediate_size": 32}
 WIDER = Mixture(SIZES)
 
 
-def in_one(found: Mapping[str, Tensor], *, ending: Callable[[str], str]) -> dict[str, Tensor]:
-    """The quantised tensors of a model with those of all experts of a layer in one: [E, …]."""
-    made = {name: tensor for name, tensor in found.items() if ".experts." not in name}
-    for whole, one in WIDER.fused_tensors().items():
-        modules = [part.removesuffix(".weight") for part, _ in one.parts]
-        each = len(modules) // one.shape[0]
-        for suffix in sorted({n.removeprefix(modules[0]) for n in found if n.startswith(modules[0])}):
-            values = [found[module + suffix] for module in modules]
-            if not values[0].dim():
-                made[whole + ending(suffix)] = torch.stack(values[::each])
-                continue
-            rows = [torch.cat(values[first : first + each]) for first in range(0, len(values), each)]
-            made[whole + ending(suffix)] = torch.stack(rows)
-    return made
-
-
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "fused"])
 @pytest.mark.parametrize("method", quantised.METHODS)
 def test_quantised_experts_are_read(tmp_path: Path, method: str, apart: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=draw) for name, shape in shapes_of(WIDER).items()}
     made, wide = quantised.quantised(method, drawn)
-    if method == "nvfp4":  # gate and up of an expert share the scale of the matrix
-        for name in [n for n in made if n.endswith("up_proj.weight_scale_2")]:
-            gate = name.replace("up_proj", "gate_proj")
-            made[name] = made.get(gate, made[name]).clone()
-            module = name.removesuffix(".weight_scale_2")
-            wide[f"{module}.weight"] = quantised.expected(method, made, module)
-    endings = {"fp8": lambda s: s.removeprefix(".weight"), "nvfp4": lambda s: s.replace(".weight", "")}
-    stored = made if apart else in_one(made, ending=endings.get(method, str))
+    if not apart:
+        made, wide = quantised.in_one(method, drawn, WIDER.fused_tensors())
     config = {"model_type": "mixture", "quantization_config": quantised.METHODS[method][1]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / SINGLE)
+    save_file({name: tensor.contiguous() for name, tensor in made.items()}, tmp_path / SINGLE)
     opened = ModelDir.open(tmp_path).with_experts(WIDER.fused_tensors())
     assert [name for name in opened.check(shapes_of(WIDER)) if not name.endswith("input_scale")] == []
     for name, tensor in wide.items():

@@ -14,7 +14,11 @@ import transformers
 from run_fixtures import EMBEDDED, QUICK, RunHere
 from safetensors.torch import load_file
 
+from surogate_core.cli.main import main
+from surogate_core.config.resolve import load_run_config
 from surogate_core.files.paths import resolve_package_path
+from surogate_core.plugins.registry import Registry
+from surogate_core.run.assemble import resolve_model
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "max_steps=2", "tokenizer=null")
 FORMATS = pytest.mark.parametrize("key", ["qlora_bnb", "qlora_fp8", "qlora_fp4"])
@@ -89,3 +93,29 @@ def test_a_quantised_checkpoint_trains_like_the_weights_that_it_stands_for(
     assert digests(outputs[0] / "adapter") == digests(outputs[1] / "adapter")
     notes = (outputs[0] / "metrics.jsonl").read_text()
     assert {"mxfp4": "they are dequantised to float32"}.get(method, "they are kept as they are") in notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", quantised.METHODS)
+def test_one_quantised_tensor_of_all_experts_trains_and_merges(
+    method: str, model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path, installed: Registry,
+    digests: Callable[[Path], dict[str, str]],
+) -> None:  # fmt: skip
+    config = load_run_config([*small, f"model={model}", "datasets=[x.jsonl]"], registry=installed)
+    fused = resolve_model(config, installed).model.fused_tensors()
+    made, wide = quantised.in_one(method, load_file(model / "model.safetensors"), fused)
+    assert not any(".experts.3." in name for name in made)
+    codes = quantised.write(tmp_path / "codes", model, made, method=method)
+    plain = quantised.write(tmp_path / "wide", model, wide)
+    keys = [*small, "lora_target_modules=[all]", f"qlora_block_size={quantised.BLOCK}"]
+    for directory in (codes, plain):
+        assert run_here(tmp_path / f"{directory.name}-out", *keys, f"model={directory}") == 0
+    adapter = tmp_path / "codes-out" / "adapter"
+    assert digests(adapter) == digests(tmp_path / "wide-out" / "adapter")
+    for directory in (codes, plain):
+        output = str(tmp_path / f"{directory.name}-merged")
+        assert main(["merge", "--base-model", str(directory), str(adapter), "--output", output]) == 0
+    merged, expected = (load_file(tmp_path / f"{d}-merged" / "model.safetensors") for d in ("codes", "wide"))
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name].float(), value.float(), rtol=2**-7, atol=1e-3)

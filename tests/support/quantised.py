@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from surogate_core.dsl.experts import Fused
 from surogate_core.formats import fp4
 
 SKIPPED = "model.layers.1.mlp.down_proj"
@@ -87,6 +88,25 @@ def quantised(method: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Ten
             wide[name] = expected(method, found, module)
         else:
             made[name] = wide[name] = value
+    return made, wide
+
+
+def in_one(
+    method: str, tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`quantised` with one tensor for all experts of a layer, in which an expert's projections are one matrix."""
+    apart = {part for one in fused.values() for part, _ in one.parts}
+    made, wide = quantised(method, {name: value for name, value in tensors.items() if name not in apart})
+    for whole, one in fused.items():
+        each = len(one.parts) // one.shape[0]
+        experts = [one.parts[first : first + each] for first in range(0, len(one.parts), each)]
+        found = [METHODS[method][0]("", torch.cat([tensors[part].float() for part, _ in e])) for e in experts]
+        for ending in found[0]:
+            name = whole + ending.replace(".weight", "").replace(".", "_")
+            made[name] = torch.stack([parts[ending] for parts in found])
+        for expert, parts in zip(experts, found, strict=True):
+            rows = expected(method, parts, "").split([outputs for _, (outputs, _) in expert])
+            wide |= {part: value for (part, _), value in zip(expert, rows, strict=True)}
     return made, wide
 
 
