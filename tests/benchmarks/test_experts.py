@@ -1,0 +1,36 @@
+"""The inputs and the table of benchmarks/experts.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import experts
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("skew", "bounds"), [(1.0, (1.0, 1.0)), (10.0, (9.5, 12.0))])
+def test_the_largest_load_is_what_is_asked_for(skew: float, bounds: tuple[float, float]) -> None:
+    made = experts.setup(experts.Shape(), 4096, skew, CPU, torch.bfloat16)
+    loads = torch.diff(made.routes[4], prepend=torch.zeros(1, dtype=torch.int32)) / (4096 * 8 / 128)
+    assert bounds[0] <= loads.max() <= bounds[1]
+
+
+def test_a_line_for_each_variant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "found.json"
+    words = ["--small", "--loads", "zipf", "--cases", "product", "down_backward", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["experts.py", *words])
+    experts.main()
+    found = json.loads(out.read_text())
+    assert {(row["case"], row["variant"]) for row in found} >= {
+        ("product", "torch"),
+        ("product", "masked"),
+        ("down_backward", "reference"),
+    }
+    assert all(row["equal"] and row["error"] < 1e-5 for row in found)
+    assert capsys.readouterr().out.count("TFLOP/s") == len(found)
