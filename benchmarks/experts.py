@@ -197,14 +197,14 @@ def product(s: Setup, inputs: int, outputs: int, *, transposed: bool, tiles: Seq
     yield Variant(name="masked", run=lambda: [grouped.masked_product(x, view, ends)], **work)
     if not pack_kernels("grouped_linears"):
         return
-    from surogate_kernels_triton import experts
+    from surogate_kernels_triton import experts_launches as launches
 
     def fused(tile: Any) -> Sequence[Tensor]:
         named = {"choices": 1, "scale": 0.0, "backward": transposed, "tile": tile}
-        return [experts.grouped_sum([x], [weights], None, [], None, ends, s.rows, **named)]
+        return [launches.grouped_sum([x], [weights], None, [], None, ends, s.rows, **named)]
 
-    for name in tiles or [experts.tile_for(s.device).name]:
-        yield Variant(name=f"triton {name}", run=partial(fused, experts.Tile.of(name)), **work)
+    for name in tiles or [launches.tile_for(s.device, inputs).name]:
+        yield Variant(name=f"triton {name}", run=partial(fused, launches.Tile.of(name)), **work)
 
 
 def factors(s: Setup) -> Iterator[Variant]:

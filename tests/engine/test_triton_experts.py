@@ -28,7 +28,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="neither a GPU nor the interpreter"
 )
-variants = pytest.mark.parametrize("variant", ["triton-wide", "triton-fused"])
+variants = pytest.mark.parametrize("variant", ["triton-wide", "triton-fused", "triton-adapters"])
 SIZES = {**CONFIG, "hidden_size": 32, "intermediate_size": 48}
 OPS = {"route": "triton", "combine": "triton"}
 
@@ -57,7 +57,7 @@ def pack(variant: str) -> KernelPack:
     anywhere = [replace(k, supports=lambda device, dtype: True) for k in kernels]
     if INTERPRETED:
         # torch's grouped products take fp32 on a CPU.
-        anywhere = [replace(k, takes=partial(experts.takes, True)) if k.name == variant else k for k in anywhere]
+        anywhere = [replace(k, takes=partial(experts.takes, True)) if k.name == "triton-wide" else k for k in anywhere]
     return KernelPack(name="triton", kernels=lambda: anywhere)
 
 

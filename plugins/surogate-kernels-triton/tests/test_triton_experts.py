@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.kernels import experts as ops
+from surogate_core.kernels.grouped import grouped_product
 from surogate_core.testing.op_cases import random
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -126,7 +128,7 @@ def test_combine(device: str, dtype: torch.dtype, tokens: int, choices: int, out
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float16}
 """The interpreter multiplies no matrices in bf16."""
-VARIANTS = ("triton-wide", "triton-fused")
+VARIANTS = ("triton-wide", "triton-fused", "triton-adapters")
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -143,8 +145,10 @@ def layer(
     skew: float = 1.0,
     inputs: int = 80,
     outputs: int = 48,
+    product: Any = None,
+    trained: bool = False,
 ) -> list[Tensor]:
-    """y's, then the gradients of x and, with a rank, of A's and B's."""
+    """y's, then the gradients of x and, with a rank, of A's and B's, and of weights that are trained."""
     _, _, order, slot, ends = routing(tokens, experts, 3, device, skew=skew)
     where = (order, slot) if gathered else (None, None)
 
@@ -155,12 +159,13 @@ def layer(
     adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=0.0, salt=0) if rank else None
     tensors, leaves = [], [x]
     for number in range(projections):
-        tensors.append(drawn(experts, outputs, inputs, seed=10 + number, leaf=False))
+        tensors.append(drawn(experts, outputs, inputs, seed=10 + number, leaf=trained))
+        leaves += tensors[-1:] if trained else []
         if rank:
             pair = [drawn(experts, rank, inputs, seed=20 + number), drawn(experts, outputs, rank, seed=30 + number)]
             tensors += pair
             leaves += pair
-    ys = function(x, *where, ends, None, [adapter] * projections, None, *tensors)
+    ys = function(x, *where, ends, None, [adapter] * projections, product, *tensors)
     dys = [drawn(3 * tokens, outputs, seed=40 + number, leaf=False) for number in range(projections)]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
 
@@ -183,9 +188,112 @@ def layer(
     ids=str,
 )
 def test_products_and_gradients(device: str, variant: str, case: dict[str, Any]) -> None:
+    if variant == "triton-adapters" and case.get("rank") == 0:
+        pytest.skip("it has nothing to do without adapters")
     found = layer(kernel("grouped_linears", variant), DTYPE[device], device, **case)
     expected = layer(ops.grouped_linears, torch.float64, device, **case)
     check(found, expected, BOUND[DTYPE[device]])
+
+
+def doubled(x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> list[Tensor]:
+    """A product such as a recipe has."""
+    return [2 * grouped_product(x_RI, w, ends_E) for w in weights]
+
+
+@devices
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"product": doubled},
+        {"product": doubled, "projections": 1, "gathered": False},
+        {"trained": True, "rank": 5},
+        {"trained": True, "projections": 1, "gathered": False, "skew": 50.0},
+    ],
+    ids=str,
+)
+def test_adapters_around_any_product(device: str, case: dict[str, Any]) -> None:
+    found = layer(kernel("grouped_linears", "triton-adapters"), DTYPE[device], device, **case)
+    check(found, layer(ops.grouped_linears, torch.float64, device, **case), BOUND[DTYPE[device]])
+
+
+@devices
+def test_a_projection_without_an_adapter(device: str) -> None:
+    _, _, order, slot, ends = routing(40, 5, 2, device)
+    drawn = [
+        random(*shape, seed=n, dtype=DTYPE[device]).to(device)
+        for n, shape in enumerate([(40, 48), (5, 32, 48), (5, 64, 48), (5, 16, 48), (5, 64, 16)])
+    ]
+    x, first, second, a, b = drawn
+    adapters = [None, ops.ExpertAdapter(rank=16, scale=0.5, dropout=0.0, salt=0)]
+    rest = (order, slot, ends, None, adapters, None)
+    found = kernel("grouped_linears", "triton-adapters")(x, *rest, first, second, a, b)
+    wide = [t.double() for t in drawn]
+    check(found, ops.grouped_linears(wide[0], *rest, *wide[1:]), BOUND[DTYPE[device]])
+
+
+def refused() -> list[dict[str, Any]]:
+    """Arguments that only the reference takes, or only some kernels."""
+    adapter = ops.ExpertAdapter(rank=16, scale=0.5, dropout=0.0, salt=0)
+    return [
+        {"adapters": [replace(adapter, dropout=0.1)] * 2, "seed": torch.tensor(3)},
+        {"adapters": [adapter, replace(adapter, rank=8)]},
+        {"adapters": [replace(adapter, rank=256)] * 2},
+        {"adapters": [adapter] * 3},
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("case", refused(), ids=str)
+def test_what_no_kernel_takes(case: dict[str, Any]) -> None:
+    from surogate_kernels_triton.experts import kernels
+
+    adapters, seed = case["adapters"], case.get("seed")
+    x, ends = torch.empty(20, 48, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int32)
+    tensors = [
+        t
+        for each in adapters
+        for t in (torch.empty(5, 32, 48), torch.empty(5, each.rank, 48), torch.empty(5, 32, each.rank))
+    ]
+    tensors = [t.bfloat16() for t in tensors]
+    assert not [k.name for k in kernels() if k.takes(x, None, None, ends, seed, adapters, None, *tensors)]
+
+
+@devices
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("tile", ["64x64x32w4s3", "64x64x32w4s3c", "128x128x64w8s3c"])
+def test_every_kind_of_tile(device: str, tile: str, backward: bool, gathered: bool) -> None:
+    """Tiles that the copy engine brings are those of ordinary loads; sizes that no tile divides."""
+    import surogate_kernels_triton.experts_launches as launches
+
+    if backward and gathered:
+        pytest.skip("the backward's rows are sorted")
+    _, _, order, _, ends = routing(90, 7, 3, device, skew=1.0)
+    rows, count = 270, 2 if backward else 1
+    # [E, O, I], and the inner dimension is O in the backward.
+    outputs, inputs = (64, 80) if backward else (80, 64)
+    inner, other = (outputs, inputs) if backward else (inputs, outputs)
+
+    def drawn(*shape: int, seed: int) -> Tensor:
+        return random(*shape, seed=seed, dtype=DTYPE[device]).to(device)
+
+    x = [drawn(90 if gathered else rows, inner, seed=number) for number in range(count)]
+    weights = [drawn(7, outputs, inputs, seed=10 + number) for number in range(count)]
+    b = [drawn(7, *((16, other) if backward else (other, 16)), seed=20 + number) for number in range(count)]
+    u = drawn(rows, 16 * count, seed=30)
+    named = {"choices": 3, "scale": 0.5, "backward": backward, "tile": launches.Tile.of(tile)}
+    found = launches.grouped_sum(x, weights, u, b, order if gathered else None, ends, rows, **named)
+    expected, first = torch.zeros(rows, other, dtype=torch.float64), 0
+    for number, end in enumerate(ends.tolist()):
+        span = slice(first, end)
+        for i in range(count):
+            given = x[i][order.long() // 3] if gathered else x[i]
+            w, v = (t[i][number].double().cpu() for t in (weights, b))
+            low = u[span, 16 * i : 16 * (i + 1)].double().cpu()
+            expected[span] += given[span].double().cpu() @ (w if backward else w.t())
+            expected[span] += 0.5 * low @ (v if backward else v.t())
+        first = end
+    check([found], [expected], BOUND[DTYPE[device]])
 
 
 @devices

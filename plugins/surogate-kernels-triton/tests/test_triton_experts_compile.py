@@ -23,6 +23,11 @@ pytestmark = [
 ]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """Compute capability → KiB of shared memory that a block may have."""
+PROGRAMS = {
+    *("choose", "scan", "scatter", "tile_table"),
+    *("sum_rows", "combine_backward"),
+    *("down", "up", "factors"),
+}
 SPILLED = 64
 """Most bytes of local memory of a thread."""
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -40,10 +45,14 @@ class Launch:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         signature, constants, known = {}, {}, {}
         for place, (name, value) in enumerate(self.arguments.items()):
-            if isinstance(value, Tensor):
+            if isinstance(value, TensorDescriptor):
+                element, block = TYPES[value.base.dtype].lstrip("*"), ",".join(map(str, value.block_shape))
+                signature[name] = f"tensordesc<{element}[{block}]>"
+            elif isinstance(value, Tensor):
                 signature[name], known[place,] = TYPES[value.dtype], [["tt.divisibility", 16]]
             elif self.program.params[place].is_constexpr or value is None or value == 1:
                 signature[name], constants[name] = "constexpr", value
@@ -77,11 +86,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """All launches of a layer with experts, forward and backward, in both forms."""
-    from surogate_kernels_triton import experts, experts_routing
+    from surogate_kernels_triton import experts, experts_adapters, experts_launches, experts_routing
 
     rows = TOKENS * CHOICES
-    tile = experts.HOPPER if capability // 10 in (9, 10) else experts.SMALL
-    monkeypatch.setattr(experts, "tile_for", lambda device: tile)
+    major, minor = divmod(capability, 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+    original = experts_launches.tile_for
+    monkeypatch.setattr(experts_launches, "tile_for", lambda device, inner: original(torch.device("cuda"), inner))
     monkeypatch.setattr(experts.grouped, "torch_product", lambda x, w, ends: x.new_empty(len(x), w.shape[1]))
     order, ends = empty(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
     slot, weights = empty(TOKENS, CHOICES, dtype=torch.int32), empty(TOKENS, CHOICES, dtype=torch.float32)
@@ -94,6 +105,10 @@ def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]
         dys = [empty(rows, outputs)] * projections
         *_, u = experts._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused)
         experts._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused)
+        experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES)
+        experts_adapters._rows_backward._init_fn(empty(rows, inputs), u, x, *where, ends, a, CHOICES)
+        experts_adapters._up._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
+        experts_adapters._up_backward._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
 
     with recorded(monkeypatch) as launches:
         experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
@@ -121,7 +136,8 @@ def usage(compiled: Any, file: Path) -> tuple[int, int]:
 def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Within the shared memory of a block, and with next to nothing outside of registers."""
     launches = everything(capability, monkeypatch)
-    assert len({launch.program.__name__ for launch in launches}) == 10
+    products = {"product_copied"} if capability // 10 in (9, 10) else {"product"}
+    assert {launch.program.__name__ for launch in launches} == PROGRAMS | products
     seen: set[str] = set()
     for launch in launches:
         compiled = launch.compile(capability)

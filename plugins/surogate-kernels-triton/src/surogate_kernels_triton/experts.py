@@ -8,14 +8,11 @@ order. Suffixes as in `surogate_core.kernels.experts`; S projections of one inpu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -25,233 +22,12 @@ from surogate_core.bundles import Kernel
 from surogate_core.kernels import grouped
 from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
 from surogate_core.kernels.registry import workspace
-from surogate_kernels_triton import experts_products_programs as products
-from surogate_kernels_triton import experts_programs as programs
+from surogate_kernels_triton import experts_adapters
+from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows
 
 MULTIPLE = 16
 """Sides of weights are multiples of this."""
-LEAST_RANK, MOST_RANK = 16, 128
-"""Adapters are padded with zeros to a power of two in this range."""
-MOST_EXPERTS = 1024
-ROWS = 64
-"""Rows of a tile of the skinny products."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """How `triton-fused` cuts its products: m rows by c columns, b of the inner dimension at a time."""
-
-    m: int
-    c: int
-    b: int
-    warps: int
-    stages: int
-
-    @property
-    def name(self) -> str:
-        """Such as ``128x256x64w8s3``."""
-        return f"{self.m}x{self.c}x{self.b}w{self.warps}s{self.stages}"
-
-    @classmethod
-    def of(cls, name: str) -> Tile:
-        """The tile of a name."""
-        m, c, b, warps, stages = map(int, re.split("[xws]", name))
-        return cls(m=m, c=c, b=b, warps=warps, stages=stages)
-
-
-HOPPER = Tile(m=128, c=256, b=64, warps=8, stages=3)
-"""For 227 KiB of shared memory a block (sm_90, sm_100)."""
-SMALL = Tile(m=64, c=128, b=32, warps=4, stages=3)
-"""For the others, which may have 99 KiB."""
-
-
-def tile_for(device: torch.device) -> Tile:
-    """The tile for a device; fixed, because equal inputs must give equal bits on every run."""
-    if device.type != "cuda":  # Triton's interpreter
-        return SMALL
-    return HOPPER if torch.cuda.get_device_capability(device)[0] in (9, 10) else SMALL
-
-
-def _table(ends_E: Tensor, rows: int, size: int) -> Tensor:
-    """[T, 4] the tiles of `size` rows; see `experts_programs`."""
-    count = rows // size + len(ends_E)
-    table_T4 = ends_E.new_empty(count, 4)
-    wide = triton.next_power_of_2(len(ends_E))
-    step = 64 if wide <= 256 else 16
-    programs.tile_table[triton.cdiv(count, step),](
-        ends_E, table_T4, count, len(ends_E), EP=wide, M=size, B=step, num_warps=4
-    )
-    return table_T4
-
-
-def _down(
-    x: Tensor,
-    order_R: Tensor | None,
-    table_T4: Tensor,
-    a: Sequence[Tensor],
-    u_RL: Tensor,
-    gathered_RI: Tensor | None,
-    *,
-    choices: int,
-    scale: float = 1.0,
-    transposed: bool = False,
-) -> None:
-    """u of all A's; with `transposed` they are B's [E, O, L] and x is dy."""
-    inputs, rank = a[0].shape[1:] if transposed else a[0].shape[:0:-1]
-    programs.down[len(table_T4),](
-        x,
-        table_T4 if order_R is None else order_R,
-        table_T4,
-        a[0],
-        a[-1],
-        u_RL,
-        u_RL if gathered_RI is None else gathered_RI,
-        scale,
-        x.stride(0),
-        u_RL.stride(0),
-        IN=inputs,
-        A_L=1 if transposed else inputs,
-        A_I=rank if transposed else 1,
-        K=0 if order_R is None else choices,
-        L=rank,
-        S=len(a),
-        M=ROWS,
-        C=128,
-        COPY=gathered_RI is not None,
-        num_warps=4,
-        num_stages=4,
-    )
-
-
-def _up(
-    y_RO: Tensor, other_RO: Tensor | None, u_RL: Tensor, b: Sequence[Tensor], table_T4: Tensor, scale: float, *, a: bool
-) -> None:
-    """y += other + scale · u Bᵀ in place; with `a`, B's are A's [E, L, O]."""
-    outputs, rank = b[0].shape[:0:-1] if a else b[0].shape[1:]
-    columns = 128
-    programs.up[len(table_T4), triton.cdiv(outputs, columns)](
-        y_RO,
-        y_RO if other_RO is None else other_RO,
-        u_RL,
-        b[0],
-        b[-1],
-        table_T4,
-        scale,
-        y_RO.stride(0),
-        0 if other_RO is None else other_RO.stride(0),
-        u_RL.stride(0),
-        OUT=outputs,
-        B_L=outputs if a else 1,
-        B_O=1 if a else rank,
-        L=rank,
-        S=len(b),
-        M=ROWS,
-        C=columns,
-        OTHER=other_RO is not None,
-        num_warps=4,
-    )
-
-
-def _factors(
-    left: Tensor,
-    right_RL: Tensor,
-    order_R: Tensor | None,
-    ends_E: Tensor,
-    out: Tensor,
-    *,
-    choices: int,
-    rank: int,
-    scale: float = 1.0,
-) -> None:
-    """Fills `out`: [E, O, L], or [S, E, L, O] where `right_RL` has S·L columns."""
-    outputs, ranks = left.shape[1], right_RL.shape[1]
-    first = out.ndim == 4
-    columns = min(128, triton.next_power_of_2(outputs))
-    programs.factors[triton.cdiv(outputs, columns), len(ends_E)](
-        left,
-        right_RL,
-        ends_E if order_R is None else order_R,
-        ends_E,
-        out,
-        scale,
-        left.stride(0),
-        right_RL.stride(0),
-        len(ends_E),
-        OUT=outputs,
-        OUT_O=1 if first else rank,
-        OUT_L=outputs if first else 1,
-        K=0 if order_R is None else choices,
-        L=rank,
-        RANKS=ranks,
-        WIDE=triton.next_power_of_2(ranks),
-        M=64,
-        C=columns,
-        num_warps=4,
-        num_stages=4,
-    )
-
-
-def grouped_sum(
-    x: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    u_RL: Tensor | None,
-    b: Sequence[Tensor],
-    order_R: Tensor | None,
-    ends_E: Tensor,
-    rows: int,
-    *,
-    choices: int,
-    scale: float,
-    backward: bool,
-    tile: Tile | None = None,
-) -> Tensor:
-    """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: x is dy, and W's and
-    B's, which are A's, are read transposed.
-    """
-    inputs, outputs = weights[0].shape[1:] if backward else weights[0].shape[:0:-1]
-    tile = tile or tile_for(x[0].device)
-    table_T4 = _table(ends_E, rows, tile.m)
-    y_RO = x[0].new_empty(rows, outputs)
-    rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
-    unused = y_RO if u_RL is None else u_RL
-    products.product[len(table_T4) * triton.cdiv(outputs, tile.c),](
-        x[0],
-        x[-1],
-        weights[0],
-        weights[-1],
-        unused,
-        b[0] if b else unused,
-        b[-1] if b else unused,
-        table_T4 if order_R is None else order_R,
-        table_T4,
-        y_RO,
-        scale,
-        x[0].stride(0),
-        unused.stride(0),
-        IN=inputs,
-        OUT=outputs,
-        W_I=outputs if backward else 1,
-        W_O=1 if backward else inputs,
-        B_L=outputs if backward else 1,
-        B_O=1 if backward else rank,
-        K=0 if order_R is None else choices,
-        L=rank,
-        S=max(len(b), 1),
-        PAIRS=len(x),
-        M=tile.m,
-        C=tile.c,
-        B=tile.b,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return y_RO
-
-
-def _rows_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with adjacent columns and one distance between rows."""
-    same = len({t.stride(0) for t in tensors}) == 1 and all(t.stride(1) == 1 for t in tensors)
-    return list(tensors) if same else [t.contiguous() for t in tensors]
 
 
 @torch.library.custom_op("surogate_triton::experts", mutates_args=())
@@ -267,14 +43,14 @@ def _forward(
     fused: bool,
 ) -> list[Tensor]:
     """y of each projection and, with adapters, u [R, S·L]."""
-    (x,) = _rows_apart([x])
+    (x,) = launches.rows_apart([x])
     rows = x.shape[0] if order_R is None else len(order_R)
     extra: list[Tensor] = []
     gathered_RI = None if order_R is None or fused else x.new_empty(rows, x.shape[1])
-    table_T4 = _table(ends_E, rows, ROWS) if a else None
+    table_T4 = launches.tile_table(ends_E, rows, launches.ROWS) if a else None
     if table_T4 is not None:
         u_RL = x.new_empty(rows, len(a) * a[0].shape[1])
-        _down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices)
+        launches.down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices)
         extra.append(u_RL)
     elif gathered_RI is not None:
         assert order_R is not None
@@ -286,11 +62,11 @@ def _forward(
         if fused:
             more = b[number : number + 1]
             named = {"choices": choices, "scale": scale, "backward": False}
-            y_RO = grouped_sum([x], [weights_EOI], part_RL, more, order_R, ends_E, rows, **named)  # type: ignore[arg-type]
+            y_RO = launches.grouped_sum([x], [weights_EOI], part_RL, more, order_R, ends_E, rows, **named)  # type: ignore[arg-type]
         else:
             y_RO = grouped.torch_product(x if gathered_RI is None else gathered_RI, weights_EOI, ends_E)
             if part_RL is not None and table_T4 is not None:
-                _up(y_RO, None, part_RL, b[number : number + 1], table_T4, scale, a=False)
+                launches.up(y_RO, None, part_RL, b[number : number + 1], table_T4, scale, a=False)
         found.append(y_RO)
     return found + extra
 
@@ -328,28 +104,30 @@ def _backward(
     fused: bool,
 ) -> list[Tensor]:
     """dx in the shape of x and, with adapters, dA's [S, E, L, I] and each dB [E, O, L], both fp32."""
-    dys, (x,) = _rows_apart(dys), _rows_apart([x])
+    dys, (x,) = launches.rows_apart(dys), launches.rows_apart([x])
     rows = dys[0].shape[0]
     found: list[Tensor] = []
     du_RL, table_T4 = None, None
     if u_RL is not None:
-        table_T4, rank = _table(ends_E, rows, ROWS), a[0].shape[1]
+        table_T4, rank = launches.tile_table(ends_E, rows, launches.ROWS), a[0].shape[1]
         du_RL = torch.empty_like(u_RL)
         found.append(x.new_empty(len(a), *a[0].shape, dtype=torch.float32))
         for number, (dy_RO, b_EOL) in enumerate(zip(dys, b, strict=True)):
             part = slice(number * rank, (number + 1) * rank)
             named = {"choices": choices, "scale": scale}
-            _down(dy_RO, None, table_T4, [b_EOL], du_RL[:, part], None, transposed=True, **named)  # type: ignore[arg-type]
+            launches.down(dy_RO, None, table_T4, [b_EOL], du_RL[:, part], None, transposed=True, **named)  # type: ignore[arg-type]
             found.append(torch.empty_like(b_EOL, dtype=torch.float32))
-            _factors(dy_RO, u_RL[:, part], None, ends_E, found[-1], rank=rank, **named)  # type: ignore[arg-type]
-        _factors(x, du_RL, order_R, ends_E, found[0], choices=choices, rank=rank)
+            launches.factors(dy_RO, u_RL[:, part], None, ends_E, found[-1], rank=rank, **named)  # type: ignore[arg-type]
+        launches.factors(x, du_RL, order_R, ends_E, found[0], choices=choices, rank=rank)
     if fused:
-        dx_RI = grouped_sum(dys, weights, du_RL, a, None, ends_E, rows, choices=choices, scale=1.0, backward=True)
+        dx_RI = launches.grouped_sum(
+            dys, weights, du_RL, a, None, ends_E, rows, choices=choices, scale=1.0, backward=True
+        )
     else:
         parts = [grouped.torch_product(dy_RO, w.transpose(1, 2), ends_E) for dy_RO, w in zip(dys, weights, strict=True)]
         dx_RI, other = parts[0], parts[1] if len(parts) > 1 else None
         if du_RL is not None and table_T4 is not None:
-            _up(dx_RI, other, du_RL, a, table_T4, 1.0, a=True)
+            launches.up(dx_RI, other, du_RL, a, table_T4, 1.0, a=True)
         elif other is not None:
             dx_RI += other
     return [dx_RI if slot_NK is None else sum_rows(dx_RI, slot_NK, None), *found]
@@ -428,15 +206,6 @@ def _backward_bytes(
     return wide * rows + (0 if u_RL is None else u_RL.numel() * u_RL.itemsize)
 
 
-def _padded(tensor: Tensor, dim: int) -> Tensor:
-    """With zeros in `dim` up to a rank that the programs take."""
-    rank = tensor.shape[dim]
-    missing = max(LEAST_RANK, triton.next_power_of_2(rank)) - rank
-    if missing == 0:
-        return tensor
-    return torch.nn.functional.pad(tensor, (0, missing) if dim == 2 else (0, 0, 0, missing))
-
-
 class _Experts(Function):
     @staticmethod
     def forward(
@@ -450,8 +219,8 @@ class _Experts(Function):
         fused: bool,
         *adapters: Tensor,
     ) -> tuple[Tensor, ...]:
-        a = [_padded(t.to(x.dtype), 1).contiguous() for t in adapters[::2]]
-        b = [_padded(t.to(x.dtype), 2).contiguous() for t in adapters[1::2]]
+        a = [launches.padded(t.to(x.dtype), 1).contiguous() for t in adapters[::2]]
+        b = [launches.padded(t.to(x.dtype), 2).contiguous() for t in adapters[1::2]]
         choices = 1 if slot_NK is None else slot_NK.shape[1]
         found = _forward(x, order_R, ends_E, weights, a, b, scale, choices, fused)
         u = found[len(weights) :]
@@ -510,13 +279,13 @@ def takes(
 ) -> bool:
     """Frozen weights in the dtype of x, multiplied plainly, with equal adapters or none, and no dropout."""
     first = adapters[0]
-    if product is not None or len(adapters) > 2 or len(ends_E) >= MOST_EXPERTS:
+    if product is not None or len(adapters) > 2 or len(ends_E) >= launches.MOST_EXPERTS:
         return False
     if any((each is None) != (first is None) for each in adapters):
         return False
     ranks = {(each.rank, each.scale) for each in adapters if each is not None}
     dropped = seed is not None and any(each is not None and each.dropout > 0 for each in adapters)
-    if len(ranks) > 1 or dropped or any(rank > MOST_RANK for rank, _ in ranks):
+    if len(ranks) > 1 or dropped or any(rank > launches.MOST_RANK for rank, _ in ranks):
         return False
     weights = tensors if first is None else tensors[::3]
     if len({w.shape for w in weights}) > 1 or any(side % MULTIPLE for side in weights[0].shape[1:]):
@@ -534,8 +303,8 @@ def _supports(fused: bool, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """The kernels; the first is preferred where both can run."""
-    return tuple(
+    """The kernels; the first is preferred where several can run."""
+    frozen = (
         Kernel(
             op="grouped_linears",
             name=f"triton-{name}",
@@ -546,3 +315,4 @@ def kernels() -> tuple[Kernel, ...]:
         )
         for name, fused, priority in (("wide", False, 10), ("fused", True, 5))
     )
+    return (*frozen, experts_adapters.kernel())

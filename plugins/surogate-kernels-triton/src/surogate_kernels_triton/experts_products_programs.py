@@ -106,3 +106,83 @@ def product(
         acc = _rows_times(acc, x1, second, source, inside[:, None], columns, x_row, IN, OUT, W_I, W_O, B)
     target = y + rows[:, None] * OUT + columns[None, :]
     tl.store(target, acc.to(y.dtype.element_ty), mask=inside[:, None] & real)
+
+
+@triton.jit
+def product_copied(
+    x0,
+    x1,
+    w0,
+    w1,
+    u,
+    b0,
+    b1,
+    order,
+    table,
+    y,
+    scale,
+    x_row,
+    u_row,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    S: tl.constexpr,
+    PAIRS: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+):
+    """`product` where weights, and without K also x, are descriptors, whose tiles the copy engine brings.
+
+    The weights are those of all experts as one matrix: [E·OUT, IN] or, with BACKWARD, [E·IN, OUT]. B divides IN.
+    Columns past OUT and rows past the expert's last belong to another expert, and are not stored.
+    """
+    COLUMNS: tl.constexpr = (OUT + C - 1) // C
+    tile = tl.program_id(0) // COLUMNS
+    expert = tl.load(table + tile * 4)
+    if expert < 0:
+        return
+    first = tl.load(table + tile * 4 + 1)
+    stop = tl.load(table + tile * 4 + 2)
+    rows = first + tl.arange(0, M)
+    inside = rows < stop
+    column = tl.program_id(0) % COLUMNS * C
+    columns = column + tl.arange(0, C)
+    real = (columns < OUT)[None, :]
+    acc = tl.zeros([M, C], tl.float32)
+    if L > 0:
+        ranks = tl.arange(0, L)
+        B_L: tl.constexpr = OUT if BACKWARD else 1
+        B_O: tl.constexpr = 1 if BACKWARD else L
+        place = expert.to(tl.int64) * (OUT * L) + ranks[:, None] * B_L + columns[None, :] * B_O
+        low = u + rows.to(tl.int64)[:, None] * u_row + ranks[None, :]
+        v = tl.load(low, mask=inside[:, None], other=0.0)
+        acc = tl.dot(v, tl.load(b0 + place, mask=real, other=0.0), acc)
+        if S > 1:
+            v = tl.load(low + L, mask=inside[:, None], other=0.0)
+            acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
+        acc = acc * scale
+    if K > 0:
+        source = tl.load(order + rows, mask=inside, other=0) // K
+        left = x0 + source.to(tl.int64)[:, None] * x_row + tl.arange(0, B)[None, :]
+        for start in tl.range(0, IN, B):
+            value = tl.load(left + start, mask=inside[:, None], other=0.0)
+            acc = tl.dot(value, w0.load([expert * OUT + column, start]).T, acc)
+    else:
+        for start in tl.range(0, IN, B):
+            value = x0.load([first, start])
+            if BACKWARD:
+                acc = tl.dot(value, w0.load([expert * IN + start, column]), acc)
+            else:
+                acc = tl.dot(value, w0.load([expert * OUT + column, start]).T, acc)
+        if PAIRS > 1:
+            for start in tl.range(0, IN, B):
+                value = x1.load([first, start])
+                if BACKWARD:
+                    acc = tl.dot(value, w1.load([expert * IN + start, column]), acc)
+                else:
+                    acc = tl.dot(value, w1.load([expert * OUT + column, start]).T, acc)
+    target = y + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(target, acc.to(y.dtype.element_ty), mask=inside[:, None] & real)

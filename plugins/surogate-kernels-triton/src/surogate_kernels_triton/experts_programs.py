@@ -245,6 +245,7 @@ def down(
 def up(
     y,
     other,
+    out,
     u,
     b0,
     b1,
@@ -252,6 +253,7 @@ def up(
     scale,
     y_row,
     other_row,
+    out_row,
     u_row,
     OUT: tl.constexpr,
     B_L: tl.constexpr,
@@ -262,7 +264,10 @@ def up(
     C: tl.constexpr,
     OTHER: tl.constexpr,
 ):
-    """y[r, o] += other[r, o] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l], in place; `B_L`, `B_O`: strides of B."""
+    """out[r, o] = y[r, o] + other[r, o] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l]; `B_L`, `B_O`: strides of B.
+
+    out may be y or other.
+    """
     tile = tl.program_id(0)
     expert = tl.load(table + tile * 4)
     if expert < 0:
@@ -279,13 +284,14 @@ def up(
     if S > 1:
         v = tl.load(u + rows[:, None] * u_row + L + ranks[None, :], mask=inside, other=0.0)
         acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
-    target = y + rows[:, None] * y_row + columns[None, :]
-    acc = acc * scale + tl.load(target, mask=inside & real, other=0.0).to(tl.float32)
+    value = tl.load(y + rows[:, None] * y_row + columns[None, :], mask=inside & real, other=0.0)
+    acc = acc * scale + value.to(tl.float32)
     if OTHER:
         acc += tl.load(other + rows[:, None] * other_row + columns[None, :], mask=inside & real, other=0.0).to(
             tl.float32
         )
-    tl.store(target, acc.to(y.dtype.element_ty), mask=inside & real)
+    target = out + rows[:, None] * out_row + columns[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside & real)
 
 
 @triton.jit

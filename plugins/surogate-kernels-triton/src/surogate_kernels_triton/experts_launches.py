@@ -1,0 +1,276 @@
+"""How the programs of experts are launched. Suffixes as in `surogate_core.kernels.experts`; T tiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from surogate_kernels_triton import experts_products_programs as products
+from surogate_kernels_triton import experts_programs as programs
+
+LEAST_RANK, MOST_RANK = 16, 128
+"""Adapters are padded with zeros to a power of two in this range."""
+MOST_EXPERTS = 1024
+ROWS = 64
+"""Rows of a tile of the skinny products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How `triton-fused` cuts its products: m rows by c columns, b of the inner dimension at a time."""
+
+    m: int
+    c: int
+    b: int
+    warps: int
+    stages: int
+    copied: bool = False
+    """Whether the copy engine of sm_90 and newer brings the tiles."""
+
+    @property
+    def name(self) -> str:
+        """Such as ``128x256x64w8s3`` or, with the copy engine, ``128x256x64w8s3c``."""
+        return f"{self.m}x{self.c}x{self.b}w{self.warps}s{self.stages}" + "c" * self.copied
+
+    @classmethod
+    def of(cls, name: str) -> Tile:
+        """The tile of a name."""
+        m, c, b, warps, stages = map(int, re.split("[xws]", name.removesuffix("c")))
+        return cls(m=m, c=c, b=b, warps=warps, stages=stages, copied=name.endswith("c"))
+
+
+HOPPER = Tile(m=128, c=256, b=64, warps=8, stages=3, copied=True)
+"""For 227 KiB of shared memory a block (sm_90, sm_100)."""
+HOPPER_SHORT = Tile(m=128, c=128, b=64, warps=4, stages=3, copied=True)
+"""For inner dimensions up to `SHORT`: of two programs on a multiprocessor one may multiply while the other stores."""
+SHORT = 1024
+SMALL = Tile(m=64, c=128, b=32, warps=4, stages=3)
+"""For the others, which may have 99 KiB."""
+
+
+def tile_for(device: torch.device, inner: int) -> Tile:
+    """The tile for a device and an inner dimension; fixed, because equal inputs must give equal bits on every run."""
+    if device.type != "cuda":  # Triton's interpreter
+        return SMALL
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return SMALL
+    return HOPPER_SHORT if inner <= SHORT else HOPPER
+
+
+def tile_table(ends_E: Tensor, rows: int, size: int) -> Tensor:
+    """[T, 4] the tiles of `size` rows; see `experts_programs`."""
+    count = rows // size + len(ends_E)
+    table_T4 = ends_E.new_empty(count, 4)
+    wide = triton.next_power_of_2(len(ends_E))
+    step = 64 if wide <= 256 else 16
+    programs.tile_table[triton.cdiv(count, step),](
+        ends_E, table_T4, count, len(ends_E), EP=wide, M=size, B=step, num_warps=4
+    )
+    return table_T4
+
+
+def down(
+    x: Tensor,
+    order_R: Tensor | None,
+    table_T4: Tensor,
+    a: Sequence[Tensor],
+    u_RL: Tensor,
+    gathered_RI: Tensor | None,
+    *,
+    choices: int,
+    scale: float = 1.0,
+    transposed: bool = False,
+) -> None:
+    """u of all A's; with `transposed` they are B's [E, O, L] and x is dy."""
+    inputs, rank = a[0].shape[1:] if transposed else a[0].shape[:0:-1]
+    programs.down[len(table_T4),](
+        x,
+        table_T4 if order_R is None else order_R,
+        table_T4,
+        a[0],
+        a[-1],
+        u_RL,
+        u_RL if gathered_RI is None else gathered_RI,
+        scale,
+        x.stride(0),
+        u_RL.stride(0),
+        IN=inputs,
+        A_L=1 if transposed else inputs,
+        A_I=rank if transposed else 1,
+        K=0 if order_R is None else choices,
+        L=rank,
+        S=len(a),
+        M=ROWS,
+        C=128,
+        COPY=gathered_RI is not None,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+def up(
+    y_RO: Tensor,
+    other_RO: Tensor | None,
+    u_RL: Tensor,
+    b: Sequence[Tensor],
+    table_T4: Tensor,
+    scale: float,
+    *,
+    a: bool = False,
+    out_RO: Tensor | None = None,
+) -> None:
+    """y + other + scale · u Bᵀ, in y's place unless `out_RO` is given; with `a`, B's are A's [E, L, O]."""
+    outputs, rank = b[0].shape[:0:-1] if a else b[0].shape[1:]
+    columns, out = 128, y_RO if out_RO is None else out_RO
+    programs.up[len(table_T4), triton.cdiv(outputs, columns)](
+        y_RO,
+        y_RO if other_RO is None else other_RO,
+        out,
+        u_RL,
+        b[0],
+        b[-1],
+        table_T4,
+        scale,
+        y_RO.stride(0),
+        0 if other_RO is None else other_RO.stride(0),
+        out.stride(0),
+        u_RL.stride(0),
+        OUT=outputs,
+        B_L=outputs if a else 1,
+        B_O=1 if a else rank,
+        L=rank,
+        S=len(b),
+        M=ROWS,
+        C=columns,
+        OTHER=other_RO is not None,
+        num_warps=4,
+    )
+
+
+def factors(
+    left: Tensor,
+    right_RL: Tensor,
+    order_R: Tensor | None,
+    ends_E: Tensor,
+    out: Tensor,
+    *,
+    choices: int,
+    rank: int,
+    scale: float = 1.0,
+) -> None:
+    """Fills `out`: [E, O, L], or [S, E, L, O] where `right_RL` has S·L columns."""
+    outputs, ranks = left.shape[1], right_RL.shape[1]
+    first = out.ndim == 4
+    columns = min(128, triton.next_power_of_2(outputs))
+    programs.factors[triton.cdiv(outputs, columns), len(ends_E)](
+        left,
+        right_RL,
+        ends_E if order_R is None else order_R,
+        ends_E,
+        out,
+        scale,
+        left.stride(0),
+        right_RL.stride(0),
+        len(ends_E),
+        OUT=outputs,
+        OUT_O=1 if first else rank,
+        OUT_L=outputs if first else 1,
+        K=0 if order_R is None else choices,
+        L=rank,
+        RANKS=ranks,
+        WIDE=triton.next_power_of_2(ranks),
+        M=64,
+        C=columns,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+def grouped_sum(
+    x: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    u_RL: Tensor | None,
+    b: Sequence[Tensor],
+    order_R: Tensor | None,
+    ends_E: Tensor,
+    rows: int,
+    *,
+    choices: int,
+    scale: float,
+    backward: bool,
+    tile: Tile | None = None,
+) -> Tensor:
+    """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: x is dy, and W's and
+    B's, which are A's, are read transposed.
+    """
+    inputs, outputs = weights[0].shape[1:] if backward else weights[0].shape[:0:-1]
+    tile = tile or tile_for(x[0].device, inputs * len(x))
+    table_T4 = tile_table(ends_E, rows, tile.m)
+    y_RO = x[0].new_empty(rows, outputs)
+    rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
+    unused = y_RO if u_RL is None else u_RL
+    operands = (x[0], x[-1], weights[0], weights[-1])
+    copied = tile.copied and inputs % tile.b == 0 and all(map(_copies, (*x, *weights)))
+    if copied:
+        left = x if order_R is not None else [TensorDescriptor.from_tensor(t, [tile.m, tile.b]) for t in x]
+        block = [tile.b, tile.c] if backward else [tile.c, tile.b]
+        right = [TensorDescriptor.from_tensor(w.view(-1, w.shape[2]), block) for w in weights]
+        operands = (left[0], left[-1], right[0], right[-1])
+    strides = {
+        "W_I": outputs if backward else 1,
+        "W_O": 1 if backward else inputs,
+        "B_L": outputs if backward else 1,
+        "B_O": 1 if backward else rank,
+    }
+    program = products.product_copied if copied else products.product
+    program[len(table_T4) * triton.cdiv(outputs, tile.c),](
+        *operands,
+        unused,
+        b[0] if b else unused,
+        b[-1] if b else unused,
+        table_T4 if order_R is None else order_R,
+        table_T4,
+        y_RO,
+        scale,
+        x[0].stride(0),
+        unused.stride(0),
+        IN=inputs,
+        OUT=outputs,
+        K=0 if order_R is None else choices,
+        L=rank,
+        S=max(len(b), 1),
+        PAIRS=len(x),
+        M=tile.m,
+        C=tile.c,
+        B=tile.b,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **({"BACKWARD": backward} if copied else strides),
+    )
+    return y_RO
+
+
+def _copies(matrix: Tensor) -> bool:
+    """Whether the copy engine can read it."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(-2) * matrix.itemsize % 16 == 0
+
+
+def rows_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with adjacent columns and one distance between rows."""
+    same = len({t.stride(0) for t in tensors}) == 1 and all(t.stride(1) == 1 for t in tensors)
+    return list(tensors) if same else [t.contiguous() for t in tensors]
+
+
+def padded(tensor: Tensor, dim: int) -> Tensor:
+    """With zeros in `dim` up to a rank that the programs take."""
+    rank = tensor.shape[dim]
+    missing = max(LEAST_RANK, triton.next_power_of_2(rank)) - rank
+    if missing == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, missing) if dim == 2 else (0, 0, 0, missing))
