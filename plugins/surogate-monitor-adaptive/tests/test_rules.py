@@ -138,13 +138,13 @@ def rising_norm(at: int, rate: float) -> float:
     return 1.0 + max(0.0, at - 300) * rate
 
 
-QUARTER = {"moe_experts": 16, "moe_experts_per_token": 4}
-"""A model whose tokens go to a quarter of the experts."""
+SPARSE = {"moe_experts": 128, "moe_experts_per_token": 8}
+"""The experts of Qwen3-30B-A3B. Its largest possible imbalance is 16."""
 
 
 def routed_from(begin: int, *, steps: int = 130, **changed: float) -> list[Event]:
     """A run whose routing changes at the step `begin`, for good."""
-    usual = {"moe_load_imbalance": 4.0, **QUARTER}
+    usual = {"moe_load_imbalance": 4.0, **SPARSE}
     return list(
         routed(curve(steps, falling), lambda at: replace(stats(at), **{**usual, **(changed if at >= begin else {})}))
     )
@@ -190,8 +190,8 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
     "expert_collapse": (102, routed_from(100, moe_load_imbalance=12.1), routed_from(100, moe_load_imbalance=11.9), {}),
     "expert_imbalance_rises": (
         170,
-        list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 60, **QUARTER))),
-        list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 90, **QUARTER))),
+        list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 60, **SPARSE))),
+        list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 90, **SPARSE))),
         {},
     ),
     "experts_underused": (
@@ -313,14 +313,28 @@ def test_fixed_limits_until_the_beginning_is_known() -> None:
     assert told("expert_collapse", early(moe_load_imbalance=10.1)) == [12]
     assert told("experts_underused", early(moe_expert_utilization=0.79)) == [19]
     assert told("experts_idle", early(moe_expert_utilization=0.49)) == [12]
-    many = {"moe_experts": 128, "moe_experts_per_token": 8}  # a pretrained Qwen3-30B-A3B is at 8 to 12
-    assert told("expert_imbalance", early(moe_load_imbalance=12.0, **many)) == []
-    assert told("expert_imbalance", early(moe_load_imbalance=25.0, **many)) == [19]
-    assert told("expert_collapse", early(moe_load_imbalance=49.0, **many)) == [12]
+    assert told("expert_imbalance", early(moe_load_imbalance=11.9, **SPARSE)) == []
+    assert told("expert_imbalance", early(moe_load_imbalance=12.1, **SPARSE)) == [19]
+    assert told("expert_collapse", early(moe_load_imbalance=14.3, **SPARSE)) == []
+    assert told("expert_collapse", early(moe_load_imbalance=14.5, **SPARSE)) == [12]
+    few = {"moe_experts": 8, "moe_experts_per_token": 4}  # even the largest possible imbalance, 2, is harmless
+    assert told("expert_imbalance", early(moe_load_imbalance=2.0, **few)) == []
+
+
+def test_limits_can_be_reached_where_the_beginning_is_uneven_already() -> None:
+    def run(imbalance: float) -> list[Event]:
+        def routing(at: int) -> RoutingStats:
+            return stats(at, imbalance if at >= 100 else 11.0, **SPARSE)
+
+        return list(routed(curve(130, falling), routing))
+
+    assert told("expert_imbalance", run(13.6)) == [109], "half of the way from 11 to 16"
+    assert told("expert_imbalance", run(13.4)) == []
+    assert told("expert_collapse", run(15.1)) == [102]
 
 
 def test_a_run_that_is_uneven_from_the_beginning_gets_no_advice() -> None:
-    uneven = {"moe_experts": 128, "moe_experts_per_token": 8, "moe_load_imbalance": 14.0, "moe_entropy": 0.7}
+    uneven = {**SPARSE, "moe_load_imbalance": 11.0, "moe_entropy": 0.7}
     events = list(routed(curve(400, falling), lambda at: replace(stats(at), **uneven)))
     assert not advices(replay(events, info()))
 

@@ -16,13 +16,19 @@ ENOUGH = 25
 """Steps of those that must have been seen; a monitor without them keeps the fixed limits."""
 
 UNEVEN, COLLAPSED = 3.0, 10.0
-"""Fixed limits of the imbalance; with E experts, K a token, at least 1.5 and 3 times E / K."""
+"""Fixed limits of the imbalance where the largest possible one is not known. Below the first nothing fires."""
+
+HIGH, NEAR_MOST = 0.75, 0.9
+"""Fixed limits as shares of the largest possible imbalance, E / K: all tokens on the same K of E experts."""
 
 UNDERUSED, UNUSED = 0.8, 0.5
 """Fixed limits of the utilization."""
 
-TWICE, SEVERE = 2.0, 1.5
-"""The imbalance is high above `TWICE` that of the beginning (and `UNEVEN`), and severe above `SEVERE` times that."""
+TWICE, THRICE = 2.0, 3.0
+"""The imbalance is high above `TWICE` that of the beginning, and severe above `THRICE`."""
+
+WAY_HIGH, WAY_SEVERE = 0.5, 0.8
+"""Or above the beginning's by these shares of the way to the largest possible one, if that is less."""
 
 FEWER, MANY_FEWER = 0.1, 0.2
 """Share of the experts that, beyond those of the beginning, get no token."""
@@ -78,21 +84,22 @@ class RoutingMonitor(Detector):
 
     def limits(self, event: RoutingStats) -> Limits:
         """The limits for a step."""
-        first = self.beginning(event.step)
+        choices, first = event.moe_experts_per_token, self.beginning(event.step)
+        most = event.moe_experts / choices if choices else math.inf
         if first is None:
-            choices = event.moe_experts_per_token
-            share = event.moe_experts / choices if choices else 1.0
+            known = most < math.inf
             return Limits(
-                uneven=max(UNEVEN, 1.5 * share),
-                collapsed=max(COLLAPSED, 3 * share),
+                uneven=max(UNEVEN, HIGH * most) if known else UNEVEN,
+                collapsed=max(UNEVEN, NEAR_MOST * most) if known else COLLAPSED,
                 underused=UNDERUSED,
                 unused=UNUSED,
                 narrow=0.0,
             )
-        uneven = max(UNEVEN, TWICE * first["imbalance"])
+        before = first["imbalance"]
+        left = max(0.0, most - before)
         return Limits(
-            uneven=uneven,
-            collapsed=SEVERE * uneven,
+            uneven=max(UNEVEN, min(TWICE * before, before + WAY_HIGH * left)),
+            collapsed=max(UNEVEN, min(THRICE * before, before + WAY_SEVERE * left)),
             underused=first["utilization"] - FEWER,
             unused=first["utilization"] - MANY_FEWER,
             narrow=NARROWER * first["entropy"],
