@@ -235,7 +235,7 @@ class Engine:
         """A graph beside which that of the evaluation is to be captured."""
         if settings.device.type != "cuda" or not settings.cuda_graphs or not self.assembly.offloader.addressable:
             return
-        from surogate_core.engine.graphs import capture
+        from surogate_core.engine.graphs import capture, capture_evaluation
 
         progress("capturing CUDA graphs", 0, 1)
         self._micro_steps, self._update, self._captured = capture(
@@ -246,8 +246,8 @@ class Engine:
             update_on_cpu=settings.update_on_cpu,
         )
         if self.sides.counts_first(settings.micro_batches):
-            from surogate_core.engine.graphs import capture_evaluation
-
+            with torch.no_grad():
+                self.step.count()
             self._count = capture_evaluation(self.step.count, self._captured)
         progress("capturing CUDA graphs", 1, 1)
 

@@ -99,7 +99,7 @@ class SideSums:
             if self.roles[name] == "loss"
         }
         experts = next((shape.shape[0] for shape in self._shapes.values() if shape.role == "expert_tokens"), 0)
-        self._counted_E = torch.zeros(experts, dtype=torch.float64, device=device)
+        self.counted_E = torch.zeros(experts, dtype=torch.float64, device=device)
         """Tokens of each expert in all layers and micro-batches of the step, if `_known`."""
         self._known = torch.zeros((), dtype=torch.bool, device=device)
         self._scales = torch.zeros(3, dtype=torch.float64, device=device)
@@ -122,16 +122,16 @@ class SideSums:
     def begin(self, *, counted: bool) -> None:
         """A step begins. `counted`: its tokens are counted first."""
         self._known.fill_(counted)
-        self._counted_E.zero_()
+        self.counted_E.zero_()
 
     def count(self) -> None:
         """Count the tokens of a forward, without adding anything to the sums."""
         self._take()
-        self._counted_E.add_(self._own_counts())
+        self.counted_E.add_(self._own_counts())
 
     def exchange(self, traffic: Traffic) -> None:
         """All micro-batches of this rank are counted: add the other ranks' counts."""
-        self._counted_E.copy_(traffic.total(self._counted_E))
+        self.counted_E.copy_(traffic.total(self.counted_E))
 
     def load(self, *, tokens: int, step_tokens: int, micro_batches: int) -> None:
         """A micro-step begins: the tokens of its micro-batch and of the step, without padding."""
@@ -191,7 +191,7 @@ class SideSums:
         if self.losses.form == "layer":
             tokens_LE = self._now[name].double()
             return tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)
-        return torch.where(self._known, self._counted_E, self._own_counts()) * self._scales[1]
+        return torch.where(self._known, self.counted_E, self._own_counts()) * self._scales[1]
 
     def tangents(self, piece: Piece) -> Iterator[Tensor]:
         """The gradients of a layer's side outputs that are terms of the loss."""

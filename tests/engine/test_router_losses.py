@@ -1,0 +1,103 @@
+"""The losses of routers in the engine: counting before a step, recomputing, resuming, compiled programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mixture import CONFIG, Mixture
+
+from surogate_core.dsl.routing import TOKENS
+from surogate_core.dsl.sides import Form, RouterLosses
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.schedule import HEAD, counting_schedule, render
+from surogate_core.testing import tiny
+
+BOTH = RouterLosses(aux=0.5, z=0.1)
+
+
+def engine(**changes: Any) -> Engine:
+    return tiny.engine(CONFIG, **{"build": Mixture, "optimizer": tiny.ADAMW, "router_losses": BOTH, **changes})
+
+
+def test_recomputing_changes_no_bit() -> None:
+    def trained(*, recompute: bool) -> dict[str, torch.Tensor]:
+        made = engine(recompute=recompute)
+        tiny.train(made, 3, micro_batches=2)
+        return tiny.snapshot(made)
+
+    tiny.ensure_same_bits(trained(recompute=True), trained(recompute=False), "recomputed")
+
+
+def test_a_training_with_both_losses_resumes() -> None:
+    tiny.ensure_resumes(engine)
+
+
+def test_the_tokens_that_are_counted_first_are_those_of_the_step() -> None:
+    """Also with dropout: both forwards of a micro-batch drop the same values."""
+    made = engine(lora=tiny.lora(dropout=0.5, train_router=True))
+    for step in range(2):
+        sides = made.train_step(tiny.batches(step, 4), step=step, lr=0.1).sides()
+        assert torch.equal(made.sides.counted_E, sides[TOKENS][1].sum(0).double())
+    made.train_step(tiny.batches(2, 1), step=2, lr=0.1)
+    assert not made.sides.counted_E.any(), "one micro-batch needs no count"
+
+
+@pytest.mark.parametrize(
+    ("losses", "micro_batches", "first"),
+    [
+        (RouterLosses(aux=0.1), 2, True),
+        (RouterLosses(aux=0.1), 1, False),
+        (RouterLosses(z=0.1), 2, False),
+        (RouterLosses(), 2, False),
+        (RouterLosses(aux=0.1, form="micro_batch"), 2, False),
+        (RouterLosses(aux=0.1, form="layer"), 2, False),
+    ],
+)
+def test_tokens_are_counted_first_where_the_loss_needs_it(
+    losses: RouterLosses, micro_batches: int, first: bool
+) -> None:
+    assert engine(router_losses=losses).sides.counts_first(micro_batches) == first
+
+
+def test_counting_runs_the_layers_alone() -> None:
+    schedule = counting_schedule(3)
+    assert [a.key for a in schedule if a.verb == "forward"] == ["embed", "layer 0", "layer 1", "layer 2"]
+    assert not any(a.key == HEAD or a.verb in ("put", "loss", "backward") for a in schedule), render(schedule)
+
+
+@pytest.mark.parametrize("form", ["step", "layer"])
+def test_a_step_is_the_mean_of_equal_micro_batches(form: Form) -> None:
+    losses = RouterLosses(aux=0.5, z=0.1, form=form)
+    (batch,) = tiny.batches(0)
+    one, three = (engine(router_losses=losses) for _ in range(2))
+    error, name = tiny.worst(tiny.gradients(three, [batch] * 3), tiny.gradients(one, [batch]))
+    assert error <= 1e-6, name
+    terms = [
+        [float(total) for role, total in made.train_step(batches, step=0, lr=0.0).sides().values() if "_loss" in role]
+        for made, batches in ((one, [batch]), (three, [batch] * 3))
+    ]
+    assert len(terms[0]) == 2
+    assert terms[1] == pytest.approx(terms[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_programs_have_the_same_gradients(recompute: bool) -> None:
+    batches = tiny.batches(0, 2)
+    expected = tiny.gradients(engine(), batches)
+    error, name = tiny.worst(tiny.gradients(engine(compiler="inductor", recompute=recompute), batches), expected)
+    assert error <= 1e-5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_cuda_graphs_train_with_both_losses(recompute: bool) -> None:
+    settings: dict[str, Any] = {"dtype": torch.float32, "recompute": recompute, "micro_batches": 3}
+    both = [engine(**settings), engine(device="cuda", cuda_graphs=True, compiler="inductor", **settings)]
+    for step, count in enumerate((3, 3, 1)):
+        cpu, cuda = (e.train_step(tiny.batches(step, count), step=step, lr=1e-3) for e in both)
+        assert cuda.read() == pytest.approx(cpu.read(), rel=1e-3)
+        for name, (_, total) in cpu.sides().items():
+            torch.testing.assert_close(cuda.sides()[name][1], total, rtol=1e-3, atol=1e-3)
