@@ -143,6 +143,8 @@ class Engine:
             losses=settings.router_losses,
             numbers=settings.micro_batches if by_number else 0,
         )
+        if self.mesh.world > 1 and settings.micro_batches == self.mesh.world and not self.sharing.shards_weights:
+            self.sides.exchange_within(self.traffic)
         self.update = Update(
             self.assembly,
             self.parameters,

@@ -102,6 +102,8 @@ class SideSums:
         self.counted_E = torch.zeros(experts, dtype=torch.float64, device=device)
         """Tokens of each expert in all layers and micro-batches of the step, if `_known`."""
         self._known = torch.zeros((), dtype=torch.bool, device=device)
+        self._exchange: Traffic | None = None
+        """Adds up the ranks' counts within the micro-step."""
         self._scales = torch.zeros(3, dtype=torch.float64, device=device)
         """What a micro-step multiplies by: terms of the loss, shares of experts, the router's losses."""
 
@@ -116,11 +118,26 @@ class SideSums:
     # --------------------------------------------------------------------------- the step
 
     def counts_first(self, micro_batches: int) -> bool:
-        """Whether a step of this number of micro-batches needs the tokens of each expert before its first backward."""
-        return bool(self.losses.aux) and self.losses.form == "step" and micro_batches > 1
+        """Whether a step of this number of micro-batches counts the tokens of each expert before its first backward."""
+        return self._spans_step and micro_batches > 1 and self._exchange is None
+
+    @property
+    def _spans_step(self) -> bool:
+        """Whether a loss needs the tokens of each expert in the whole step."""
+        return bool(self.losses.aux) and self.losses.form == "step"
+
+    def exchange_within(self, traffic: Traffic) -> None:
+        """Every rank has one micro-step: if a loss needs their tokens, they exchange them between forward and
+        backward.
+        """
+        if self._spans_step:
+            self._exchange = traffic
+            traffic.counts = True
 
     def begin(self, *, counted: bool) -> None:
         """A step begins. `counted`: its tokens are counted first."""
+        if not self._shapes:
+            return
         self._known.fill_(counted)
         self.counted_E.zero_()
 
@@ -135,6 +152,8 @@ class SideSums:
 
     def load(self, *, tokens: int, step_tokens: int, micro_batches: int) -> None:
         """A micro-step begins: the tokens of its micro-batch and of the step, without padding."""
+        if not self._shapes:
+            return
         layers = len(self.layers.get(self._of_role("expert_tokens") or "", ()))
         rows, share = max(1, layers * tokens), 1 / micro_batches
         if self.losses.form == "step":
@@ -191,7 +210,10 @@ class SideSums:
         if self.losses.form == "layer":
             tokens_LE = self._now[name].double()
             return tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)
-        return torch.where(self._known, self.counted_E, self._own_counts()) * self._scales[1]
+        own_E = self._own_counts()
+        if self._exchange is not None:
+            return self._exchange.total(own_E) * self._scales[1]
+        return torch.where(self._known, self.counted_E, own_E) * self._scales[1]
 
     def tangents(self, piece: Piece) -> Iterator[Tensor]:
         """The gradients of a layer's side outputs that are terms of the loss."""

@@ -40,6 +40,8 @@ class Traffic:
         """Whether copies that the last update changed are to be gathered."""
         self.reducing = False
         """Whether this micro-step reduces gradients."""
+        self.counts = False
+        """Whether micro-steps exchange the tokens of experts."""
         self._coming: dict[str, torch.cuda.Event | None] = {}
         self._side = SideStream(device, priority=FIRST)
         self._last: torch.cuda.Event | None = None
@@ -62,7 +64,8 @@ class Traffic:
 
     def within(self, *, first: bool, last: bool) -> bool:
         """Whether a micro-step of training needs other ranks."""
-        return (first and self.gathers) or (last and self.overlaps) or self._sharing.reduces_each_micro_step
+        own = (first and self.gathers) or (last and self.overlaps) or self._sharing.reduces_each_micro_step
+        return own or self.counts
 
     def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step of training begins."""

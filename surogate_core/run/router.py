@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from surogate_core.config import sharing
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
 from surogate_core.dsl.sides import Role, RouterLosses
@@ -81,8 +82,8 @@ def router_notes(config: RunConfig, model: Model) -> list[str]:
     terms = [f"{key} {value:g}" for key, value in zip(KEYS, (losses.aux, losses.z), strict=True) if value]
     if terms:
         notes.append(f"Added to the loss for the routers: {', '.join(terms)}. The loss that is shown is without them.")
-    steps = config.gradient_accumulation_steps * max(config.gpus, 1)
-    if losses.aux and losses.form == "step" and steps > 1:
+    counted = config.gradient_accumulation_steps > 1 or (config.gpus != 1 and sharing.shards_weights(config))
+    if losses.aux and losses.form == "step" and counted:
         notes.append(
             "router_aux_loss_form=step: every step first runs the forward of its micro-batches to count the tokens of "
             "each expert, one forward more. router_aux_loss_form=micro_batch does not."

@@ -149,6 +149,14 @@ IN_WORLDS = [
 ]
 
 
+@pytest.mark.parametrize(("case", "world"), [("experts, level 1", 2), ("experts, a counted step, level 3", 2)])
+def test_ranks_with_one_micro_step_each_know_the_tokens_of_the_step(case: str, world: int) -> None:
+    figures, state = alone(case, micro_batches=world)
+    other_figures, other_state = trained(world, exact=True, micro_batches=world, **CASES[case])
+    assert other_figures == figures
+    tiny.ensure_same_bits(other_state, state, f"{case}, {world} ranks")
+
+
 @pytest.mark.parametrize(("case", "world"), IN_WORLDS)
 def test_any_number_of_ranks_trains_the_same_bits(case: str, world: int) -> None:
     figures, state = alone(case)
