@@ -11,6 +11,7 @@ COMMANDS = (
     *CORE_TASKS,
     DEMO,
     "generate",
+    "eval",
     "tokenize",
     "merge",
     "export",
@@ -25,6 +26,7 @@ PEERS_COMMANDS = {
     **dict.fromkeys(("pretrain", "pre-train"), "pt"),
     "preprocess": "tokenize",
     **dict.fromkeys(("infer", "inference", "predict", "complete"), "generate"),
+    "evaluate": "eval",
     **dict.fromkeys(("push", "upload", "push_to_hub"), "export"),
 }
 """Name of a command in other trainers → its name here."""

@@ -27,6 +27,7 @@ usage:
   surogate demo [KEY=VALUE …]                  the same; without keys, the embedded example as it is
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
   surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
+  surogate eval MODEL [MODEL …] datasets=FILE  held-out loss and perplexity; several models are compared in pairs
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
   surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
@@ -106,6 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
         return _train(arguments[1:], None)
     commands: dict[str, Callable[[list[str]], int]] = {
         "generate": _generate,
+        "eval": _evaluate,
         "tokenize": _tokenize,
         "merge": _merge,
         "export": _export,
@@ -132,6 +134,12 @@ def _generate(arguments: list[str]) -> int:
     from surogate_core.cli import generate
 
     return generate.main(arguments)
+
+
+def _evaluate(arguments: list[str]) -> int:
+    from surogate_core.cli import evaluate
+
+    return evaluate.main(arguments)
 
 
 def _tokenize(arguments: list[str]) -> int:

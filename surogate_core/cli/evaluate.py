@@ -1,0 +1,166 @@
+"""`surogate eval`: held-out loss and perplexity of models, runs and adapters on any data set."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.evaluation import Evaluation
+    from surogate_core.run.generation import Prepared
+
+USAGE = """\
+usage: surogate eval MODEL [MODEL …] [datasets=FILE.jsonl] [KEY=VALUE …] [--json] [--output FILE.json]
+
+Held-out loss, perplexity and token accuracy, with the standard error over documents. MODEL is a Hugging Face directory,
+a run's directory (`latest` is the last run's), a checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are
+keys of a run, such as sequence_len=2048 or device=cpu.
+
+  datasets=…           the rows to evaluate; without it those that the run held out
+  --config FILE.yaml   keys of a run in a file; without it the config.yaml of the first model that is a run
+  --json               print JSON
+  --output FILE        write the JSON to a file too
+
+Several models are compared with the first: difference of the losses, and its standard error over pairs of documents.
+"""
+
+_VALUES = ("--config", "--output")
+_SWITCHES = ("--json",)
+
+
+@dataclass(slots=True)
+class _Words:
+    models: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    json: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    if any(word in ("--help", "-h") for word in argv):
+        print(USAGE, end="")
+        return 0
+    words = _parse(argv)
+    if not words.models:
+        raise UserError("surogate eval: no model is named. Fix: surogate eval MODEL datasets=FILE.jsonl")
+    from surogate_core import logs
+
+    logs.configure()
+    from surogate_core.cli.progress import shown_progress
+    from surogate_core.files.atomic import ensure_writable, replace_file
+    from surogate_core.run.evaluation import evaluate
+
+    output = Path(words.values["--output"]).expanduser() if "--output" in words.values else None
+    if output is not None:
+        ensure_writable(output.parent, key="--output")
+    prepared, registry = _prepared(words)
+    found: list[Evaluation] = []
+    first = None
+    with shown_progress() as progress:
+        for name, one in prepared.items():
+            figures, documents = evaluate(name, one, registry, progress=progress, first=first)
+            first = first or (figures, documents)
+            found.append(figures)
+    text = json.dumps([_plain(one) for one in found], indent=1)
+    print(text if words.json else table(found))
+    if output is not None:
+        replace_file(output, f"{text}\n".encode(), key="--output")
+    return 0
+
+
+def _prepared(words: _Words) -> tuple[dict[str, Prepared], Registry]:
+    from surogate_core.cli.arguments import Arguments, registry_for
+    from surogate_core.config.resolve import load_run_config
+    from surogate_core.files.runs import run_directory
+    from surogate_core.run.evaluation import held_out
+    from surogate_core.run.generation import named, prepare
+
+    file = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
+    keys = {word.partition("=")[0].lstrip("+~") for word in words.overrides}
+    given = file is not None or bool(keys & {"datasets", "dataset", "validation_datasets"})
+    if file is None:
+        configs = [run_directory(model) / "config.yaml" for model in words.models]
+        file = next((config for config in configs if config.is_file()), None)
+    if file is None and not given:
+        raise UserError(
+            f"surogate eval {words.models[0]}: this is no run, so the rows to evaluate must be named. "
+            f"Fix: datasets=FILE.jsonl"
+        )
+    own = ["from_scratch=false", "adapter_path=null", "output_dir=null"] if file is not None else []
+    found = {model: named(model) for model in words.models}
+    registry = registry_for(Arguments(overrides=words.overrides, config_file=file))
+    prepared = {}
+    for model, one in found.items():
+        overrides = [*own, *one.overrides, *words.overrides]
+        config = held_out(load_run_config(overrides, config_file=file, registry=registry), given=given)
+        prepared[model] = prepare(one, config, registry)
+        for note in prepared[model].notes:
+            print(f"note: {model}: {note}", file=sys.stderr)
+    return prepared, registry
+
+
+def table(found: Sequence[Evaluation]) -> str:
+    """The figures as text."""
+    several = len(found) > 1
+    head = ["model", "loss", "± stderr", "perplexity", "accuracy", "documents", "label tokens"]
+    lines = [[*head, "difference", "± stderr"] if several else head]
+    for one in found:
+        line = [
+            one.model,
+            f"{one.loss:.4f}",
+            _shown(one.stderr),
+            f"{one.perplexity:.4g}",
+            f"{one.accuracy:.2%}",
+            f"{one.documents:,}",
+            f"{one.label_tokens:,}",
+        ]
+        if several:
+            line += ["", ""] if one.difference is None else [f"{one.difference:+.4f}", _shown(one.difference_stderr)]
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+    if several and any(one.data != found[0].data for one in found):
+        rows.append("Models with another tokenizer or template have other tokens, so their losses are not compared.")
+    return "\n".join(rows)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def _plain(one: Evaluation) -> Mapping[str, Any]:
+    return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(one).items()}
+
+
+def _parse(argv: Sequence[str]) -> _Words:
+    parsed, words = _Words(), list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in _VALUES:
+            if not equals and not words:
+                raise UserError(f"surogate eval {flag}: a value must follow. Fix: `surogate eval --help`")
+            parsed.values[flag] = value if equals else words.pop(0)
+        elif word in _SWITCHES:
+            parsed.json = True
+        elif word.startswith("-"):
+            near = get_close_matches(flag, (*_VALUES, *_SWITCHES), n=1)
+            fix = near[0] if near else "`surogate eval --help` shows the form"
+            raise UserError(f"surogate eval: {flag} is not known. Fix: {fix}")
+        elif equals or word.startswith(("+", "~")):
+            parsed.overrides.append(word)
+        elif word in parsed.models:
+            raise UserError(f"surogate eval: {word} is named twice. Fix: name it once.")
+        else:
+            parsed.models.append(word)
+    return parsed

@@ -1,0 +1,117 @@
+"""Held-out loss and perplexity of models on data sets, with standard errors, and pairs of models compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from surogate_core.config.schema import RunConfig
+from surogate_core.data import pipeline
+from surogate_core.data.sampler import EvalBatches
+from surogate_core.errors import UserError
+from surogate_core.events import Progress
+from surogate_core.generate.losses import Document, documents_of
+from surogate_core.run.generation import Prepared
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A model's figures on the held-out rows."""
+
+    model: str
+    """As it was named."""
+    loss: float
+    """Mean negative log-likelihood of a label token, in nats."""
+    stderr: float
+    """Standard error of the loss, from its spread over the documents; NaN for one document."""
+    perplexity: float
+    accuracy: float
+    """Share of the label tokens that are the most probable ones."""
+    documents: int
+    label_tokens: int
+    data: str
+    """Digest of the rows; models with equal digests saw the same tokens."""
+    difference: float | None = None
+    """Loss minus that of the first model; None for the first, and where the tokens differ."""
+    difference_stderr: float | None = None
+    """Standard error of the difference, from the documents in pairs."""
+
+
+def evaluate(
+    name: str,
+    prepared: Prepared,
+    registry: Registry,
+    *,
+    progress: Callable[[Progress], None],
+    first: tuple[Evaluation, Sequence[Document]] | None = None,
+) -> tuple[Evaluation, list[Document]]:
+    """The model's figures and its documents. `first`: those of the model to compare with."""
+    config = prepared.config
+    data = pipeline.prepare(
+        config,
+        prepared.tokenizer,
+        registry.all("dataset"),
+        trains_prompts=registry.get("task", config.task).trains_prompts,
+        progress=progress,
+    )
+    if data.eval is None:
+        raise UserError("surogate eval: nothing is held out. Fix: name the rows to evaluate, datasets=FILE.jsonl")
+    weights = prepared.load(
+        registry, progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total))
+    )
+    batches = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
+    documents: list[Document] = []
+    for done, found in enumerate(documents_of(weights, batches), start=1):
+        documents += found
+        progress(Progress(task=f"{name}: evaluating", done=done, total=len(batches), unit="micro-batches"))
+    return _figures(name, documents, data.eval.digest, first), documents
+
+
+def held_out(config: RunConfig, *, given: bool) -> RunConfig:
+    """The configuration whose held-out rows are to be evaluated: all of `datasets` if they are `given`, otherwise what
+    the run held out.
+    """
+    if not given or config.validation_datasets:
+        return config
+    return replace(config, validation_datasets=config.datasets)
+
+
+def _figures(
+    name: str, documents: Sequence[Document], digest: str, first: tuple[Evaluation, Sequence[Document]] | None
+) -> Evaluation:
+    weight = math.fsum(d.weight for d in documents)
+    tokens = sum(d.tokens for d in documents)
+    if not weight:
+        raise UserError("surogate eval: no token of the data has a label. Fix: look at `surogate tokenize --debug`.")
+    loss = math.fsum(d.loss for d in documents) / weight
+    difference = difference_stderr = None
+    if first is not None and first[0].data == digest:
+        pairs = zip(documents, first[1], strict=True)
+        difference = loss - first[0].loss
+        difference_stderr = _stderr([(a.loss - b.loss, a.weight) for a, b in pairs], difference)
+    return Evaluation(
+        model=name,
+        loss=loss,
+        stderr=_stderr([(d.loss, d.weight) for d in documents], loss),
+        perplexity=math.exp(min(loss, 700)),
+        accuracy=sum(d.hits for d in documents) / tokens,
+        documents=len(documents),
+        label_tokens=tokens,
+        data=digest,
+        difference=difference,
+        difference_stderr=difference_stderr,
+    )
+
+
+def _stderr(sums: Sequence[tuple[float, float]], mean: float) -> float:
+    """The standard error of a ratio of sums over documents (Cochran, Sampling Techniques, 1977, section 2.11)."""
+    count = len(sums)
+    if count < 2:
+        return math.nan
+    spread = math.fsum((value - mean * weight) ** 2 for value, weight in sums)
+    return math.sqrt(spread * count / (count - 1)) / math.fsum(weight for _, weight in sums)
