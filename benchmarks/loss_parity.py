@@ -52,6 +52,7 @@ from torch import Tensor
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import Model, TensorSpec
+from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource, Source
@@ -236,7 +237,15 @@ def pack(found: Sequence[parity_text.Problem], tokenizer: Tokenizer, setting: Se
 # ----------------------------------------------------------------------------------- engine
 
 
-def make_engine(name: str, setting: Setting, source: Source, *, lora: bool, model: Model | None = None) -> Engine:
+def make_engine(
+    name: str,
+    setting: Setting,
+    source: Source,
+    *,
+    lora: bool,
+    model: Model | None = None,
+    router_losses: RouterLosses | None = None,
+) -> Engine:
     """A model under a recipe; by default the setting's."""
     device = torch.device(setting.device)
     cuda = device.type == "cuda"
@@ -252,6 +261,7 @@ def make_engine(name: str, setting: Setting, source: Source, *, lora: bool, mode
         weight_decay=0.0 if lora else 0.1,
         seed=setting.seed,
         plain_last=setting.plain_last if name == "nvfp4" else 0,
+        router_losses=router_losses or RouterLosses(),
     )
     assembly = bench.assemble(
         model or build(setting.config),

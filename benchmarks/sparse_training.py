@@ -2,7 +2,8 @@
 
 Both have the same attention, embedding and number of layers. A token goes through 4 of 32 experts, which together are
 as wide as the dense feed-forward, so a step has the same number of multiplications but for the router's. Text, rows,
-schedule and seeds are those of `optimizer_training.py`; each kind's learning rate is chosen by a sweep of its own.
+schedule and seeds are those of `optimizer_training.py`. The routers' load-balancing and z losses are on. A sweep
+chooses the learning rate of each kind.
 
     python benchmarks/sparse_training.py --out DIR [--steps 1000 …] [--device cpu --tiny]
 """
@@ -17,9 +18,12 @@ from optimizer_training import SWEEP_SEED, Comparison, Setting, source
 from surogate_model_qwen3.model import build as build_dense
 from surogate_model_qwen3_moe.model import build as build_sparse
 
+from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.engine import Engine
 
 EXPERTS, CHOICES = 32, 4
+LOSSES = RouterLosses(aux=0.01, z=0.001)
+"""Of the routers; the held-out loss is the cross-entropy alone."""
 
 
 def config_of(kind: str, setting: Setting) -> dict[str, Any]:
@@ -40,7 +44,8 @@ def make(kind: str, setting: Setting) -> Engine:
     """The engine of a kind, with the sweep's initial weights."""
     build = build_dense if kind == "dense" else build_sparse
     model = build(config_of(kind, setting))
-    return loss_parity.make_engine("bf16", setting, source(SWEEP_SEED, setting), lora=False, model=model)
+    weights, losses = source(SWEEP_SEED, setting), None if kind == "dense" else LOSSES
+    return loss_parity.make_engine("bf16", setting, weights, lora=False, model=model, router_losses=losses)
 
 
 COMPARISON = Comparison(
