@@ -65,7 +65,7 @@ class Scheme:
     dequantise: Callable[[Mapping[str, Tensor], int, int], Tensor]
     """(parts, first row, one past the last) → [rows, I] fp32."""
     whole: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Shape of the codes → shape of the weight."""
+    """Shape of the codes → shape of the weight, or of all experts'."""
     skip: Skip
     """Modules that are not quantised."""
     rows: int = 1
@@ -172,7 +172,7 @@ def _nvfp4(skip: Skip) -> Scheme:
             "decode": Part(suffixes=(".weight_scale_2",), dtypes=("F32",), shape=lambda o, i: ()),
         },
         dequantise=dequantise,
-        whole=lambda codes: (codes[0], 2 * codes[1]),
+        whole=lambda codes: (*codes[:-1], 2 * codes[-1]),
         skip=skip,
     )
 
@@ -197,6 +197,6 @@ def _mxfp4(skip: Skip) -> Scheme:
             "scales": Part(suffixes=(".weight_scales", "_scales"), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
         },
         dequantise=dequantise,
-        whole=lambda codes: (codes[0], 32 * codes[1]),
+        whole=lambda codes: (*codes[:-2], 32 * codes[-2]),
         skip=skip,
     )
