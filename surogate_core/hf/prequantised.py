@@ -1,15 +1,19 @@
 """Checkpoints whose projections are quantised: the tensors that make up a weight, and its value.
 
-Supports fine-grained FP8 (arXiv 2412.19437), NVFP4 as ModelOpt writes it, and MXFP4 (OCP microscaling formats, version
-1.0), as the ``quantization_config`` of a ``config.json`` states it. Shape suffixes: O outputs, I inputs.
+Supports fine-grained FP8 (arXiv 2412.19437), NVFP4 as ModelOpt writes it, MXFP4 (OCP microscaling formats, version
+1.0), and all three as compressed-tensors writes them, as the ``quantization_config`` of a ``config.json`` states it.
+Shape suffixes: O outputs, I inputs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,21 +42,29 @@ class Skip:
 
     names: frozenset[str]
     """Names, and beginnings or ends of names."""
-    patterns: tuple[str, ...]
-    """Patterns of names with ``*``."""
+    patterns: tuple[re.Pattern[str], ...]
+    """Patterns of names: with ``*``, or regular expressions after ``re:``."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Skip:
         """Those that a ``quantization_config`` lists."""
         names = tuple(str(m) for key in SKIP_KEYS for m in values.get(key) or ())
-        return cls(frozenset(names), tuple(name for name in names if set("*?[") & set(name)))
+        plain = [name for name in names if not name.startswith("re:")]
+        globs = [translate(name) for name in plain if set("*?[") & set(name)]
+        expressions = [name.removeprefix("re:") for name in names if name not in plain]
+        try:
+            found = [re.compile(text) for text in (*globs, *expressions)]
+        except re.error as error:
+            message = f"config.json: quantization_config: {error.pattern!r} is no regular expression: {error}."
+            raise UserError(f"{message} Fix: correct it.") from error
+        return cls(frozenset(plain), tuple(found))
 
     def has(self, module: str) -> bool:
         """Whether a module is among them."""
         # Looked up, not compared one by one: a model with experts has tens of thousands of modules.
         dots = [at for at, letter in enumerate(module) if letter == "."]
         parts = {module, *(module[at + 1 :] for at in dots), *(module[:at] for at in dots)}
-        return not self.names.isdisjoint(parts) or any(fnmatchcase(module, p) for p in self.patterns)
+        return not self.names.isdisjoint(parts) or any(p.match(module) for p in self.patterns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,8 @@ class Scheme:
     """Ranges of rows must begin at multiples of this number."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, if checkpoints differ in them."""
+    read: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] = dict
+    """The tensors of the file → the parts that `dequantise` and `WeightFormat.adopt` take."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
@@ -85,7 +99,9 @@ class Scheme:
             return _fp8(values.get("weight_block_size"), skip)
         if method.startswith("modelopt") and "NVFP4" in str(values.get("quant_algo", "")).upper():
             return _nvfp4(skip)
-        return _mxfp4(skip) if method == "mxfp4" else None
+        if method == "compressed-tensors":
+            return _compressed(values, skip)
+        return _mxfp4(skip, _BLOCKS) if method == "mxfp4" else None
 
     def skips(self, module: str) -> bool:
         """Whether a module is not quantised."""
@@ -128,15 +144,34 @@ def _up(value: int, block: int) -> int:
     return -(-value // block)
 
 
-def _fp8(block_size: Any, skip: Skip) -> Scheme | None:
+def _compressed(values: Mapping[str, Any], skip: Skip) -> Scheme | None:
+    """Those formats of compressed-tensors that store all projections in one way."""
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return None
+    group = next(iter(groups.values()))
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
+        return None
+    match group.get("format") or values.get("format"):
+        case "nvfp4-pack-quantized":
+            return _nvfp4(skip, packed=True)
+        case "mxfp4-pack-quantized":
+            return _mxfp4(skip, _PAIRS)
+        case "float-quantized" if weights.get("num_bits") == 8 and weights.get("strategy") == "block":
+            return _fp8(weights.get("block_structure"), skip, scales=".weight_scale")
+    return None
+
+
+def _fp8(block_size: Any, skip: Skip, *, scales: str = ".weight_scale_inv") -> Scheme | None:
     if not isinstance(block_size, list | tuple) or [type(b) for b in block_size] != [int, int]:
         return None
     height, width = block_size
 
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         codes = parts["codes"][first:last].float()
-        scales = parts["scales"][first // height : _up(last, height)].float()
-        wide = scales.repeat_interleave(height, 0)[: len(codes)].repeat_interleave(width, 1)
+        of_blocks = parts["scales"][first // height : _up(last, height)].float()
+        wide = of_blocks.repeat_interleave(height, 0)[: len(codes)].repeat_interleave(width, 1)
         return codes * wide[:, : codes.shape[1]]
 
     return Scheme(
@@ -144,7 +179,7 @@ def _fp8(block_size: Any, skip: Skip) -> Scheme | None:
         parts={
             "codes": Part(suffixes=(".weight",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i)),
             "scales": Part(
-                suffixes=(".weight_scale_inv",),
+                suffixes=(scales,),
                 dtypes=("F32", "BF16"),
                 shape=lambda o, i: (_up(o, height), _up(i, width)),
             ),
@@ -157,27 +192,53 @@ def _fp8(block_size: Any, skip: Skip) -> Scheme | None:
     )
 
 
-def _nvfp4(skip: Skip) -> Scheme:
+def _nvfp4(skip: Skip, *, packed: bool = False) -> Scheme:
+    """`packed`: as compressed-tensors writes it, with the inverse of ModelOpt's scale of the matrix."""
+
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         from surogate_core.formats import fp4
 
         values = fp4.values(fp4.unpaired(parts["codes"][first:last]))
         return values * parts["scales"][first:last].float().repeat_interleave(16, 1) * parts["decode"].float()
 
+    def inverted(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**parts, "decode": 1 / parts["decode"].float()}
+
     return Scheme(
-        name="ModelOpt NVFP4",
+        name="compressed-tensors NVFP4" if packed else "ModelOpt NVFP4",
         parts={
-            "codes": Part(suffixes=(".weight",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)),
+            "codes": Part(
+                suffixes=(".weight_packed" if packed else ".weight",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)
+            ),
             "scales": Part(suffixes=(".weight_scale",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i // 16)),
-            "decode": Part(suffixes=(".weight_scale_2",), dtypes=("F32",), shape=lambda o, i: ()),
+            "decode": Part(
+                suffixes=(".weight_global_scale" if packed else ".weight_scale_2",),
+                dtypes=("F32",),
+                shape=lambda o, i: (),
+            ),
         },
         dequantise=dequantise,
         whole=lambda codes: (*codes[:-1], 2 * codes[-1]),
         skip=skip,
+        read=inverted if packed else dict,
     )
 
 
-def _mxfp4(skip: Skip) -> Scheme:
+_BLOCKS = {
+    "codes": Part(suffixes=(".weight_blocks", "_blocks"), dtypes=("U8",), shape=lambda o, i: (o, i // 32, 16)),
+    "scales": Part(suffixes=(".weight_scales", "_scales"), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
+}
+"""MXFP4 as transformers writes it."""
+_PAIRS = {
+    "codes": Part(suffixes=(".weight_packed",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)),
+    "scales": Part(suffixes=(".weight_scale",), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
+}
+"""MXFP4 as compressed-tensors writes it."""
+
+
+def _mxfp4(skip: Skip, parts: Mapping[str, Part]) -> Scheme:
+    blocks = parts is _BLOCKS
+
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         import torch
 
@@ -192,11 +253,8 @@ def _mxfp4(skip: Skip) -> Scheme:
 
     return Scheme(
         name="MXFP4",
-        parts={
-            "codes": Part(suffixes=(".weight_blocks", "_blocks"), dtypes=("U8",), shape=lambda o, i: (o, i // 32, 16)),
-            "scales": Part(suffixes=(".weight_scales", "_scales"), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
-        },
+        parts=parts,
         dequantise=dequantise,
-        whole=lambda codes: (*codes[:-2], 32 * codes[-2]),
+        whole=lambda codes: (*codes[:-2], 32 * codes[-2]) if blocks else (*codes[:-1], 2 * codes[-1]),
         skip=skip,
     )

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_SMALL_FILES = ("config.json", "generation_config.json", INDEX)
+MODELOPT = "hf_quant_config.json"
+"""The file of older exports of ModelOpt that has the ``quantization_config``."""
+
+_SMALL_FILES = ("config.json", "generation_config.json", MODELOPT, INDEX)
 
 _COPY_AGAIN = "Fix: download or copy the complete model again."
 
@@ -61,7 +64,7 @@ class ModelDir:
         bad shards are in one message. No code of the model is run and no pickle is read.
         """
         path = locate(source, revision=revision)
-        config = _read_json(path / "config.json")
+        config = config_in(path)
         if (path / SINGLE).exists():
             files = _open_files(path, [SINGLE], needed_by=path)
             return cls(path, config, files, dict.fromkeys(files[SINGLE], SINGLE))
@@ -110,10 +113,12 @@ class ModelDir:
         named = (scheme.weight_of(name, self._where) for name in self._where if not name.endswith(_OF_ACTIVATIONS))
         return tuple(dict.fromkeys(named))
 
-    def parts(self, name: str) -> dict[str, Tensor] | None:
+    def parts(self, name: str) -> Mapping[str, Tensor] | None:
         """The tensors of a quantised weight, not dequantised; None if it is not quantised."""
         names = self._parts(name)
-        return None if names is None else {part: self._files[self._where[n]][n] for part, n in names.items()}
+        if names is None or self.scheme is None:
+            return None
+        return self.scheme.read({part: self._files[self._where[n]][n] for part, n in names.items()})
 
     def _parts(self, name: str) -> dict[str, str] | None:
         return self.scheme.tensors(name, self._where) if self.scheme is not None else None
@@ -273,6 +278,16 @@ def _nearest_directory(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
     return f" The nearest name is {parent / near[0]}." if near else ""
+
+
+def config_in(directory: Path) -> dict[str, Any]:
+    """The mapping of a directory's ``config.json``, with the ``quantization_config`` that ModelOpt keeps elsewhere."""
+    values = _read_json(directory / "config.json")
+    if "quantization_config" not in values and (directory / MODELOPT).exists():
+        own = _read_json(directory / MODELOPT).get("quantization")
+        if isinstance(own, dict):
+            values["quantization_config"] = {"quant_method": "modelopt", **own}
+    return values
 
 
 def generation_config_in(directory: Path) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ from surogate_core.files.hub import commit_of, split_revision
 from surogate_core.hf.card import config_overrides
 from surogate_core.hf.lora_files import InitialAdapter, another_base, check_merging
 from surogate_core.hf.prequantised import Scheme
-from surogate_core.hf.weights import ModelDir, locate
+from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.run.ranks import micro_batches_of
@@ -126,7 +126,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         place = locate(chosen.path, revision=chosen.revision, weights=weights_needed)
         commit = commit_of(place)
         weights = ModelDir.open(place) if weights_needed else None
-        values = dict(weights.config) if weights else _read_config(place)
+        values = dict(weights.config) if weights else config_in(place)
         title = chosen.path if commit is None else f"{split_revision(chosen.path)[0]}@{commit[:12]}"
     elif chosen.revision is not None:
         raise UserError(
@@ -205,17 +205,6 @@ def check_commit(saved: Mapping[str, Any], commit: str | None, *, path: Path) ->
             f"{path}: the base was at commit {was} when the checkpoint was saved, and is at {commit} now. "
             f"Fix: set model.revision={was} to go on, or resume_from_checkpoint=false to start anew."
         )
-
-
-def _read_config(place: Path) -> dict[str, Any]:
-    file = place / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: must hold a JSON object.")
-    return values
 
 
 def _family(name: str, values: Mapping[str, Any], families: Mapping[str, ModelFamily], title: str) -> ModelFamily:

@@ -13,12 +13,14 @@ import quantised as files
 import torch
 from quantised import METHODS, SKIPPED
 from safetensors.torch import load_file, save_file
+from surogate_quant_nvfp4 import surogate_weight_format
 
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.merge import merge
+from surogate_core.testing.weight_formats import built
 
 Run = Callable[..., int]
 LORA = ["lora=true", "lora_rank=4"]
@@ -48,6 +50,51 @@ def test_weights_are_what_the_format_says(quantised: tuple[str, Path, Path]) -> 
         assert (opened.parts(name) is None) == (not name.endswith("_proj.weight") or SKIPPED in name)
     assert opened.get("model.layers.0.mlp.up_proj.weight").dtype == torch.bfloat16
     assert {m: s.name for m in METHODS if (s := Scheme.of({"quantization_config": METHODS[m][1]}))}[method]
+
+
+def test_compressed_tensors_stand_for_the_same_weights(quantised: tuple[str, Path, Path], tmp_path: Path) -> None:
+    method, directory, plain = quantised
+    found, config = files.compressed(method, load_file(directory / "model.safetensors"))
+    other = files.write(tmp_path / "compressed", directory, found)
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
+    opened, theirs = ModelDir.open(other), ModelDir.open(plain)
+    assert opened.check({name: theirs.shape(name) for name in theirs.names()}) == ()
+    assert sorted(opened.names()) == sorted(theirs.names())
+    for name in theirs.names():
+        target = torch.empty(theirs.shape(name))
+        opened.copy_into(name, target)
+        torch.testing.assert_close(target, theirs.get(name).float(), rtol=2**-23, atol=0)
+        assert opened.is_quantised(name) == (name.endswith("_proj.weight") and SKIPPED not in name)
+    if method == "nvfp4":
+        assert opened.scheme is not None
+        assert opened.scheme.name in surogate_weight_format().adopts
+        parts = opened.parts("model.layers.0.mlp.up_proj.weight")
+        assert parts is not None
+        room = torch.empty(opened.shape("model.layers.0.mlp.up_proj.weight"))
+        four = built(surogate_weight_format())
+        four.unpack(four.adopt(parts), room)
+        wide = theirs.get("model.layers.0.mlp.up_proj.weight").float()
+        torch.testing.assert_close(room, wide, rtol=2**-22, atol=0)
+
+
+def test_the_configuration_may_be_in_modelopts_own_file(quantised: tuple[str, Path, Path], tmp_path: Path) -> None:
+    method, directory, _ = quantised
+    values = json.loads((directory / "config.json").read_text())
+    own = values.pop("quantization_config")
+    (directory / "config.json").write_text(json.dumps(values))
+    left = {"quant_algo": own.get("quant_algo"), "exclude_modules": own.get("ignore")}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": left}))
+    scheme = ModelDir.open(directory).scheme
+    assert (scheme is not None) == (method == "nvfp4")
+    if scheme is not None:
+        assert scheme.skips(SKIPPED)
+        assert not scheme.skips("model.layers.0.mlp.down_proj")
+
+
+def test_a_pattern_that_is_no_regular_expression_is_named() -> None:
+    with pytest.raises(UserError, match=r"quantization_config: '\(' is no regular expression"):
+        Scheme.of({"quantization_config": {"quant_method": "compressed-tensors", "ignore": ["re:("]}})
 
 
 @pytest.mark.slow_cases("mxfp4", "fp8")

@@ -59,6 +59,35 @@ METHODS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, A
 }
 
 
+def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    """A ``quantization_config`` of compressed-tensors that leaves the same modules as they are."""
+    skipped = ["lm_head", f"re:.*{SKIPPED.removeprefix('model.')}$"]
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"type": "float", **weights}}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": skipped}
+
+
+def compressed(method: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Quantised tensors as compressed-tensors stores them, and its ``quantization_config``."""
+    if method == "fp8":
+        found = {name.replace(".weight_scale_inv", ".weight_scale"): tensor for name, tensor in tensors.items()}
+        blocks = {"num_bits": 8, "strategy": "block", "block_structure": [BLOCK, BLOCK]}
+        return found, _compressed("float-quantized", **blocks)
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, ending = name.rpartition(".")
+        if tensor.dtype == torch.uint8 and ending == "weight":
+            found[f"{module}.weight_packed"] = tensor
+        elif ending == "weight_scale_2":
+            found[f"{module}.weight_global_scale"] = 1 / tensor.reshape(1)
+        elif name.endswith("_blocks"):
+            found[f"{name.removesuffix('_blocks')}.weight_packed"] = tensor.flatten(1)
+        elif name.endswith("_scales"):
+            found[f"{name.removesuffix('_scales')}.weight_scale"] = tensor
+        else:
+            found[name.replace("input_scale", "input_global_scale")] = tensor
+    return found, _compressed(f"{method}-pack-quantized", num_bits=4)
+
+
 def expected(method: str, tensors: dict[str, Tensor], module: str) -> Tensor:
     """The weight [O, I] fp32 by the method's definition, element by element where that is short."""
     if method == "fp8":

@@ -26,7 +26,11 @@ class NVFP4Options:
 def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
     return bundles.WeightFormatSpec(
-        name="nvfp4", flag="qlora_fp4", build=build, options=NVFP4Options, adopts=("ModelOpt NVFP4",)
+        name="nvfp4",
+        flag="qlora_fp4",
+        build=build,
+        options=NVFP4Options,
+        adopts=("ModelOpt NVFP4", "compressed-tensors NVFP4"),
     )
 
 
