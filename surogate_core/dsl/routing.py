@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.experts import Routes
 from surogate_core.dsl.sides import REAL, Side
+from surogate_core.kernels.ops import _wide
 
 TOKENS, PROBABILITY, Z = "router.tokens", "router.probability", "router.z"
 
@@ -42,11 +43,6 @@ def _tokens(routes: Routes, real_N: Tensor) -> Tensor:
     before_R = torch.nn.functional.pad(torch.cumsum(real_R, 0, dtype=torch.int32), (1, 0))
     upto_E = before_R[routes.ends_E.long()]
     return torch.diff(upto_E, prepend=before_R[:1]).float()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """At least fp32; float64 stays."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class _Sums(Function):
