@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ModelFamily, Recipe, RecipeSpec, Request, RolloutSettings, Sampling
+from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import MachineError, UserError
 from surogate_core.testing import tiny
@@ -118,11 +119,40 @@ def equals_transformers(family: ModelFamily) -> None:
     logits = made.logits(packed)[: sum(map(len, documents))]
     error = tiny.relative_error(logits, torch.cat(expected_logits))
     ensure(error <= TOLERANCE, f"logits: relative error {error:.1e} is above {TOLERANCE}")
-    found = tiny.gradients(made, [packed])
+    _ensure_gradients(tiny.gradients(made, [packed]), expected)
+
+
+def _ensure_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     ensure(found.keys() == expected.keys(), f"other tensors: {sorted(found.keys() ^ expected.keys())[:5]}")
     for name, gradient in expected.items():
         error = tiny.relative_error(found[name], gradient)
         ensure(error <= TOLERANCE, f"gradient of {name}: relative error {error:.1e} is above {TOLERANCE}")
+
+
+def balances_as_transformers(family: ModelFamily) -> None:
+    """The load-balancing loss of routers and the gradients with it agree with transformers' class to 1e-5 in fp32."""
+    built = family.build(_tiny(family))
+    if not built.expert_slots():
+        raise NotApplicable("the family has no experts")
+    if not any(spec.role == "router_probability" for _, block in built.blocks(0) for spec in block.side_specs()):
+        raise NotApplicable("its blocks do not report the router's sums (`surogate_core.dsl.routing`)")
+    model, coefficient = _reference(family), 0.5
+    config, state = model.config.to_dict(), tiny.in_files(_state(model), built)
+    (document,) = tiny.documents((29,), vocabulary=min(config["vocab_size"], 1000))
+    ids = torch.tensor([document])
+    found = model(input_ids=ids, output_router_logits=True)
+    loss = torch.nn.functional.cross_entropy(found.logits[0, :-1], ids[0, 1:])
+    (loss + coefficient * found.aux_loss).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    expected = {n: g for n, g in tiny.in_files(gradients, built).items() if n in state}
+    losses, source = RouterLosses(aux=coefficient), tiny.tensor_source(state)
+    made = tiny.engine(config=config, build=family.build, source=source, router_losses=losses)
+    batches = [tiny.batch([document])]
+    _ensure_gradients(tiny.gradients(made, batches), expected)
+    sides = made.train_step(batches, step=0, lr=0.0).sides().values()
+    own = sum(float(total) for role, total in sides if role == "router_aux_loss") / coefficient
+    wanted = found.aux_loss.item()
+    ensure(abs(own - wanted) <= TOLERANCE * wanted, f"the load-balancing loss is {own}, transformers' is {wanted}")
 
 
 def generates_as_transformers(family: ModelFamily) -> None:
@@ -233,6 +263,7 @@ CHECKS = (
     reads_its_presets,
     says_what_it_is,
     equals_transformers,
+    balances_as_transformers,
     generates_as_transformers,
     comes_back_from_an_export,
 )

@@ -532,6 +532,20 @@ def test_the_kit_knows_every_op() -> None:
 
 
 @pytest.mark.slow
+def test_a_family_that_balances_otherwise_is_caught() -> None:
+    family = registry().get("model", "qwen3-moe")
+
+    def build(config: Any) -> Any:
+        return family.build({**config, "rms_norm_eps": 0.5})
+
+    models.balances_as_transformers(family)
+    with pytest.raises(AssertionError, match="relative error"):
+        models.balances_as_transformers(replace(family, build=build))
+    with pytest.raises(NotApplicable, match="no experts"):
+        models.balances_as_transformers(registry().get("model", "llama"))
+
+
+@pytest.mark.slow
 def test_a_family_that_computes_something_else_is_caught() -> None:
     import dataclasses
 
