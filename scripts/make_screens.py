@@ -1,7 +1,7 @@
-"""Make the pictures of report and live page in docs/images: light and dark, wide and narrow, one run and a sweep.
+"""Make the pictures of report and live page in docs/images: light and dark, wide and narrow, one run, a sweep, experts.
 
-Trains the embedded example and a sweep of three learning rates on the CPU (about three minutes; runs that are there
-are kept), and shoots them in a Chromium of the system. Needs playwright and Pillow.
+Trains the embedded example, a sweep of three learning rates and a model with experts on the CPU (about five minutes;
+runs that are there are kept), and shoots them in a Chromium of the system. Needs playwright and Pillow.
 
     OMP_NUM_THREADS=1 python scripts/make_screens.py [--runs DIR] [--to DIR] [--whole]
 """
@@ -31,6 +31,10 @@ RUNS = Path("runs")
 
 DEMO = ("max_steps=240", "eval_steps=24")
 RATES = ("3e-4", "1e-3", "3e-3")
+EXPERTS = (
+    *("model=qwen3-moe", "model.config.num_experts=32", "model.config.num_experts_per_tok=4", "max_steps=200"),
+    *("router_aux_loss_coef=0", "eval_steps=100"),
+)
 
 WIDE: dict[str, Any] = {"viewport": {"width": 1440, "height": 1080}, "device_scale_factor": 0.75}
 NARROW: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 1}
@@ -42,6 +46,7 @@ def train() -> None:
     wanted = {"demo": DEMO} | {
         f"sweep/{rate}": (f"learning_rate={rate}", "max_steps=100", "eval_steps=10") for rate in RATES
     }
+    wanted["experts"] = EXPERTS
     for name, keys in wanted.items():
         place = RUNS / name
         if (place / "report.md").exists():
@@ -68,6 +73,21 @@ def shoot(browser: Any, url: str, path: Path, *, whole: bool, **options: Any) ->
     tab.close()
 
 
+def shoot_experts(browser: Any, to: Path, temporary: Path) -> None:
+    """The heat maps in a report of a model with experts, light and dark."""
+    report = write_report([RUNS / "experts"], output=temporary / "report.html")[0].as_uri()
+    for scheme in ("light", "dark"):
+        tab = browser.new_page(**{**WIDE, "color_scheme": scheme})
+        tab.goto(report)
+        tab.wait_for_selector("canvas.heat")
+        boxes = [figure.bounding_box() for figure in tab.locator("figure:has(canvas.heat)").all()]
+        left, top = min(box["x"] for box in boxes), min(box["y"] for box in boxes)
+        right, bottom = (max(box[a] + box[b] for box in boxes) for a, b in (("x", "width"), ("y", "height")))
+        clip = {"x": left - 8, "y": top - 8, "width": right - left + 16, "height": bottom - top + 16}
+        keep(tab.screenshot(clip=clip, full_page=True), to / f"experts{'-dark' if scheme == 'dark' else ''}.png")
+        tab.close()
+
+
 def pictures(to: Path, *, whole: bool) -> None:
     """Every page in both schemes and widths; the sweep's report wide alone, unless `whole`."""
     from playwright.sync_api import sync_playwright
@@ -90,6 +110,7 @@ def pictures(to: Path, *, whole: bool) -> None:
                     shoot(browser, url, to / f"{page}{subject}{width}{scheme}.png", whole=whole, **options)
             for follower in followers:
                 follower.close()
+        shoot_experts(browser, to, Path(temporary))
         browser.close()
 
 

@@ -26,7 +26,7 @@ ACROSS = 256
 BOTTOM = 24
 
 LAYERS = "Expert imbalance"
-EXPERTS = "Load of each expert"
+EXPERTS = "Expert load"
 """Titles of the two maps."""
 
 
@@ -64,7 +64,7 @@ def figures(found: Loads) -> list[str]:
             shades=_SHADES,
         ),
     ]
-    tall = max(120, min(3 * max(loads_LET.shape[:2]), 384))
+    tall = max(180, min(3 * max(loads_LET.shape[:2]), 384))
     return [_figure(one, columns, tall) for one in maps]
 
 

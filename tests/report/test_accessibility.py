@@ -16,7 +16,7 @@ import pytest
 from surogate_core.report import html
 from surogate_core.report.records import RunRecord
 from surogate_core.report.serve import PageServer
-from tests.report.test_page import CHROMIUM, FLAGS, make_run
+from tests.report.test_page import CHROMIUM, FLAGS, make_run, with_experts
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
@@ -51,7 +51,11 @@ def violations(browser: Any, url: str, scheme: str, width: int) -> list[str]:
 def runs_of(name: str) -> list[RunRecord]:
     failed = RunRecord(directory=Path("r"), name="r")
     failed.add({"event": "run_end", "reason": "failed", "message": "no such data set"})
-    return {"one": [make_run()], "several": [make_run("a"), make_run("b", loss=9.0)], "failed": [failed]}[name]
+    return {
+        "one": [with_experts(make_run(), 200)],
+        "several": [make_run("a"), make_run("b", loss=9.0)],
+        "failed": [failed],
+    }[name]
 
 
 @pytest.mark.parametrize("name", ["one", "several", "failed"])

@@ -143,10 +143,10 @@ def test_heat_maps_of_experts(browser: Any) -> None:
         tab = shown.tab
         shown.until("heat.maps.length === 2 && heat.maps[1].cells !== null")
         assert tab.locator("figure:visible").count() == 8
-        assert min(shown.ink("Expert imbalance"), shown.ink("Load of each expert")) > 1000
+        assert min(shown.ink("Expert imbalance"), shown.ink("Expert load")) > 1000
         assert tab.locator("label.choice select").input_value() == "1", "the layer that is least even"
         tab.locator("label.choice select").select_option("0")
-        experts = tab.locator('canvas[aria-label="Load of each expert"]')
+        experts = tab.locator('canvas[aria-label="Expert load"]')
         experts.focus()
         tab.keyboard.press("ArrowLeft")
         assert tab.evaluate("heat.maps[1].readout.textContent") == "steps 191 to 200, expert 0: 1.3 × the mean"

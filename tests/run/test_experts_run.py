@@ -299,4 +299,4 @@ def test_a_run_records_how_it_routes(trained: Path) -> None:
         assert 1.9 < figures["moe_aux_loss_raw"] < 4
         assert figures["moe_z_loss_raw"] > 0
         assert figures["moe_aux_loss"] is figures["moe_z_loss"] is None, "no coefficient is set"
-    assert "Load of each expert" in (trained / "report.html").read_text()
+    assert "Expert load" in (trained / "report.html").read_text()

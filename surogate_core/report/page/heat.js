@@ -197,7 +197,7 @@ function chooseLayer(row) {
   heat.layer = row;
   heat.choice.value = row;
   layers.forEach((_, place) => all.set(peaks(place), place * bounds.length));
-  const tall = Math.max(120, Math.min(3 * Math.max(layers.length, experts), 384)), rest = { bounds, span, tall };
+  const tall = Math.max(180, Math.min(3 * Math.max(layers.length, experts), 384)), rest = { bounds, span, tall };
   heat.maps[0].show(all, layers, { ...rest, rising: true });
   heat.maps[1].show(cellsOf(row), Array.from({ length: experts }, (_, e) => e), { ...rest, rising: false });
 }
