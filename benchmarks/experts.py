@@ -139,9 +139,9 @@ def pack_kernels(op: str) -> dict[str, Callable[..., Any]]:
     """Name → function of the Triton pack's kernels of an op; none on a CPU without the interpreter."""
     if not (INTERPRETED or torch.cuda.is_available()) or find_spec("triton") is None:
         return {}
-    from surogate_kernels_triton import experts, experts_routing
+    from surogate_kernels_triton import experts
 
-    found: list[Kernel] = [*experts.kernels(), *experts_routing.kernels()]
+    found: Sequence[Kernel] = experts.kernels()
     return {k.name: k.function for k in found if k.op == op}
 
 

@@ -7,7 +7,7 @@ A family declares the parameters of a block and writes its forward once, in plai
 
 from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting
-from surogate_core.dsl.experts import Experts, Routes, project
+from surogate_core.dsl.experts import Experts, Routes, project, project_combined
 from surogate_core.dsl.sides import Side
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "Side",
     "Stack",
     "project",
+    "project_combined",
 ]

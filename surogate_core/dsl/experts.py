@@ -224,3 +224,19 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
             _product(slots),
             *(tensor for slot in slots for tensor in slot.tensor_list()),
         )
+
+
+def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor:
+    """[N, O]: the slot's projection of the sorted rows; those of a token are added, weighted by their routes."""
+    with region(slot.slot.region):
+        return ops.combined_linear(
+            x_RI,
+            routes.order_R,
+            routes.slot_NK,
+            routes.ends_E,
+            routes.weights_NK,
+            slot.seed,
+            slot.adapter(),
+            _product([slot]),
+            *slot.tensor_list(),
+        )

@@ -196,3 +196,24 @@ def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) 
     """[N, O] in y's dtype: the sum of each token's rows times their weights, in fp32, in the order of its choices."""
     found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK)
     return found
+
+
+@op
+def combined_linear(
+    x_RI: Tensor,
+    order_R: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    seed: Tensor | None,
+    adapter: ExpertAdapter | None,
+    product: GroupedProduct | None,
+    *tensors: Tensor,
+) -> Tensor:
+    """[N, O]: `combine` of what `grouped_linears` gives for one projection of sorted rows.
+
+    One op, because a kernel's backward needs none of the projected rows: the gradient of a row's weight is also the
+    product of the row of x and its gradient without the weight.
+    """
+    (y_RO,) = grouped_linears(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
+    return combine(y_RO, order_R, slot_NK, weights_NK)

@@ -240,6 +240,26 @@ def _combine() -> Iterator[Inputs]:
     yield made(200, 3, what="200 tokens, 3 experts each")
 
 
+def _combined_linear() -> Iterator[Inputs]:
+    def made(n: int, choices: int, what: str = "") -> Inputs:
+        adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
+        leaves = {"x": _normal(n * choices, 32, seed=0), "weights": _normal(n, choices, seed=1).abs()}
+        leaves |= {"A": _normal(6, 16, 32, seed=2), "B": _normal(6, 64, 16, seed=3)}
+        # Representable in bf16, so that all dtypes compute with the same weight.
+        frozen = _normal(6, 64, 32, seed=4).bfloat16()
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, weights, a, b = t
+            _, _, order, slot, ends = _routes(n, 6, choices, x.device)
+            down = frozen.to(x.device, x.dtype)
+            return function(x, order, slot, ends, weights, None, adapter, None, down, a, b)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+
+
 CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
@@ -252,6 +272,7 @@ CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "grouped_linears": _grouped_linears,
     "grouped_product": _grouped_product,
     "combine": _combine,
+    "combined_linear": _combined_linear,
 }
 """Op → its inputs; the first ones are ordinary."""
 

@@ -31,6 +31,7 @@ on_device = pytest.mark.skipif(
 variants = pytest.mark.parametrize("variant", ["triton-wide", "triton-fused", "triton-adapters"])
 SIZES = {**CONFIG, "hidden_size": 32, "intermediate_size": 48}
 OPS = {"route": "triton", "combine": "triton"}
+ODD = ("combined_linear", "triton-adapters")
 
 
 @pytest.mark.slow
@@ -47,17 +48,23 @@ def test_in_the_interpreter() -> None:
     assert found.returncode == 0, found.stdout[-3000:]
 
 
+def linears(variant: str) -> dict[str, str]:
+    """Op → kernel of the projections; without one of its own, `combined_linear` calls `grouped_linears`."""
+    return {op: variant for op in ("grouped_linears", "combined_linear") if (op, variant) != ODD}
+
+
 def pack(variant: str) -> KernelPack:
     """The kernels of experts, on any device and in any dtype."""
     import surogate_kernels_triton
-    from surogate_kernels_triton import experts
+    from surogate_kernels_triton import experts_combined, experts_frozen
 
-    names = {**OPS, "grouped_linears": variant}
+    names = {**OPS, **linears(variant)}
     kernels = [k for k in surogate_kernels_triton.kernels() if names.get(k.op) == k.name]
     anywhere = [replace(k, supports=lambda device, dtype: True) for k in kernels]
     if INTERPRETED:
         # torch's grouped products take fp32 on a CPU.
-        anywhere = [replace(k, takes=partial(experts.takes, True)) if k.name == "triton-wide" else k for k in anywhere]
+        takes = {"grouped_linears": experts_frozen.takes, "combined_linear": experts_combined.takes}
+        anywhere = [replace(k, takes=partial(takes[k.op], True)) if k.name == "triton-wide" else k for k in anywhere]
     return KernelPack(name="triton", kernels=lambda: anywhere)
 
 
@@ -83,7 +90,7 @@ def test_gradients_are_those_of_the_references(variant: str) -> None:
     made = engine(variant)
     found = tiny.gradients(made, tiny.batches(0))
     chosen = {op: name for (op, _), name in made.programs.kernels.chosen.items()}
-    assert chosen.items() >= {**OPS, "grouped_linears": variant}.items()
+    assert chosen.items() >= {"route": "triton", **linears(variant)}.items()
     error, name = tiny.worst({n: g.cpu() for n, g in found.items()}, tiny.gradients(engine(None), tiny.batches(0)))
     assert error <= (1e-5 if INTERPRETED else 4e-2), name
 

@@ -55,6 +55,7 @@ AMPERE = {
     "adapted_linears": "triton",
     "attention": "triton",
     "combine": "triton",
+    "combined_linear": "triton-fused",
     "cross_entropy": "cuda",
     "grouped_linears": "triton-fused",
     "matrix_update": "triton",
@@ -66,7 +67,7 @@ AMPERE = {
     "swiglu": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}
-GROUPED = {"grouped_linears": "triton-wide", "grouped_product": "torch-grouped"}
+GROUPED = {"combined_linear": "triton-wide", "grouped_linears": "triton-wide", "grouped_product": "torch-grouped"}
 HOPPER = ADA | GROUPED | {"attention": "hopper", "scaled_linears": "hopper"}
 REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm"]
 ON_HOPPER = ["surogate_kernels_cuda.gated", "surogate_kernels_hopper.scaled_gated", "surogate_kernels_triton.norm"]

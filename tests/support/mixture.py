@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project
+from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project, project_combined
 from surogate_core.dsl.routing import router_figures, router_sides
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny
@@ -41,8 +41,8 @@ class Sparse(Block):
         logits = h @ self.router.t()
         routes = Routes.of(logits, self.choices, renormalise=True)
         gate, up = project(h, routes, self.gate, self.up)
-        (y,) = project(ops.swiglu(gate, up), routes, self.down, gathered=True)
-        return x + routes.combine(y), router_figures(logits, routes, tables)
+        y = project_combined(ops.swiglu(gate, up), routes, self.down)
+        return x + y, router_figures(logits, routes, tables)
 
 
 class Mixture(tiny.SmallModel):

@@ -247,6 +247,7 @@ def refused() -> list[dict[str, Any]]:
 def test_what_no_kernel_takes(case: dict[str, Any]) -> None:
     from surogate_kernels_triton.experts import kernels
 
+    offered = [k for k in kernels() if k.op == "grouped_linears"]
     adapters, seed = case["adapters"], case.get("seed")
     x, ends = torch.empty(20, 48, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int32)
     tensors = [
@@ -255,7 +256,7 @@ def test_what_no_kernel_takes(case: dict[str, Any]) -> None:
         for t in (torch.empty(5, 32, 48), torch.empty(5, each.rank, 48), torch.empty(5, 32, each.rank))
     ]
     tensors = [t.bfloat16() for t in tensors]
-    assert not [k.name for k in kernels() if k.takes(x, None, None, ends, seed, adapters, None, *tensors)]
+    assert not [k.name for k in offered if k.takes(x, None, None, ends, seed, adapters, None, *tensors)]
 
 
 @devices
@@ -294,6 +295,36 @@ def test_every_kind_of_tile(device: str, tile: str, backward: bool, gathered: bo
             expected[span] += 0.5 * low @ (v if backward else v.t())
         first = end
     check([found], [expected], BOUND[DTYPE[device]])
+
+
+def combined(function: Callable[..., Any], dtype: torch.dtype, device: str, *, rank: int, **shape: Any) -> list[Tensor]:
+    """out, then the gradients of x, the weights of the rows and, with a rank, A and B."""
+    tokens, experts, inputs, outputs = 40, 6, shape.get("inputs", 48), shape.get("outputs", 80)
+    scores, _, order, slot, ends = routing(tokens, experts, 3, device, skew=shape.get("skew", 1.0))
+    drawn = [
+        random(*size, seed=number, scale=0.3).bfloat16().to(device, dtype)
+        for number, size in enumerate(
+            [(3 * tokens, inputs), (experts, outputs, inputs), (experts, rank, inputs), (experts, outputs, rank)]
+        )
+    ]
+    x, w, *pair = drawn if rank else drawn[:2]
+    adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=0.0, salt=0) if rank else None
+    leaves = [t.detach().requires_grad_() for t in (x, scores.to(torch.promote_types(dtype, torch.float32)), *pair)]
+    out = function(leaves[0], order, slot, ends, leaves[1], None, adapter, None, w, *leaves[2:])
+    dout = random(tokens, outputs, seed=9).bfloat16().to(device, dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@devices
+@pytest.mark.parametrize("variant", ["triton-wide", "triton-fused"])
+@pytest.mark.parametrize(
+    "case", [{"rank": 16}, {"rank": 5, "skew": 50.0}, {"rank": 0}, {"rank": 16, "inputs": 144}], ids=str
+)
+def test_combined_with_the_last_projection(device: str, variant: str, case: dict[str, Any]) -> None:
+    found = combined(kernel("combined_linear", variant), DTYPE[device], device, **case)
+    expected = combined(ops.combined_linear, torch.float64, device, **case)
+    check(found, expected, BOUND[DTYPE[device]])
+    assert found[2].dtype == torch.float32
 
 
 @devices

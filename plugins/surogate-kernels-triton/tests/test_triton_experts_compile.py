@@ -86,15 +86,21 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """All launches of a layer with experts, forward and backward, in both forms."""
-    from surogate_kernels_triton import experts, experts_adapters, experts_launches, experts_routing
+    from surogate_kernels_triton import (
+        experts_adapters,
+        experts_combined,
+        experts_frozen,
+        experts_launches,
+        experts_routing,
+    )
 
     rows = TOKENS * CHOICES
     major, minor = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
     original = experts_launches.tile_for
     monkeypatch.setattr(experts_launches, "tile_for", lambda device, inner: original(torch.device("cuda"), inner))
-    monkeypatch.setattr(experts.grouped, "torch_product", lambda x, w, ends: x.new_empty(len(x), w.shape[1]))
-    order, ends = empty(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
+    monkeypatch.setattr(experts_frozen.grouped, "torch_product", lambda x, w, ends: x.new_empty(len(x), w.shape[1]))
+    order, ends = torch.zeros(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
     slot, weights = empty(TOKENS, CHOICES, dtype=torch.int32), empty(TOKENS, CHOICES, dtype=torch.float32)
 
     def linears(x: Tensor, outputs: int, projections: int, fused: bool) -> None:
@@ -103,12 +109,18 @@ def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]
         w = [empty(EXPERTS, outputs, inputs)] * projections
         a, b = [empty(EXPERTS, RANK, inputs)] * projections, [empty(EXPERTS, outputs, RANK)] * projections
         dys = [empty(rows, outputs)] * projections
-        *_, u = experts._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused)
-        experts._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused)
+        *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused)
+        experts_frozen._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused)
         experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES)
         experts_adapters._rows_backward._init_fn(empty(rows, inputs), u, x, *where, ends, a, CHOICES)
         experts_adapters._up._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
         experts_adapters._up_backward._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
+
+    def combined(fused: bool) -> None:
+        x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, RANK)]
+        a, b = [empty(EXPERTS, RANK, INNER)], [empty(EXPERTS, WIDTH, RANK)]
+        backward = experts_combined._backward._init_fn
+        backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, a, b, u, 2.0, fused)
 
     with recorded(monkeypatch) as launches:
         experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
@@ -117,6 +129,7 @@ def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]
         for fused in (False, True):
             linears(empty(TOKENS, WIDTH), INNER, 2, fused)
             linears(empty(rows, INNER), WIDTH, 1, fused)
+            combined(fused)
     return launches
 
 

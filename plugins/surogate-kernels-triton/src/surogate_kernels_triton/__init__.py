@@ -37,7 +37,6 @@ def kernels() -> Iterable[bundles.Kernel]:
         attention,
         cross_entropy,
         experts,
-        experts_routing,
         norm,
         norm_rope,
         swiglu,
@@ -45,7 +44,7 @@ def kernels() -> Iterable[bundles.Kernel]:
     )
 
     modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
-    several = (experts, experts_routing, updates)
+    several = (experts, updates)
     return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
 

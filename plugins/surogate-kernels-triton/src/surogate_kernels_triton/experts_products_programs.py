@@ -169,7 +169,10 @@ def product_copied(
         left = x0 + source.to(tl.int64)[:, None] * x_row + tl.arange(0, B)[None, :]
         for start in tl.range(0, IN, B):
             value = tl.load(left + start, mask=inside[:, None], other=0.0)
-            acc = tl.dot(value, w0.load([expert * OUT + column, start]).T, acc)
+            if BACKWARD:
+                acc = tl.dot(value, w0.load([expert * IN + start, column]), acc)
+            else:
+                acc = tl.dot(value, w0.load([expert * OUT + column, start]).T, acc)
     else:
         for start in tl.range(0, IN, B):
             value = x0.load([first, start])

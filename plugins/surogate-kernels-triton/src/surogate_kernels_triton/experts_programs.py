@@ -162,20 +162,34 @@ def sum_rows(y, slot, weights, out, y_row, K: tl.constexpr, OUT: tl.constexpr, C
 
 @triton.jit
 def combine_backward(
-    dout, y, order, weights, dy, dweights, dout_row, y_row, K: tl.constexpr, OUT: tl.constexpr, C: tl.constexpr
+    dout,
+    y,
+    order,
+    weights,
+    dy,
+    dweights,
+    dout_row,
+    y_row,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    C: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
-    """dy of a row, and the gradient of its weight."""
-    row = tl.program_id(0)
+    """A row of `dout` times its weight, and the gradient of the weight.
+
+    Row r of `dout` is that of its token, or with SORTED the row itself.
+    """
+    row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
-    token = (choice // K).to(tl.int64)
+    source = row if SORTED else (choice // K).to(tl.int64)
     weight = tl.load(weights + choice)
     acc = tl.zeros([C], tl.float32)
     for start in tl.range(0, OUT, C):
         columns = start + tl.arange(0, C)
         inside = columns < OUT
-        g = tl.load(dout + token * dout_row + columns, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(y + row.to(tl.int64) * y_row + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dy + row.to(tl.int64) * OUT + columns, (g * weight).to(dy.dtype.element_ty), mask=inside)
+        g = tl.load(dout + source * dout_row + columns, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(y + row * y_row + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dy + row * OUT + columns, (g * weight).to(dy.dtype.element_ty), mask=inside)
         acc += g * v
     tl.store(dweights + choice, tl.sum(acc, 0))
 

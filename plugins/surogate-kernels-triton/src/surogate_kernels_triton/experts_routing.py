@@ -130,11 +130,15 @@ def _(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
     return y_RO.new_empty(slot_NK.shape[0], y_RO.shape[1])
 
 
-@torch.library.custom_op("surogate_triton::combine_backward", mutates_args=())
-def _combine_backward(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy [R, O], dweights [N, K] fp32)."""
+def weigh_rows(
+    dout: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor, *, sorted_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """(each row of `dout` times its weight [R, O]; dweights [N, K] fp32, its products with the rows of y).
+
+    `dout`: [N, O], of which a row is that of its token, or with `sorted_rows` [R, O].
+    """
     rows, outputs = y_RO.shape
-    dout, y = (t if t.stride(1) == 1 else t.contiguous() for t in (dout_NO, y_RO))
+    dout, y = (t if t.stride(1) == 1 else t.contiguous() for t in (dout, y_RO))
     dy_RO = y_RO.new_empty(rows, outputs)
     dweights_NK = torch.empty_like(weights_NK, memory_format=torch.contiguous_format)
     programs.combine_backward[rows,](
@@ -149,9 +153,16 @@ def _combine_backward(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK
         K=weights_NK.shape[1],
         OUT=outputs,
         C=min(2048, triton.next_power_of_2(outputs)),
+        SORTED=sorted_rows,
         num_warps=4,
     )
     return dy_RO, dweights_NK
+
+
+@torch.library.custom_op("surogate_triton::combine_backward", mutates_args=())
+def _combine_backward(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy [R, O], dweights [N, K] fp32)."""
+    return weigh_rows(dout_NO, y_RO, order_R, weights_NK, sorted_rows=False)
 
 
 @_combine_backward.register_fake

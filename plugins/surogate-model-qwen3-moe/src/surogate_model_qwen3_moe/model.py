@@ -25,6 +25,7 @@ from surogate_core.dsl import (
     Setting,
     Stack,
     project,
+    project_combined,
 )
 from surogate_core.dsl.decoder import check_decoder, even_share
 from surogate_core.dsl.dims import read_key
@@ -118,8 +119,8 @@ class SparseBlock(AttentionBlock):
         logits_NE = self.scores(h)
         routes = Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
         gate_RI, up_RI = project(h, routes, self.gate, self.up)
-        (y_RD,) = project(ops.swiglu(gate_RI, up_RI), routes, self.down, gathered=True)
-        return x + routes.combine(y_RD), router_figures(logits_NE, routes, tables)
+        y_ND = project_combined(ops.swiglu(gate_RI, up_RI), routes, self.down)
+        return x + y_ND, router_figures(logits_NE, routes, tables)
 
 
 class Qwen3Moe(Model):

@@ -1,0 +1,246 @@
+"""The op `combined_linear` for a frozen weight with an adapter: the last projection of experts and the sum of its rows.
+
+With d = dout of a row's token, w the row's weight and M = W + scale·B A of its expert: the row's y is x Mᵀ, so that
+dx = w · (d M) and dw = d · y = (d M) · x. The backward therefore needs no y, and reads d from the tokens. Suffixes as
+in `surogate_core.kernels.experts`. The forms are those of `experts_frozen`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from surogate_core.bundles import Kernel
+from surogate_core.kernels import grouped
+from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
+from surogate_core.kernels.registry import workspace
+from surogate_kernels_triton import experts_frozen as frozen
+from surogate_kernels_triton import experts_launches as launches
+from surogate_kernels_triton.experts_routing import sum_rows, weigh_rows
+
+
+@torch.library.custom_op("surogate_triton::experts_combined", mutates_args=())
+def _forward(
+    x_RI: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    w_EOI: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scale: float,
+    fused: bool,
+) -> list[Tensor]:
+    """The sum of each token's rows and, with an adapter, u [R, L]."""
+    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], a, b, scale, 1, fused)
+    return [sum_rows(y_RO, slot_NK, weights_NK), *u]
+
+
+@_forward.register_fake
+def _(
+    x_RI: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    w_EOI: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scale: float,
+    fused: bool,
+) -> list[Tensor]:
+    out_NO = x_RI.new_empty(slot_NK.shape[0], w_EOI.shape[1])
+    return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
+
+
+@torch.library.custom_op("surogate_triton::experts_combined_backward", mutates_args=())
+def _backward(
+    dout_NO: Tensor,
+    x_RI: Tensor,
+    order_R: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    w_EOI: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    u: Sequence[Tensor],
+    scale: float,
+    fused: bool,
+) -> list[Tensor]:
+    """dx, dweights and, with an adapter, dA and dB, both fp32."""
+    (dout_NO,), (x_RI,) = launches.rows_apart([dout_NO]), launches.rows_apart([x_RI])
+    rows, choices = len(x_RI), weights_NK.shape[1]
+    table_T4 = launches.tile_table(ends_E, rows, launches.ROWS) if a else None
+    du_RL = x_RI.new_empty(rows, a[0].shape[1]) if a else None
+    dout_RO = None if fused else x_RI.new_empty(rows, dout_NO.shape[1])
+    if du_RL is not None and table_T4 is not None:
+        named = {"choices": choices, "scale": scale, "transposed": True}
+        launches.down(dout_NO, order_R, table_T4, b, du_RL, dout_RO, **named)  # type: ignore[arg-type]
+    elif dout_RO is not None:
+        torch.index_select(dout_NO, 0, order_R // choices, out=dout_RO)
+    if dout_RO is None:
+        named = {"choices": choices, "scale": 1.0, "backward": True}
+        dx_RI = launches.grouped_sum([dout_NO], [w_EOI], du_RL, a, order_R, ends_E, rows, **named)  # type: ignore[arg-type]
+    else:
+        dx_RI = grouped.torch_product(dout_RO, w_EOI.transpose(1, 2), ends_E)
+        if du_RL is not None and table_T4 is not None:
+            launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True)
+    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, weights_NK, sorted_rows=True)
+    found = [dx_RI, dweights_NK]
+    if du_RL is not None:
+        weights_R1 = weights_NK.flatten()[order_R][:, None]
+        du_RL, u_RL = ((t * weights_R1).to(t.dtype) for t in (du_RL, u[0]))
+        found += [x_RI.new_empty(1, *a[0].shape, dtype=torch.float32), torch.empty_like(b[0], dtype=torch.float32)]
+        rank = a[0].shape[1]
+        launches.factors(x_RI, du_RL, None, ends_E, found[2], choices=1, rank=rank)
+        launches.factors(dout_NO, u_RL, order_R, ends_E, found[3], choices=choices, rank=rank, scale=scale)
+    return found
+
+
+@_backward.register_fake
+def _(
+    dout_NO: Tensor,
+    x_RI: Tensor,
+    order_R: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    w_EOI: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    u: Sequence[Tensor],
+    scale: float,
+    fused: bool,
+) -> list[Tensor]:
+    found = [x_RI.new_empty(*x_RI.shape), torch.empty_like(weights_NK, memory_format=torch.contiguous_format)]
+    if a:
+        found.append(x_RI.new_empty(1, *a[0].shape, dtype=torch.float32))
+        found.append(x_RI.new_empty(*b[0].shape, dtype=torch.float32))
+    return found
+
+
+def _area(shapes: Any) -> int:
+    return sum(shape[1] * shape[2] for shape in shapes)
+
+
+@register_flop_formula(torch.ops.surogate_triton.experts_combined)
+def _flops(x: Any, slot: Any, ends: Any, weights: Any, w: Any, a: Any, b: Any, *rest: Any, **named: Any) -> int:
+    return 2 * x[0] * _area([w, *a, *b])
+
+
+@register_flop_formula(torch.ops.surogate_triton.experts_combined_backward)
+def _backward_flops(
+    dout: Any, x: Any, order: Any, ends: Any, weights: Any, w: Any, a: Any, b: Any, *rest: Any, **named: Any
+) -> int:
+    return 2 * x[0] * (_area([w]) + 2 * _area([*a, *b]))
+
+
+@workspace(torch.ops.surogate_triton.experts_combined)
+def _bytes(x_RI: Tensor, slot_NK: Tensor, ends_E: Tensor, weights_NK: Tensor, w_EOI: Tensor, *rest: Any) -> int:
+    """The rows before they are added."""
+    return len(x_RI) * w_EOI.shape[1] * x_RI.itemsize
+
+
+@workspace(torch.ops.surogate_triton.experts_combined_backward)
+def _backward_bytes(
+    dout_NO: Tensor,
+    x_RI: Tensor,
+    order_R: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    w_EOI: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    u: Sequence[Tensor],
+    scale: float,
+    fused: bool,
+) -> int:
+    """dx before it is weighted, rows of dout, and du and u with and without weights."""
+    wide = w_EOI.shape[2] + (0 if fused else w_EOI.shape[1])
+    return len(x_RI) * x_RI.itemsize * (wide + sum(3 * each.shape[1] for each in a))
+
+
+class _Combined(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RI: Tensor,
+        where: Sequence[Tensor],
+        weights_NK: Tensor,
+        w_EOI: Tensor,
+        scale: float,
+        fused: bool,
+        *adapter: Tensor,
+    ) -> Tensor:
+        order_R, slot_NK, ends_E = where
+        a = [launches.padded(t.to(x_RI.dtype), 1).contiguous() for t in adapter[:1]]
+        b = [launches.padded(t.to(x_RI.dtype), 2).contiguous() for t in adapter[1:]]
+        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, w_EOI, a, b, scale, fused)
+        ctx.save_for_backward(x_RI, order_R, ends_E, weights_NK, w_EOI, *a, *b, *u)
+        ctx.rest = scale, fused
+        ctx.rank = adapter[0].shape[1] if adapter else 0
+        return out_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, a, b, u = ctx.saved_tensors if ctx.rank else (*ctx.saved_tensors, None, None, None)
+        sides = [[t] if t is not None else [] for t in (a, b, u)]
+        dx, dweights, *more = _backward(dout_NO, *inputs, *sides, *ctx.rest)
+        gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
+        return dx, None, dweights, None, None, None, *gradients
+
+
+def combined_linear(
+    fused: bool,
+    x_RI: Tensor,
+    order_R: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    seed: Tensor | None,
+    adapter: ExpertAdapter | None,
+    product: GroupedProduct | None,
+    *tensors: Tensor,
+) -> Tensor:
+    """`experts.combined_linear` where `takes` accepts the arguments; gradients of the adapter are fp32."""
+    scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
+    weights_NK = weights_NK.float().contiguous()
+    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], scale, fused, *tensors[1:])
+    return found
+
+
+def takes(
+    fused: bool,
+    x_RI: Tensor,
+    order_R: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    seed: Tensor | None,
+    adapter: ExpertAdapter | None,
+    product: GroupedProduct | None,
+    *tensors: Tensor,
+) -> bool:
+    """What the form of `grouped_linears` takes; otherwise the reference calls that op and `combine`."""
+    return frozen.takes(fused, x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """The kernels; the first is preferred where both can run."""
+    return tuple(
+        Kernel(
+            op="combined_linear",
+            name=f"triton-{name}",
+            function=partial(combined_linear, fused),
+            supports=partial(frozen.supports, fused),
+            takes=partial(takes, fused),
+            priority=priority,
+        )
+        for name, fused, priority in frozen.FORMS
+    )
