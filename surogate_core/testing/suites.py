@@ -75,7 +75,7 @@ def bundle_checks(
     `recipes`: the recipes for training a model family. `package`: the plugin's file or directory, whose lines are
     named.
     """
-    suite = _suite(kind, recipes or {})
+    suite = _suite(kind, bundle, recipes or {})
     apart = kind in APART
     return [
         Check(
@@ -90,11 +90,11 @@ def bundle_checks(
     ]
 
 
-def _suite(kind: str, recipes: Mapping[str, RecipeSpec]) -> Sequence[Callable[[Any], None]]:
+def _suite(kind: str, bundle: Any, recipes: Mapping[str, RecipeSpec]) -> Sequence[Callable[[Any], None]]:
     if kind == "model":
-        from surogate_core.testing import models
+        from surogate_core.testing import experts, models
 
-        return (*models.CHECKS, models.trains_with(recipes))
+        return (*models.CHECKS, models.trains_with(recipes), *experts.checks_of(bundle))
     suite: Sequence[Callable[[Any], None]] = import_module(f"surogate_core.testing.{_MODULES[kind]}").CHECKS
     return suite
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import mixture
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.autograd import Function
 
 from surogate_core import bundles
 from surogate_core.data.encoded import Encoded
+from surogate_core.dsl import Routes, project
+from surogate_core.dsl.routing import TOKENS, router_figures
 from surogate_core.events import Control, Progress, StepEnd
 from surogate_core.kernels import ops
 from surogate_core.testing import guard, monitors, tiny
@@ -523,6 +526,58 @@ def test_faults_of_families_are_named() -> None:
 def test_a_weight_that_a_block_does_not_use_is_named() -> None:
     said = failures("model", _family(build=Fading), "trains under every recipe")
     assert "Idle: the output of forward does not depend on spare, so that there is no gradient" in said
+
+
+def _mixture(**changes: Any) -> bundles.ModelFamily:
+    """A family with experts whose block has these attributes in the place of the right ones."""
+    kept = {name: value for name, value in vars(mixture.Sparse).items() if not name.startswith("_")}
+    block = type("Variant", (tiny.Block,), {**kept, **changes})
+    layers = tiny.Stack(block, tiny.Dim("num_hidden_layers"), "layers.{i}.")
+    return _family(build=type("Varied", (mixture.Mixture,), {"layers": layers}), presets={"tiny": mixture.CONFIG})
+
+
+def _half(self: Any, x: Tensor, tables: Mapping[str, Tensor]) -> Any:
+    y, figures = mixture.Sparse.forward(self, x, tables)
+    return y, {**figures, TOKENS: figures[TOKENS] // 2}
+
+
+def _last(self: Any, x: Tensor, tables: Mapping[str, Tensor]) -> Any:
+    """Of equal probabilities the highest number wins."""
+    h = ops.rms_norm(x, self.norm, self.eps)
+    logits = h @ self.router.t() + 1e-5 * torch.arange(6)
+    routes = Routes.of(logits, self.choices, renormalise=True)
+    gate, up = project(h, routes, self.gate, self.up)
+    (y,) = project(ops.swiglu(gate, up), routes, self.down, gathered=True)
+    return x + routes.combine(y), router_figures(logits, routes, tables)
+
+
+EXPERTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "right": ({}, "routes every token", ""),
+    "drops tokens": ({"forward": _half}, "routes every token", "and [58] are routed"),
+    "ties": ({"forward": _last}, "routes every token", "do not go to the experts with the lowest numbers"),
+    "frozen router": (
+        {"router": tiny.Param("router.weight", mixture.E, mixture.D, init="normal", role="weight")},
+        "trains its routers",
+        "layers.1.: has experts, and no `Param` of role router",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_faults_of_families_with_experts_are_named(case: str) -> None:
+    changes, title, message = EXPERTS[case]
+    said = failures("model", _mixture(**changes), title)
+    assert message in said
+    assert bool(said) == bool(message)
+
+
+def test_only_families_with_experts_have_their_checks() -> None:
+    titles = {check.title for check in bundle_checks("model", _mixture())}
+    assert titles - {check.title for check in bundle_checks("model", _family())} == {
+        "routes every token",
+        "trains its routers",
+        "merges its experts",
+    }
 
 
 def test_the_events_of_a_run_begin_with_progress() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -48,9 +48,9 @@ class Sparse(Block):
 class Mixture(tiny.SmallModel):
     """The first layer is dense."""
 
-    layers = Stack(Sparse, Dim("num_hidden_layers"), "layers.{i}.")
+    layers: ClassVar[Stack] = Stack(Sparse, Dim("num_hidden_layers"), "layers.{i}.")
 
     def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
-        dense, sparse = tiny.SmallBlock(self.config, max_seqlen), Sparse(self.config, max_seqlen)
+        dense, sparse = tiny.SmallBlock(self.config, max_seqlen), self.layers.block(self.config, max_seqlen)
         for i in range(self.config["num_hidden_layers"]):
             yield f"layers.{i}.", sparse if i else dense
