@@ -295,6 +295,31 @@ def test_an_output_that_the_backward_needs(block: bool) -> None:
     torch.testing.assert_close(dx, x.exp())
 
 
+@pytest.mark.slow_cases("inductor")
+@pytest.mark.parametrize("compiler", ["fx", "inductor"])
+@pytest.mark.parametrize("recompute", [Recompute(block=True), Recompute(block=False), *BUDGETS.values()], ids=str)
+def test_several_outputs_of_which_some_have_gradients(recompute: Recompute, compiler: Any) -> None:
+    def function(x: Tensor, w: Tensor) -> Sequence[Tensor]:
+        h = torch.sigmoid(x @ w)
+        return h @ w.t(), (h > 0.5).sum(0).float(), h.square().sum(0), h.detach().sum(0)
+
+    x, w = random(6, 4).double(), random(4, 5, seed=1).double()
+    program = differentiate(
+        function, [Signature.of(v, requires_grad=True) for v in (x, w)], recompute=recompute, compiler=compiler
+    )
+    y, count, squares, total, *kept = program.forward([x, w])
+    dy, dsquares = random(6, 4, seed=2).double(), random(5, seed=3).double()
+    found = program.backward([x, w, *kept, dy, dsquares])
+    x.requires_grad_()
+    w.requires_grad_()
+    expected = function(x, w)
+    for a, b in zip((y, count, squares, total), expected, strict=True):
+        torch.testing.assert_close(a, b.detach())
+    wanted = torch.autograd.grad([expected[0], expected[2]], [x, w], [dy, dsquares])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("block", [True, False])
 def test_several_results_of_one_op(block: bool) -> None:
     """Tuples are never kept, their elements are."""
