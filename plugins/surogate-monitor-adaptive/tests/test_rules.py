@@ -144,7 +144,7 @@ SPARSE = {"moe_experts": 128, "moe_experts_per_token": 8}
 
 def routed_from(begin: int, *, steps: int = 130, **changed: float) -> list[Event]:
     """A run whose routing changes at the step `begin`, for good."""
-    usual = {"moe_load_imbalance": 4.0, **SPARSE}
+    usual = {"moe_load_imbalance": 4.0, "moe_worst_imbalance": 4.0, **SPARSE}
     return list(
         routed(curve(steps, falling), lambda at: replace(stats(at), **{**usual, **(changed if at >= begin else {})}))
     )
@@ -188,6 +188,12 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
     # The beginning has an imbalance of 4, a utilization of 0.95 and an entropy of 0.97.
     "expert_imbalance": (109, routed_from(100, moe_load_imbalance=8.1), routed_from(100, moe_load_imbalance=7.9), {}),
     "expert_collapse": (102, routed_from(100, moe_load_imbalance=12.1), routed_from(100, moe_load_imbalance=11.9), {}),
+    "layer_collapse": (
+        109,
+        routed_from(100, moe_worst_imbalance=13.7),
+        routed_from(100, moe_worst_imbalance=13.5),
+        {},
+    ),
     "expert_imbalance_rises": (
         170,
         list(routed(curve(200, falling), lambda at: stats(at, 4 + max(0, at - 100) / 60, **SPARSE))),
@@ -317,6 +323,8 @@ def test_fixed_limits_until_the_beginning_is_known() -> None:
     assert told("expert_imbalance", early(moe_load_imbalance=12.1, **SPARSE)) == [19]
     assert told("expert_collapse", early(moe_load_imbalance=14.3, **SPARSE)) == []
     assert told("expert_collapse", early(moe_load_imbalance=14.5, **SPARSE)) == [12]
+    assert told("layer_collapse", early(moe_worst_imbalance=14.5, **SPARSE)) == [19]
+    assert told("layer_collapse", early(moe_worst_imbalance=14.3, **SPARSE)) == []
     few = {"moe_experts": 8, "moe_experts_per_token": 4}  # even the largest possible imbalance, 2, is harmless
     assert told("expert_imbalance", early(moe_load_imbalance=2.0, **few)) == []
 

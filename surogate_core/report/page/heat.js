@@ -123,7 +123,9 @@ class HeatMap {
       const [name, opacity] = this.shade(byte);
       return [...[1, 3, 5].map((i) => parseInt(LAYOUT.heat[name].slice(i, i + 2), 16)), Math.round(255 * opacity)];
     });
-    for (let i = 0; i < rows * count; i++) image.data.set(shades[this.cells[i]], 4 * i);
+    const words = new Uint32Array(image.data.buffer);
+    const packed = Uint32Array.from(shades, (shade) => new Uint32Array(Uint8ClampedArray.from(shade).buffer)[0]);
+    for (let i = 0; i < rows * count; i++) words[i] = packed[this.cells[i]];
     pen.putImageData(image, 0, 0);
     return found;
   }
@@ -154,7 +156,8 @@ class HeatMap {
 // Takes the data of the maps, or null; builds them when they come first.
 function takeExperts(data) {
   if (!data) return;
-  const raw = atob(data.cells), cells = Uint8Array.from(raw, (c) => c.charCodeAt(0));
+  const raw = atob(data.cells), cells = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) cells[i] = raw.charCodeAt(i);
   heat.data = { ...data, cells };
   if (!heat.maps.length) {
     const choice = make("select"), layers = new HeatMap(LAYOUT.heat.layers, "layer");

@@ -63,6 +63,11 @@ RULES: Mapping[str, Rule] = {
         message="Routing has collapsed: a few experts get most of the tokens.",
         suggestion="raise router_aux_loss_coef by a factor of 10, lower learning_rate, resume from before",
     ),
+    "layer_collapse": Rule(
+        key="router_aux_loss_coef",
+        message="A layer sends most of its tokens to the same experts, far more than at the beginning of the run.",
+        suggestion="raise router_aux_loss_coef; router_aux_loss_form=layer balances each layer by itself",
+    ),
     "expert_imbalance_rises": Rule(
         key="router_aux_loss_coef",
         message="The busiest experts' share of the tokens has risen for 100 steps.",

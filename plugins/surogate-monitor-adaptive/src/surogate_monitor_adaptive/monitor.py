@@ -30,7 +30,7 @@ from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
 from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
 from surogate_monitor_adaptive.phases import LevelWatch, PhaseDetector, PlateauDetector, improvement_of, surely_rising
-from surogate_monitor_adaptive.routing import RoutingMonitor
+from surogate_monitor_adaptive.routing import RoutingMonitor, figures_of
 from surogate_monitor_adaptive.windows import Detector, mean
 
 GUARDED = "the guard halves the rate; if this happens again, lower learning_rate or max_grad_norm"
@@ -187,9 +187,7 @@ class AdaptiveMonitor:
     def _routing_stats(self, event: RoutingStats) -> Control | None:
         beginning = self._routing.beginning(event.step)
         evidence = {
-            "imbalance": event.moe_load_imbalance,
-            "utilization": event.moe_expert_utilization,
-            "entropy": event.moe_entropy,
+            **figures_of(event),
             "worst_layer": event.moe_worst_layer,
             "aux_loss": event.moe_aux_loss_raw,
             **{f"{name}_at_the_beginning": value for name, value in (beginning or {}).items()},

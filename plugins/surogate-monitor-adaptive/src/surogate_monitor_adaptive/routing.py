@@ -49,12 +49,24 @@ RECENT = 100
 """Steps for which what was seen last still counts."""
 
 
+FIGURES = ("imbalance", "worst_imbalance", "utilization", "entropy")
+"""Figures of a step that are compared with the beginning."""
+
+
+def figures_of(event: RoutingStats) -> dict[str, float]:
+    """`FIGURES` of a step."""
+    values = (event.moe_load_imbalance, event.moe_worst_imbalance, event.moe_expert_utilization, event.moe_entropy)
+    return dict(zip(FIGURES, values, strict=True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a step's figures are compared with."""
 
     uneven: float
     collapsed: float
+    layer: float
+    """Of the layer that is least even."""
     underused: float
     unused: float
     narrow: float
@@ -66,8 +78,8 @@ class RoutingMonitor(Detector):
 
     seen: int = 0
     """Steps of the beginning that were seen."""
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Over those steps: imbalance, utilization, entropy."""
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(FIGURES))
+    """Over those steps, of each of `FIGURES`."""
     held: dict[str, int] = field(default_factory=dict)
     """Rule → consecutive steps for which its limit has been exceeded."""
     imbalances: list[float] = field(default_factory=list)
@@ -76,11 +88,10 @@ class RoutingMonitor(Detector):
     underused_at: int | None = None
 
     def beginning(self, step: int) -> dict[str, float] | None:
-        """Imbalance, utilization and entropy of the run's beginning; None until it is over."""
+        """`FIGURES` of the run's beginning; None until it is over."""
         if step <= LAST or self.seen < ENOUGH:
             return None
-        names = ("imbalance", "utilization", "entropy")
-        return {name: total / self.seen for name, total in zip(names, self.sums, strict=True)}
+        return {name: total / self.seen for name, total in zip(FIGURES, self.sums, strict=True)}
 
     def limits(self, event: RoutingStats) -> Limits:
         """The limits for a step."""
@@ -91,15 +102,17 @@ class RoutingMonitor(Detector):
             return Limits(
                 uneven=max(UNEVEN, HIGH * most) if known else UNEVEN,
                 collapsed=max(UNEVEN, NEAR_MOST * most) if known else COLLAPSED,
+                layer=max(UNEVEN, NEAR_MOST * most),
                 underused=UNDERUSED,
                 unused=UNUSED,
                 narrow=0.0,
             )
-        before = first["imbalance"]
+        before, worst = first["imbalance"], first["worst_imbalance"]
         left = max(0.0, most - before)
         return Limits(
             uneven=max(UNEVEN, min(TWICE * before, before + WAY_HIGH * left)),
             collapsed=max(UNEVEN, min(THRICE * before, before + WAY_SEVERE * left)),
+            layer=max(UNEVEN, worst + WAY_SEVERE * max(0.0, most - worst)),
             underused=first["utilization"] - FEWER,
             unused=first["utilization"] - MANY_FEWER,
             narrow=NARROWER * first["entropy"],
@@ -109,12 +122,12 @@ class RoutingMonitor(Detector):
         """Take the routing of a step; the names of the rules that fire, the worst of each kind."""
         step, limits = event.step, self.limits(event)
         if FIRST <= step <= LAST:
-            figures = (event.moe_load_imbalance, event.moe_expert_utilization, event.moe_entropy)
-            self.sums = [total + figure for total, figure in zip(self.sums, figures, strict=True)]
+            self.sums = [total + figure for total, figure in zip(self.sums, figures_of(event).values(), strict=True)]
             self.seen += 1
         exceeded = {
             "expert_imbalance": event.moe_load_imbalance > limits.uneven,
             "expert_collapse": event.moe_load_imbalance > limits.collapsed,
+            "layer_collapse": event.moe_worst_imbalance > limits.layer,
             "experts_underused": event.moe_expert_utilization < limits.underused,
             "experts_idle": event.moe_expert_utilization < limits.unused,
             "routing_narrows": event.moe_entropy < limits.narrow,
@@ -128,8 +141,7 @@ class RoutingMonitor(Detector):
                 found.append(severe)
             elif self.held[mild] >= HELD:
                 found.append(mild)
-        if self.held["routing_narrows"] >= HELD:
-            found.append("routing_narrows")
+        found += [rule for rule in ("layer_collapse", "routing_narrows") if self.held[rule] >= HELD]
         if {"expert_collapse", "experts_idle"} & set(found):
             self.collapsed_at = step
         if {"experts_underused", "experts_idle"} & set(found):
