@@ -299,7 +299,7 @@ def sft(
             between two exchanges of the figures of all ranks; 0 turns both off.
         log_expert_loads: For a model with experts: steps between two records of the tokens that each expert of each
             layer received. The report draws them. 1 records every step, 0 none; null makes at most 200 records in a
-            run.
+            run. Each checkpoint of `save_steps` has one more.
         log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
         plugins: Which plugins may be imported.
         dataset: A data set that a plugin brings, such as embedded.
@@ -601,7 +601,7 @@ def pt(
             between two exchanges of the figures of all ranks; 0 turns both off.
         log_expert_loads: For a model with experts: steps between two records of the tokens that each expert of each
             layer received. The report draws them. 1 records every step, 0 none; null makes at most 200 records in a
-            run.
+            run. Each checkpoint of `save_steps` has one more.
         log_file: The run's log as JSON lines; null is `output_dir/surogate.log`.
         plugins: Which plugins may be imported.
         dataset: A data set that a plugin brings, such as embedded.

@@ -343,12 +343,12 @@ class RoutingStats(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads(Event):
-    """How many tokens each expert of each layer received, every `log_expert_loads` steps and at the end."""
+    """Tokens of each expert of each layer, every `log_expert_loads` steps, at each `save_steps` and at the end."""
 
     step: int
     """The last of the steps."""
     steps: int
-    """Number of steps that are counted; less than the distance to the last record after a resumption between two."""
+    """Number of steps that are counted. A run that resumes between two records counts from there on."""
     layers: tuple[int, ...]
     """Numbers of the layers with experts, from 0."""
     tokens: tuple[tuple[int, ...], ...]

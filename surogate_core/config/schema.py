@@ -316,7 +316,8 @@ class RunConfig:
     """
     log_expert_loads: Steps | None = None
     """For a model with experts: steps between two records of the tokens that each expert of each layer received. The
-    report draws them. 1 records every step, 0 none; null makes at most 200 records in a run.
+    report draws them. 1 records every step, 0 none; null makes at most 200 records in a run. Each checkpoint of
+    `save_steps` has one more.
     """
     log_file: Name | None = None
     """The run's log as JSON lines; null is `output_dir/surogate.log`."""

@@ -253,7 +253,7 @@ class Loop:
             # Read once: a later signal belongs to the next step, so that the run never ends without saving.
             signalled = self.signals.received is not None
             evaluating, last = self._evaluation_due(done), done == self.total_steps
-            saving = self.config.save_steps > 0 and done % self.config.save_steps == 0
+            saving = self._saving_due(done)
             at_border = evaluating or saving or last or signalled or self._save_asked or bool(self.stop_reason)
             if at_border or self.engine.settings.device.type != "cuda":
                 self._report(launched)
@@ -314,6 +314,9 @@ class Loop:
         due = evaluation_due(done, total=self.total_steps, every=self.config.eval_steps)
         return due and self.state.evaluated_step != done
 
+    def _saving_due(self, done: int) -> bool:
+        return self.config.save_steps > 0 and done % self.config.save_steps == 0
+
     def _learning_rate(self, step: int) -> float:
         rate = self._lr_factor(step) * rate_of(self.config, step, total_steps=self.total_steps)
         return min(rate, torch.finfo(torch.float32).max)
@@ -340,8 +343,8 @@ class Loop:
         state.total_tokens += tokens
         if math.isfinite(loss):
             state.recent_losses = [*state.recent_losses, loss][-GAP_WINDOW:]
-        sides, last = launched.result.sides(), step == self.total_steps
-        for event in self._sides.events(step, sides, launched.result.micro_steps, last=last):
+        sides, flush = launched.result.sides(), step == self.total_steps or self._saving_due(step)
+        for event in self._sides.events(step, sides, launched.result.micro_steps, flush=flush):
             self.emit(event)
         proceed = self.emit(
             StepEnd(

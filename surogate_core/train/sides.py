@@ -65,8 +65,8 @@ class SideFigures:
         every = max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every
         return cls(layers, losses=engine.sides.losses, every=every)
 
-    def events(self, step: int, sides: Sides, micro_steps: int, *, last: bool = False) -> Iterator[Event]:
-        """The events of a step. `last`: it is the run's last."""
+    def events(self, step: int, sides: Sides, micro_steps: int, *, flush: bool = False) -> Iterator[Event]:
+        """The events of a step. `flush`: the loads so far are recorded, however few steps they are of."""
         figures = {name: _mean(total, micro_steps) for name, (role, total) in sides.items() if role == "figure"}
         terms = {name: _mean(total, micro_steps) for name, (role, total) in sides.items() if role == "loss"}
         counts = {name: total for name, (role, total) in sides.items() if role == "expert_tokens"}
@@ -76,7 +76,7 @@ class SideFigures:
             yield BlockFigures(step=step, figures=figures)
         if counts:
             yield self._routing(step, counts, sides, terms)
-            yield from self._loads_so_far(step, counts, last)
+            yield from self._loads_so_far(step, counts, flush)
 
     def broken_router(self, sides: Sides) -> int | None:
         """The first layer whose router has probabilities that are not finite; None if there is none."""
@@ -156,7 +156,7 @@ class SideFigures:
             return None
         return sum(int((idle >= DEAD_STEPS).sum()) for idle in self._idle)
 
-    def _loads_so_far(self, step: int, counts: Mapping[str, Tensor], last: bool) -> Iterator[ExpertLoads]:
+    def _loads_so_far(self, step: int, counts: Mapping[str, Tensor], flush: bool) -> Iterator[ExpertLoads]:
         if not self._every:
             return
         if not self._loads:
@@ -164,7 +164,7 @@ class SideFigures:
         for load, total in zip(self._loads, counts.values(), strict=True):
             load.add_(total)
         self._loaded_steps += 1
-        if last or step % self._every == 0:
+        if flush or step % self._every == 0:
             found = {
                 number: tuple(int(tokens) for tokens in row)
                 for name, load in zip(counts, self._loads, strict=True)
