@@ -28,6 +28,17 @@ SHAPE = (
 """59 million parameters, as a change of Qwen3's preset tiny."""
 SMALL = ["model=qwen3", "model.preset=tiny"]
 LARGE = [*SMALL, f"model.config={SHAPE}", "sequence_len=256", "per_device_train_batch_size=4"]
+EXPERTS = (
+    "{hidden_size: 512, num_hidden_layers: 8, num_attention_heads: 8, num_key_value_heads: 4, head_dim: 64, "
+    "moe_intermediate_size: 256, num_experts: 16, num_experts_per_tok: 4, vocab_size: 65536}"
+)
+"""91 million parameters, 53 million of them in experts, as a change of Qwen3-MoE's preset tiny."""
+SPARSE = [
+    "model=qwen3-moe",
+    "model.preset=tiny",
+    f"model.config={EXPERTS}",
+    *("sequence_len=256", "per_device_train_batch_size=4"),
+]
 FULL = ["lora=false", "optimizer=adamw"]
 LORA = ["lora=true", "lora_rank=16"]
 CASES: dict[str, list[str]] = {
@@ -37,6 +48,11 @@ CASES: dict[str, list[str]] = {
     "59M lora": [*LARGE, *LORA],
     "59M lora, no recompute, chunks 4": [*LARGE, *LORA, "recompute=false", "lmhead_chunks=4"],
     "59M full, cpu_training, offload=disk": [*LARGE, *FULL, "offload=disk", "cpu_training=true", "lmhead_chunks=4"],
+    "91M of experts full, adamw": [*SPARSE, *FULL],
+    "91M of experts lora": [*SPARSE, *LORA],
+    "91M of experts lora, no recompute": [*SPARSE, *LORA, "recompute=false", "lmhead_chunks=4"],
+    "91M of experts lora, fp8-hybrid": [*SPARSE, *LORA, "recipe=fp8-hybrid", "lmhead_chunks=4"],
+    "91M of experts qlora nf4": [*SPARSE, *LORA, "qlora_bnb=true", "lmhead_chunks=4"],
     "59M qlora nf4": [*LARGE, *LORA, "qlora_bnb=true", "lmhead_chunks=4"],
 }
 RUN = ["device=cpu", "max_steps=2", "gradient_accumulation_steps=2", "save_steps=1", "validation_split_ratio=0.02"]
@@ -87,7 +103,7 @@ def child(words: list[str]) -> None:
     watch(Update, "run")
     watch(Engine, "evaluate")
     watch(Loop, "run")
-    watch(run._Run, "_export")
+    watch(run, "export")
     code = surogate(["sft", *words])
     print(json.dumps({"code": code, "stages": stages}))
 
