@@ -264,7 +264,8 @@ class Counts:
         residuals, in_use = sum(self.residuals), _neighbours(self.residuals) if moves else 0
         peak, what = self._peak(streamed, coming, moves=moves, head_chunks=head_chunks)
         working = max(peak - weights - sums - (in_use if moves else residuals), 0)
-        detail = "inputs only" if self.settings.recompute.block else "kept for the backward"
+        inputs = "inputs and routes of experts" if assembly.model.expert_slots() else "inputs only"
+        detail = inputs if self.settings.recompute.block else "kept for the backward"
         rest = assembly.offloader.place if moves else "device"
         two = "a layer and the next, on their way through"
         return [

@@ -10,10 +10,13 @@ Suffixes: R rows sorted by expert, K the inner dimension, E experts, C columns o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.formats.fp8 import E4M3
@@ -23,6 +26,8 @@ SIDE = 16
 """Sides of a native product are multiples of this: TMA reads and writes at addresses that are multiples of 16 bytes."""
 MOST_EXPERTS = 1023
 """The groups that torch's kernel supports."""
+log = structlog.get_logger(__name__)
+
 HEADER = 128
 """The codes of packed weights begin at a multiple of this many bytes."""
 
@@ -133,6 +138,37 @@ def _(codes_RK: Tensor, inverse_R: Tensor, codes_ECK: Tensor, inverse_EC: Tensor
 @register_flop_formula(torch.ops.surogate.fp8_grouped_product)
 def _flops(codes_shape: Sequence[int], inverse: Any, weights_shape: Sequence[int], *others: Any, **named: Any) -> int:
     return 2 * codes_shape[0] * weights_shape[1] * weights_shape[2]
+
+
+@cache
+def fault(device: torch.device) -> str | None:
+    """Why the native product is not used on a device of SM90, which the log says too, or None: products of uneven
+    groups, some empty and none a multiple of 16, are compared with emulated ones.
+    """
+    reason = _wrong(device)
+    if reason is not None:
+        log.warning("fp8_grouped_product", product="emulated", reason=reason)
+    return reason
+
+
+def _wrong(device: torch.device) -> str | None:
+    with torch.no_grad(), _disable_current_modes():
+        generator = torch.Generator().manual_seed(0)
+        ends_E = torch.tensor([0, 70, 70, 71, 519, 605, 605], dtype=torch.int32)
+        x, weights, dy = (
+            torch.randn(shape, generator=generator).bfloat16() for shape in ((605, 96), (7, 176, 96), (605, 176))
+        )
+        wide, tall = packed_views(pack_experts(weights), *weights.shape)
+        for what, rows, operand, fast in (("x Wᵀ", x, wide, True), ("dy W", dy, tall, False)):
+            operands = *quantise_rows(rows), *operand
+            wanted = native_product(*operands, ends_E, fast).float()
+            try:
+                found = native_product(*(t.to(device) for t in (*operands, ends_E)), fast).float().cpu()
+            except RuntimeError as error:
+                return f"torch's grouped FP8 product fails: {str(error).splitlines()[0]}"
+            if not torch.allclose(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())):
+                return f"torch's grouped FP8 product gives a wrong {what}"
+    return None
 
 
 def emulated_product(

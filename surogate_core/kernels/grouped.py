@@ -133,17 +133,22 @@ _describe(masked_product, masked_factors, torch.ops.surogate.grouped_product, to
 _describe(torch_product, torch_factors, torch.ops.surogate.grouped_mm, torch.ops.surogate.grouped_mm_factors)
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Whether it is on a GPU, or would be: a plan for a GPU that is not here is traced on the CPU."""
+    return x.device.type == "cuda" or assumed() is not None
+
+
 @workspace(torch.ops.surogate.grouped_product)
 def _product_bytes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> int:
     """On a GPU: an expert's product with all rows, and the selection of the one before."""
     rows = x_RI.shape[0] * weights_EOI.shape[1] * x_RI.itemsize
-    return 0 if x_RI.device.type == "cpu" else 2 * rows
+    return 2 * rows if _on_gpu(x_RI) else 0
 
 
 @workspace(torch.ops.surogate.grouped_factors)
 def _factor_bytes(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> int:
     """On a GPU: dy with zeros for the rows of other experts."""
-    return 0 if x_RI.device.type == "cpu" else dy_RO.numel() * dy_RO.itemsize
+    return dy_RO.numel() * dy_RO.itemsize if _on_gpu(x_RI) else 0
 
 
 class Grouped(Function):

@@ -207,7 +207,7 @@ def notes(installed: Registry, *overrides: str) -> list[str]:
 def test_a_run_says_how_a_recipe_multiplies_experts(installed: Registry) -> None:
     assert len(notes(installed, "recipe=bf16")) == 1
     note, _ = notes(installed, "recipe=fp8-hybrid")
-    assert note.startswith("EMULATED FP8 of experts")
+    assert note.startswith("EMULATED FP8 products of experts (cpu has none)")
     note, _ = notes(installed, "recipe=nvfp4")
     assert note.startswith("EMULATED NVFP4 (there is no product of experts")
     assert notes(installed, "recipe=fp8-hybrid", "model=qwen3") == []

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from surogate_recipe_fp8 import FP8Options
+from surogate_recipe_fp8 import FP8Options, without_experts
+from surogate_recipe_fp8.experts import Experts
 from surogate_recipe_fp8.gemm import FP8Hybrid
 from torch import Tensor
 
 from surogate_core.errors import MachineError
+from surogate_core.formats import fp8_rows
 from surogate_core.formats.fp8_rows import quantise_rows, row_values
 from surogate_core.kernels.grouped import masked_factors, masked_product
 from surogate_core.testing import tiny
@@ -36,7 +38,7 @@ def test_products_are_of_the_rounded_operands(packed: bool, how: str) -> None:
     """y and dx of both projections; dW of operands that are not rounded. A native product's result is bf16."""
     native = how == "native"
     dtype, near = (torch.bfloat16, 2**-7) if native else (torch.float32, 1e-6)
-    recipe = FP8Hybrid(native=native, margin=0, history=1, note="", experts="native" if native else "emulated")
+    recipe = FP8Hybrid(native=native, margin=0, history=1, note="", experts=Experts(native))
     slots = [replace(slot, packed=packed) for slot in EXPERTS]
     x = normal(ROWS, 64, seed=0).to(dtype).requires_grad_()
     ws = [normal(4, s.outputs, 64, seed=1).to(dtype) for s in slots]
@@ -65,11 +67,35 @@ def test_a_row_that_is_not_finite_spoils_only_itself() -> None:
 
 
 def test_where_products_of_experts_run() -> None:
-    assert "EMULATED" not in (FP8Hybrid.of(FP8Options(), None, hopper=True).note_of_experts or "")
-    elsewhere = FP8Hybrid.of(FP8Options(), None)
+    assert without_experts(torch.device("cpu")) == "cpu has none"
+    assert "EMULATED" not in FP8Hybrid.of(FP8Options(), None).note_of_experts
+    elsewhere = FP8Hybrid.of(FP8Options(), None, experts="only SM90 has them")
     assert elsewhere.native
-    assert "EMULATED FP8 of experts (only Hopper" in (elsewhere.note_of_experts or "")
-    assert FP8Hybrid.of(FP8Options(emulate="always"), None, hopper=True).experts == "emulated"
-    never = FP8Hybrid.of(FP8Options(emulate="never"), None)
-    with pytest.raises(MachineError, match=r"recipe\.emulate=never.*only Hopper.*Fix: set recipe\.emulate=auto"):
+    assert not elsewhere.experts.native
+    assert elsewhere.note_of_experts.startswith("EMULATED FP8 products of experts (only SM90 has them): numbers")
+    always = FP8Hybrid.of(FP8Options(emulate="always"), None)
+    assert always.note_of_experts.startswith("EMULATED FP8 products of experts (recipe.emulate=always)")
+    never = FP8Hybrid.of(FP8Options(emulate="never"), None, experts="only SM90 has them")
+    with pytest.raises(MachineError, match=r"recipe\.emulate=never.*only SM90.*Fix: set recipe\.emulate=auto"):
         never.grouped(normal(ROWS, 64, seed=0), [], ENDS, EXPERTS)
+
+
+def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at the start of a run, with the CPU in the place of a GPU."""
+    cpu, right = torch.device("cpu"), fp8_rows.native_product
+    assert fp8_rows.fault.__wrapped__(cpu) is None
+
+    def broken(what: str) -> None:
+        def product(*operands: Tensor, **named: Tensor) -> Tensor:
+            calls.append(1)
+            if len(calls) % 2 == 0 and what == "raises":
+                raise RuntimeError("no such kernel\nat a line")
+            return right(*operands) * (1.5 if len(calls) % 2 == 0 else 1)
+
+        calls: list[int] = []
+        monkeypatch.setattr(fp8_rows, "native_product", product)
+
+    broken("raises")
+    assert fp8_rows.fault.__wrapped__(cpu) == "torch's grouped FP8 product fails: no such kernel"
+    broken("is wrong")
+    assert fp8_rows.fault.__wrapped__(cpu) == "torch's grouped FP8 product gives a wrong x Wᵀ"

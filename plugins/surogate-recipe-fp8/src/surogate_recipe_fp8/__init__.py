@@ -42,11 +42,15 @@ def unavailable(device: torch.device) -> str | None:
     return f"SM{major}{minor} has no FP8 products, SM89 and newer have; recipe fp8-hybrid is emulated there"
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether torch has grouped products with a scale for each row on the device: SM90 alone."""
+def without_experts(device: torch.device) -> str | None:
+    """Why the device has no FP8 products of experts, or None. torch has grouped products with a scale for each row on
+    SM90 alone.
+    """
     from surogate_core.kernels.native import capability
 
-    return device.type == "cuda" and capability(device) == (9, 0)
+    if device.type != "cuda":
+        return f"{device.type} has none"
+    return None if capability(device) == (9, 0) else "only SM90 has them"
 
 
 @hookimpl
@@ -73,4 +77,4 @@ def build(options: FP8Options, context: bundles.RecipeContext) -> FP8Hybrid:
     # torch is imported when the recipe is used, not when it is listed.
     from surogate_recipe_fp8.gemm import FP8Hybrid
 
-    return FP8Hybrid.of(options, unavailable(context.device), hopper=is_hopper(context.device))
+    return FP8Hybrid.of(options, unavailable(context.device), experts=without_experts(context.device))

@@ -7,7 +7,8 @@ for each row of both operands (`surogate_core.formats.fp8_rows`); dW = dyᵀ x i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,36 +18,58 @@ from torch.autograd.function import once_differentiable
 from surogate_core.errors import MachineError
 from surogate_core.formats import fp8_rows
 from surogate_core.kernels.grouped import weight_gradient
+from surogate_core.kernels.native import assumed
 
 if TYPE_CHECKING:
     from surogate_core.dsl.experts import TracedExperts
 
 
-HowExperts = Literal["native", "emulated", "never"]
-"""How the products of experts are computed; never: the device has none, and emulation is off."""
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How the products of experts are computed."""
 
-NEVER = (
-    "recipe=fp8-hybrid with recipe.emulate=never: this device has no FP8 products of experts, only Hopper (SM90) has. "
-    "Fix: set recipe.emulate=auto to emulate them, or recipe=bf16."
-)
+    native: bool
+    """On FP8 tensor cores."""
+    reason: str = ""
+    """Why not."""
+    may_emulate: bool = True
+
+    @property
+    def note(self) -> str:
+        """What the run says about a model with experts."""
+        how = "recipe fp8-hybrid multiplies experts in e4m3 with a scale for each row, and for dW in model_dtype."
+        return (
+            how
+            if self.native
+            else f"EMULATED FP8 products of experts ({self.reason}): numbers as FP8 would give. {how}"
+        )
+
+    def on(self, device: torch.device) -> bool:
+        """Whether products are native on the device, after a check of the kernel. `MachineError` if they are not, and
+        emulation is off.
+        """
+        # Nothing runs on a GPU that a plan assumes.
+        checked = self.native and device.type == "cuda" and assumed() is None
+        wrong = fp8_rows.fault(device) if checked else None
+        if self.native and wrong is None:
+            return True
+        if not self.may_emulate:
+            raise MachineError(
+                f"recipe=fp8-hybrid with recipe.emulate=never: no FP8 products of experts ({wrong or self.reason}). "
+                f"Fix: set recipe.emulate=auto to emulate them, or recipe=bf16."
+            )
+        return False
 
 
-def experts_note(how: HowExperts) -> str:
-    """What the run says about a model with experts."""
-    note = "recipe fp8-hybrid multiplies experts in e4m3 × e4m3 with a scale for each row, and their dW in model_dtype."
-    if how == "native":
-        return note
-    return f"EMULATED FP8 of experts (only Hopper has their products): numbers as FP8 would give. {note}"
+EMULATED = Experts(False, "recipe.emulate=always")
 
 
 def grouped(
-    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts], *, how: HowExperts
+    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts], *, how: Experts
 ) -> Sequence[Tensor]:
     """y_RO of each slot, like `Recipe.grouped`."""
-    if how == "never":
-        raise MachineError(NEVER)
     sides = {side for slot in slots for side in (slot.inputs, slot.outputs)}
-    native = how == "native" and x_RI.dtype == torch.bfloat16 and fp8_rows.fits(slots[0].count, *sides)
+    native = how.on(x_RI.device) and x_RI.dtype == torch.bfloat16 and fp8_rows.fits(slots[0].count, *sides)
     found: Sequence[Tensor] = _Grouped.apply(x_RI, ends_E, slots, native, *weights)
     return found
 

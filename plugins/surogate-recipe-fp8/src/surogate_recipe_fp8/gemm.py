@@ -30,7 +30,7 @@ from surogate_core.formats.fp8 import (
     scale_in_use,
     scale_of,
 )
-from surogate_recipe_fp8.experts import HowExperts, experts_note, grouped
+from surogate_recipe_fp8.experts import EMULATED, Experts, grouped
 from surogate_recipe_fp8.panels import ScaledPanels
 from surogate_recipe_fp8.rounding import rounded
 from surogate_recipe_fp8.scaling import DelayedScaling
@@ -51,17 +51,17 @@ class FP8Hybrid(Recipe):
 
     name = "fp8-hybrid"
 
-    def __init__(self, *, native: bool, margin: int, history: int, note: str, experts: HowExperts = "emulated"):
+    def __init__(self, *, native: bool, margin: int, history: int, note: str, experts: Experts = EMULATED):
         """`native`: whether products run on FP8 tensor cores. `history`: number of steps that determine a scale."""
         self.native, self.margin, self.history, self.note = native, margin, history, note
-        self.experts, self.note_of_experts = experts, experts_note(experts)
+        self.experts, self.note_of_experts = experts, experts.note
         self.panel_op = ScaledPanels(margin) if native else None
 
     @classmethod
-    def of(cls, options: FP8Options, reason: str | None, *, hopper: bool = False) -> FP8Hybrid:
-        """`reason`: why the device has no FP8 products, or None. `hopper`: whether it has those of experts.
+    def of(cls, options: FP8Options, reason: str | None, *, experts: str | None = None) -> FP8Hybrid:
+        """`reason`: why the device has no FP8 products, or None. `experts`: likewise for those of experts.
 
-        `MachineError` if emulation is off.
+        `MachineError` if emulation is off and there are none.
         """
         if reason is not None and options.emulate == "never":
             raise MachineError(
@@ -73,8 +73,8 @@ class FP8Hybrid(Recipe):
         if not native:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0].partition(",")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
-        experts: HowExperts = "native" if native and hopper else "never" if options.emulate == "never" else "emulated"
-        return cls(native=native, margin=options.margin, history=options.amax_history, note=note, experts=experts)
+        how = Experts(native and experts is None, experts or "recipe.emulate=always", options.emulate != "never")
+        return cls(native=native, margin=options.margin, history=options.amax_history, note=note, experts=how)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
         """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form."""
