@@ -178,6 +178,9 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
         for piece in engine.plan.layers:
             assert piece.block is not None
             tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}
+            if engine.parameters.shared:
+                # The next layer is unpacked into the same workspace, and the backward reads both.
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             bound = piece.block.bind(
                 tensors, piece.slots, gemm=record.linear, seed=None, experts=piece.experts, grouped=record.grouped
             )

@@ -7,11 +7,13 @@ from typing import Any
 import mixture
 import pytest
 import torch
+from surogate_quant_nf4 import NF4Options
+from surogate_quant_nf4.nf4 import NF4
 from torch import Tensor
 
 from surogate_core.bundles import WeightFormat
 from surogate_core.run.rounding import DENSE, EXPERTS, QUIET, ROLES, Record, Roundings, rounding_of
-from surogate_core.testing import tiny
+from surogate_core.testing import tiny, weight_formats
 
 
 class Halves(WeightFormat):
@@ -58,6 +60,23 @@ def test_a_weight_format_rounds_weights_alone() -> None:
     rows = found({"halves": Roundings.of_format(Halves())})
     assert {key[1:] for key in rows} == {(0, DENSE, "weight"), (1, EXPERTS, "weight"), (1, QUIET, "weight")}
     assert all(0 < error < 2**-8 and clipped == 0 for error, _, clipped in rows.values())
+
+
+def test_a_base_in_a_weight_format_is_measured_like_the_values_that_it_has() -> None:
+    """Its layers share a workspace, which the backward of all of them reads."""
+    roundings = {"none": Roundings(dense=a_half, experts=a_half), "some": Roundings.of_format(Halves())}
+    config = {**mixture.CONFIG, "num_hidden_layers": 3}
+    engines = [
+        tiny.engine(config, build=mixture.Mixture, lora=tiny.lora(), weight_format=NF4(NF4Options())),
+        tiny.engine(
+            config,
+            build=mixture.Mixture,
+            lora=tiny.lora(),
+            source=weight_formats.rounded(NF4(NF4Options()), tiny.random_source()),
+        ),
+    ]
+    packed, plain = (rounding_of(made, tiny.batches(0)[0], roundings) for made in engines)
+    assert packed == plain
 
 
 def test_the_quiet_experts_are_those_with_fewest_tokens() -> None:
