@@ -50,19 +50,20 @@ def assemble(
     optimizer: str = "adamw",
     optimizer_options: Any = None,
     offload: frozenset[TensorKind] = frozenset(),
+    offload_experts: bool = False,
     kernels: KernelTable | None = None,
     lora: LoRA | None = None,
     weight_format: str | None = None,
 ) -> Assembly:
     """What a training run with these plugins would be made of; options are the plugins' defaults unless given.
 
-    `offload`: the kinds of tensor that offloader `host` moves. `kernels`: by default those of
+    `offload`: the kinds of tensor that offloader `host` moves, with `offload_experts` frozen experts too. `kernels`: by default those of
     all packs on a GPU, and torch's on a CPU.
     """
     found, device = registry(), settings.device
     chosen, optimizer_spec = found.get("recipe", recipe), found.get("optimizer", optimizer)
     context = RecipeContext(device=device, dtype="bf16" if settings.dtype == torch.bfloat16 else "fp32")
-    offloader = replace(found.get("offload", "host"), kinds=offload) if offload else NO_OFFLOAD
+    offloader = replace(found.get("offload", "host"), kinds=offload) if offload or offload_experts else NO_OFFLOAD
     packed = None if weight_format is None else found.get("quant", weight_format)
     return Assembly(
         model=model,
@@ -76,6 +77,7 @@ def assemble(
         stores=offloader.build(offloader.options(), tempfile.gettempdir(), device),
         lora=lora,
         weight_format=None if packed is None else packed.build(packed.options()),
+        offload_experts=offload_experts,
     )
 
 

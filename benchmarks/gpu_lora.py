@@ -134,6 +134,7 @@ def make_assembly(options: argparse.Namespace, device: torch.device, borders: in
         recipe=options.recipe,
         optimizer=options.optimizer,
         offload=frozenset(options.offload),
+        offload_experts=options.offload_experts,
         kernels=KernelTable.build(device, bench.packs(options.packs), deterministic=not options.any_order),
         lora=None if options.full else bench.adapters(RANK, dropout=options.dropout, targets=TARGETS[options.targets]),
         weight_format=None if options.base == "bf16" else options.base,
@@ -304,6 +305,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=1.0, help="share of the residuals that is kept")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--offload", nargs="*", choices=get_args(TensorKind), default=[], help="to host memory")
+    parser.add_argument("--offload-experts", action="store_true", help="frozen experts to host memory")
     parser.add_argument("--packs", nargs="*", choices=list(bench.PACKS), default=list(bench.PACKS))
     parser.add_argument("--any-order", action="store_true", help="allow kernels that do not repeat bit for bit")
     parser.add_argument("--no-graphs", action="store_true")

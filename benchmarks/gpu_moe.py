@@ -37,6 +37,7 @@ OURS: Mapping[str, str] = {
     "nvfp4, recomputed": "--recipe nvfp4 --recompute",
     "nf4": "--base nf4",
     "nf4, recomputed": "--base nf4 --recompute",
+    "nf4, experts offloaded, recomputed": "--base nf4 --offload-experts --recompute",
     "fp8 base, recomputed": "--base fp8 --recompute",
     "nvfp4 base, recomputed": "--base nvfp4 --recompute",
     "full, 6 layers": "--full --layers 6 --optimizer adamw_8bit",
@@ -50,6 +51,7 @@ LIKE = {
     "nvfp4, recomputed": "bf16, recomputed",
     "nf4": "bf16",
     "nf4, recomputed": "bf16, recomputed",
+    "nf4, experts offloaded, recomputed": "bf16, recomputed",
     "fp8 base, recomputed": "bf16, recomputed",
     "nvfp4 base, recomputed": "bf16, recomputed",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_packs import triton_packs
 from mixture import CONFIG, Mixture
 from surogate_offload_host import surogate_offloader
 from torch import Tensor
@@ -162,3 +163,43 @@ def test_experts_may_be_offloaded(moved: str) -> None:
 @EVERY
 def test_a_training_over_packed_experts_resumes(name: str) -> None:
     tiny.ensure_resumes(lambda: engine(weight_format=weight_format(name)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@EVERY
+def test_on_a_gpu_too_with_graphs_and_offloaded(name: str, recompute: bool) -> None:
+    found = weight_format(name)
+    config = {**LAYERS, "hidden_size": 128, "intermediate_size": 64, "vocab_size": 512}
+
+    def source(spec: TensorSpec) -> Tensor:
+        value = tiny.random_source(std=0.05, device="cuda")(spec)
+        assert isinstance(value, Tensor)
+        return value.bfloat16()
+
+    def make(**more: Any) -> Engine:
+        return tiny.engine(
+            config,
+            build=Mixture,
+            device="cuda",
+            tokens=256,
+            lora=tiny.lora(16),
+            optimizer=tiny.ADAMW,
+            packs=triton_packs(),
+            compiler="inductor",
+            dtype=torch.bfloat16,
+            cuda_graphs=True,
+            recompute=recompute,
+            **more,
+        )
+
+    runs = (
+        make(weight_format=found, source=source),
+        make(source=rounded(found, source)),
+        make(weight_format=found, source=source, offloader=replace(HOST, kinds=frozenset()), offload_experts=True),
+    )
+    batches = [tiny.batch(tiny.documents([100, 90, 40], seed=s), tokens=256) for s in range(2)]
+    losses = [[run.train_step(batches, step=step, lr=1e-2).read() for step in range(4)] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0][-1][0] < losses[0][0][0]
+    assert runs[2].stores.weights.nbytes()["host"] == sum(t.nbytes for _, t in experts(runs[0]))

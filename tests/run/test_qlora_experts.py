@@ -75,6 +75,22 @@ def test_an_interrupted_run_continues_and_its_merged_model_is_the_trained_one(
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["trainable", "merge"])
+def test_training_goes_on_from_an_adapter_over_quantised_experts(
+    mode: str, model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    keys = [*small, f"model={model}", "qlora_bnb=true", "lora_target_modules=[all]", "qlora_offload_experts=true"]
+    assert run_here(tmp_path / "first", *keys) == 0
+    more = [f"adapter_path={tmp_path / 'first' / 'adapter'}", f"adapter_init_mode={mode}", "learning_rate=0"]
+    assert run_here(tmp_path / "second", *keys, *more) == 0
+    before, after = (load_file(tmp_path / d / "adapter" / "adapter_model.safetensors") for d in ("first", "second"))
+    assert before.keys() == after.keys()
+    name = "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"
+    assert before[name].any()
+    assert torch.equal(before[name], after[name]) == (mode == "trainable")
+
+
 @pytest.mark.slow_cases("mxfp4", "nvfp4")
 @pytest.mark.parametrize("method", quantised.METHODS)
 def test_a_quantised_checkpoint_trains_like_the_weights_that_it_stands_for(
