@@ -57,8 +57,8 @@ def assemble(
 ) -> Assembly:
     """What a training run with these plugins would be made of; options are the plugins' defaults unless given.
 
-    `offload`: the kinds of tensor that offloader `host` moves, with `offload_experts` frozen experts too. `kernels`: by default those of
-    all packs on a GPU, and torch's on a CPU.
+    `offload`: the kinds of tensor that offloader `host` moves, with `offload_experts` frozen experts too. `kernels`: by
+    default those of all packs on a GPU, and torch's on a CPU.
     """
     found, device = registry(), settings.device
     chosen, optimizer_spec = found.get("recipe", recipe), found.get("optimizer", optimizer)
