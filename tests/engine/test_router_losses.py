@@ -82,6 +82,19 @@ def test_a_step_is_the_mean_of_equal_micro_batches(form: Form) -> None:
     assert terms[1] == pytest.approx(terms[0], rel=1e-6)
 
 
+def test_each_loss_adds_its_own_gradient() -> None:
+    batches = tiny.batches(0)
+    plain, aux, z, both = (
+        tiny.gradients(engine(router_losses=losses), batches)
+        for losses in (RouterLosses(), RouterLosses(aux=0.5), RouterLosses(z=0.1), BOTH)
+    )
+    added = {name: aux[name] + z[name] - plain[name] for name in both}
+    error, name = tiny.worst(added, both)
+    assert error <= 1e-5, name
+    router = "layers.1.router.weight"
+    assert all(tiny.relative_error(one[router], plain[router]) > 1e-2 for one in (aux, z))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_programs_have_the_same_gradients(recompute: bool) -> None:
