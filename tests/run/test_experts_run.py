@@ -68,7 +68,8 @@ def small(data_cache: Path) -> list[str]:
 def trained(model: Path, small: Sequence[str], run_here: RunHere, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with adapters on everything and trained routers, merged too."""
     output = tmp_path_factory.mktemp("trained") / "out"
-    assert run_here(output, *small, *EVERYTHING, f"model={model}", "merge_adapter=true") == 0
+    loads = ("log_expert_loads=100", "save_steps=1", "save_total_limit=1")
+    assert run_here(output, *small, *EVERYTHING, *loads, f"model={model}", "merge_adapter=true") == 0
     return output
 
 
@@ -285,7 +286,7 @@ def test_a_run_records_how_it_routes(trained: Path) -> None:
     # Two of four experts: their weights, and adapters of rank 2.
     assert start["parameters"] - start["active_parameters"] == 2 * 3 * (32 * 16 + 2 * (32 + 16))
     steps, routing, loads = (read_metrics(metrics, event=e) for e in ("step_end", "routing_stats", "expert_loads"))
-    assert [r["step"] for r in routing] == [r["step"] for r in loads] == [1, 2]
+    assert [r["step"] for r in routing] == [r["step"] for r in loads] == [1, 2], "a checkpoint has the loads until then"
     for step, figures, record in zip(steps, routing, loads, strict=True):
         assert (record["layers"], record["steps"]) == ([1], 1), "layer 0 is dense"
         (tokens,) = record["tokens"]
