@@ -1,16 +1,19 @@
 """Kernels of experts alone, in TFLOP/s or GB/s, with the shapes of Qwen3-30B-A3B: each variant by its name.
 
     python benchmarks/experts.py [--tokens 8192 16384] [--loads even zipf] [--out experts.json]
-    python benchmarks/experts.py --cases gate_up down layer --variants triton-wide triton-fused
-    python benchmarks/experts.py --cases product --tiles 128x256x64w8s3 128x128x64w4s4
+    python benchmarks/experts.py --cases gate_up_full combined_full layer --variants triton-wide triton-fused
+    python benchmarks/experts.py --cases product --tiles 128x256x64w8s3c 128x128x64w4s4
     python benchmarks/experts.py --small                 # tiny, on a CPU, references alone
     TRITON_INTERPRET=1 python benchmarks/experts.py --small    # and Triton's programs in its interpreter
 
 `zipf` draws experts so that the largest has `--skew` times the mean. Cases: `product` (gate, rows sorted),
 `product_down`, `product_dx`, `factors` (gradient of trained weights), `route`, `combine`, `gate_up` and `down`
-(`grouped_linears` with adapters of rank 16), `layer` (all of it and SwiGLU); `_backward` in a name, and `layer`:
-forward and backward. A time is the median of replays of a CUDA graph with a cold L2 cache. `error`: of the results
-against the first variant of the case, relative. `equal`: whether two runs give equal bits.
+(`grouped_linears` with adapters of rank 16), `combined` (down and the sum of its rows), `layer` (all of it and SwiGLU);
+`_full` in a name, and `layer`: forward and backward. Cases of ops are compiled as the engine compiles a layer, with the
+kernels of the variant; `reference` is compiled by Inductor, with torch's grouped products.
+
+A time is the median of replays of a CUDA graph with a cold L2 cache. `error`: of the results against the first variant
+of the case, relative. `equal`: whether two runs give equal bits. `kernels` in the JSON: those that were chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
+from surogate_core.dsl.trace import Compiler, Recompute, Signature, differentiate, without_gradients
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels import grouped
+from surogate_core.kernels.ops import swiglu
 from surogate_core.kernels.registry import KernelTable, references, using
 
 Run = Callable[[], Sequence[Tensor]]
@@ -78,10 +82,13 @@ class Variant:
     """One way to compute a case."""
 
     name: str
-    run: Run
+    make: Callable[[], Run]
+    """Compiles it."""
     flops: float = 0.0
     moved: float = 0.0
     """Bytes that must be read or written."""
+    kernels: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(op, dtype) → the kernel that was chosen, once it is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,7 @@ class Row:
     gb_per_s: float
     error: float
     equal: bool
+    kernels: dict[str, str]
 
 
 # --------------------------------------------------------------------------- inputs
@@ -134,49 +142,65 @@ def setup(shape: Shape, tokens: int, skew: float, device: torch.device, dtype: t
 
 # --------------------------------------------------------------------------- kernels
 
-
-def pack_kernels(op: str) -> dict[str, Callable[..., Any]]:
-    """Name → function of the Triton pack's kernels of an op; none on a CPU without the interpreter."""
-    if not (INTERPRETED or torch.cuda.is_available()) or find_spec("triton") is None:
-        return {}
-    from surogate_kernels_triton import experts
-
-    found: Sequence[Kernel] = experts.kernels()
-    return {k.name: k.function for k in found if k.op == op}
+LINEARS = ("triton-wide", "triton-fused", "triton-adapters")
+OPS = ("route", "combine", "grouped_linears", "combined_linear", "swiglu")
 
 
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A reference as the engine runs it on a GPU."""
-    return torch.compile(function, dynamic=False) if device.type == "cuda" else function
+def has_triton() -> bool:
+    """Whether Triton's programs run here."""
+    return (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
 
 
-def with_torch(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A reference whose products are torch's grouped ones."""
-    kernel = replace(grouped.kernel(), supports=lambda device, dtype: True, takes=lambda *args: True)
-    table = KernelTable(device=device, kernels=(kernel,))
+def table_of(variant: str, device: torch.device) -> KernelTable:
+    """The kernels of a variant: torch's grouped products, and the Triton pack's with this form of the projections."""
+    kernels = [grouped.kernel()]
+    if variant != "reference":
+        import surogate_kernels_triton
 
-    def call(*args: Any) -> Any:
+        names = ("triton", variant)
+        kernels += [k for k in surogate_kernels_triton.kernels() if k.op in OPS and k.name in names]
+    if device.type == "cpu":
+        kernels = [replace(k, supports=lambda *_: True, takes=lambda *_: True) for k in kernels if k.op != "swiglu"]
+    return KernelTable(device=device, kernels=tuple(kernels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A function of the leaves, which may have gradients, and of fixed tensors, that calls ops."""
+
+    function: Callable[..., Any]
+    leaves: Sequence[Tensor]
+    fixed: Sequence[Tensor]
+    outputs: int = 1
+    backward: bool = False
+    flops: float = 0.0
+    moved: float = 0.0
+
+    def variants(self, names: Sequence[str] = LINEARS) -> Iterator[Variant]:
+        """Compiled with each variant's kernels."""
+        for name in ("reference", *(names if has_triton() else ())):
+            table = table_of(name, self.leaves[0].device)
+            make = partial(self.run, table)
+            yield Variant(name=name, make=make, flops=self.flops, moved=self.moved, kernels=table.chosen)
+
+    def run(self, table: KernelTable) -> Run:
+        """The forward or, with `backward`, the outputs and the gradients of the leaves."""
+        compiler: Compiler = "inductor" if self.leaves[0].device.type == "cuda" else "fx"
+        given, function = [*self.leaves, *self.fixed], self.function
+        inputs = [Signature.of(t, requires_grad=self.backward and n < len(self.leaves)) for n, t in enumerate(given)]
         with using(table):
-            return function(*args)
+            if not self.backward:
+                forward = without_gradients(function, inputs, compiler=compiler)
+                return lambda: forward(given)
+            program = differentiate(function, inputs, recompute=Recompute(block=False), compiler=compiler)
+        torch.manual_seed(1)
+        dys = [torch.randn_like(y) for y in program.forward(given)[: self.outputs]]
 
-    return call
+        def run() -> Sequence[Tensor]:
+            found = program.forward(given)
+            return [*found[: self.outputs], *program.backward([*given, *found[self.outputs :], *dys])]
 
-
-def backward_of(function: Callable[..., Any], leaves: Sequence[Tensor], *rest: Any) -> Run:
-    """Runs the function of leaves and its backward; returns outputs and gradients."""
-    given = [t.detach().requires_grad_() for t in leaves]
-    with torch.no_grad():
-        found = function(*leaves, *rest)
-    outputs = [found] if isinstance(found, Tensor) else [t for t in found if t.is_floating_point()]
-    torch.manual_seed(1)
-    dys = [torch.randn_like(y) for y in outputs]
-
-    def run() -> Sequence[Tensor]:
-        again = function(*given, *rest)
-        ys = [again] if isinstance(again, Tensor) else [t for t in again if t.is_floating_point()]
-        return [*(y.detach() for y in ys), *torch.autograd.grad(ys, given, dys)]
-
-    return run
+        return run
 
 
 # --------------------------------------------------------------------------- cases
@@ -189,13 +213,11 @@ def product(s: Setup, inputs: int, outputs: int, *, transposed: bool, tiles: Seq
         inputs, outputs = outputs, inputs
     x, ends = s.drawn(s.rows, inputs), s.routes[4]
     view = weights.transpose(1, 2) if transposed else weights
-    work = {
-        "flops": 2.0 * s.rows * inputs * outputs,
-        "moved": x.nbytes + weights.nbytes + s.rows * outputs * x.itemsize,
-    }
-    yield Variant(name="torch", run=lambda: [grouped.torch_product(x, view, ends)], **work)
-    yield Variant(name="masked", run=lambda: [grouped.masked_product(x, view, ends)], **work)
-    if not pack_kernels("grouped_linears"):
+    moved = x.nbytes + weights.nbytes + s.rows * outputs * x.itemsize
+    work: dict[str, Any] = {"flops": 2.0 * s.rows * inputs * outputs, "moved": moved}
+    yield Variant(name="torch", make=lambda: lambda: [grouped.torch_product(x, view, ends)], **work)
+    yield Variant(name="masked", make=lambda: lambda: [grouped.masked_product(x, view, ends)], **work)
+    if not has_triton():
         return
     from surogate_kernels_triton import experts_launches as launches
 
@@ -204,83 +226,42 @@ def product(s: Setup, inputs: int, outputs: int, *, transposed: bool, tiles: Seq
         return [launches.grouped_sum([x], [weights], None, [], None, ends, s.rows, **named)]
 
     for name in tiles or [launches.tile_for(s.device, inputs).name]:
-        yield Variant(name=f"triton {name}", run=partial(fused, launches.Tile.of(name)), **work)
+        make = partial(partial, fused, launches.Tile.of(name))
+        yield Variant(name=f"triton {name}", make=make, **work)
 
 
 def factors(s: Setup) -> Iterator[Variant]:
     """The gradient of trained weights."""
     dy, x, ends = s.drawn(s.rows, s.shape.inner), s.drawn(s.rows, s.shape.width), s.routes[4]
-    flops = 2.0 * s.rows * s.shape.inner * s.shape.width
     moved = dy.nbytes + x.nbytes + s.shape.experts * s.shape.inner * s.shape.width * x.itemsize
-    yield Variant(name="torch", run=lambda: [grouped.torch_factors(dy, x, ends)], flops=flops, moved=moved)
-    yield Variant(name="masked", run=lambda: [grouped.masked_factors(dy, x, ends)], flops=flops, moved=moved)
+    work: dict[str, Any] = {"flops": 2.0 * s.rows * s.shape.inner * s.shape.width, "moved": moved}
+    yield Variant(name="torch", make=lambda: lambda: [grouped.torch_factors(dy, x, ends)], **work)
+    yield Variant(name="masked", make=lambda: lambda: [grouped.masked_factors(dy, x, ends)], **work)
 
 
 def route(s: Setup) -> Iterator[Variant]:
     """Choices, their order and its inverse."""
     moved = s.logits_NE.nbytes + 16.0 * s.rows
-    for name, function in {
-        "reference": compiled(references["route"].function, s.device),
-        **pack_kernels("route"),
-    }.items():
-        yield Variant(name=name, run=partial(function, s.logits_NE, s.shape.choices, True), moved=moved)
+    choices = s.shape.choices
+    piece = Piece(function=lambda x: ops.route(x, choices, True), leaves=[s.logits_NE], fixed=[], moved=moved)
+    return piece.variants(["triton"])
 
 
 def combine(s: Setup, *, backward: bool) -> Iterator[Variant]:
     """The weighted sum of a token's rows."""
     y, (weights, _, order, slot, _) = s.drawn(s.rows, s.shape.width), s.routes
     moved = y.nbytes * (4.0 if backward else 1.0) + s.tokens * s.shape.width * y.itemsize
-    named = {"reference": compiled(references["combine"].function, s.device), **pack_kernels("combine")}
-    for name, function in named.items():
 
-        def of(a: Tensor, b: Tensor, function: Callable[..., Any] = function) -> Any:
-            return function(a, order, slot, b)
+    def function(a: Tensor, b: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return ops.combine(a, first, second, b)
 
-        run: Run = backward_of(of, [y, weights]) if backward else partial(_no_grad, of, y, weights)
-        yield Variant(name=name, run=run, moved=moved)
+    piece = Piece(function=function, leaves=[y, weights], fixed=[order, slot], backward=backward, moved=moved)
+    return piece.variants(["triton"])
 
 
-def linears(s: Setup, *, gate_up: bool, backward: bool) -> Iterator[Variant]:
-    """`grouped_linears` with adapters: gate and up of gathered rows, or down of sorted ones."""
-    shape, (_, _, order, slot, ends) = s.shape, s.routes
-    inputs, outputs = (shape.width, shape.inner) if gate_up else (shape.inner, shape.width)
-    count = 2 if gate_up else 1
-    where = (order, slot) if gate_up else (None, None)
-    x = s.drawn(s.tokens if gate_up else s.rows, inputs)
-    weights = [s.drawn(shape.experts, outputs, inputs, scale=inputs**-0.5) for _ in range(count)]
-    pairs = []
-    for _ in range(count):
-        pairs.append(s.drawn(shape.experts, shape.rank, inputs, scale=inputs**-0.5))
-        pairs.append(s.drawn(shape.experts, outputs, shape.rank))
-    adapter = ops.ExpertAdapter(rank=shape.rank, scale=2.0, dropout=0.0, salt=0)
-    frozen = 2.0 * s.rows * inputs * outputs * count
-    adapted = 2.0 * s.rows * shape.rank * (inputs + outputs) * count
-    flops = frozen + adapted + (frozen + 2 * adapted if backward else 0.0)
-    named = {
-        "reference": with_torch(references["grouped_linears"].function, s.device),
-        **pack_kernels("grouped_linears"),
-    }
-    for name, function in named.items():
-
-        def of(a: Tensor, *rest: Tensor, function: Callable[..., Any] = function) -> Any:
-            mixed = [t for i, w in enumerate(weights) for t in (w, rest[2 * i], rest[2 * i + 1])]
-            return function(a, *where, ends, None, [adapter] * count, None, *mixed)
-
-        made = compiled(of, s.device) if name == "reference" else of
-        run: Run = backward_of(made, [x, *pairs]) if backward else partial(_no_grad, made, x, *pairs)
-        yield Variant(name=name, run=run, flops=flops)
-
-
-def _no_grad(function: Callable[..., Any], *args: Any) -> Sequence[Tensor]:
-    with torch.no_grad():
-        found = function(*args)
-    return [found] if isinstance(found, Tensor) else list(found)
-
-
-def layer(s: Setup) -> Iterator[Variant]:
-    """A layer's feed-forward with frozen weights and adapters, forward and backward."""
+def adapted(s: Setup, sizes: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor], ops.ExpertAdapter, float]:
+    """(weights, A's and B's of projections of these (outputs, inputs), their adapter, FLOPs of a row's adapters)."""
     shape = s.shape
-    sizes = [(shape.inner, shape.width)] * 2 + [(shape.width, shape.inner)]
     weights = [s.drawn(shape.experts, o, i, scale=i**-0.5) for o, i in sizes]
     pairs = [
         t
@@ -288,26 +269,67 @@ def layer(s: Setup) -> Iterator[Variant]:
         for t in (s.drawn(shape.experts, shape.rank, i, scale=i**-0.5), s.drawn(shape.experts, o, shape.rank))
     ]
     adapter = ops.ExpertAdapter(rank=shape.rank, scale=2.0, dropout=0.0, salt=0)
-    frozen = 2.0 * s.rows * shape.inner * shape.width * 3
-    adapted = 2.0 * s.rows * shape.rank * sum(o + i for o, i in sizes)
+    return weights, pairs, adapter, 2.0 * shape.rank * sum(o + i for o, i in sizes)
 
-    def of(chosen: dict[str, Callable[..., Any]], x: Tensor, logits: Tensor, *adapters: Tensor) -> Tensor:
-        mixed = [t for i, w in enumerate(weights) for t in (w, adapters[2 * i], adapters[2 * i + 1])]
-        scores, _, order, slot, ends = chosen["route"](logits, shape.choices, True)
-        gate, up = chosen["linears"](x, order, slot, ends, None, [adapter] * 2, None, *mixed[:6])
-        h = torch.nn.functional.silu(gate) * up
-        (y,) = chosen["linears"](h, None, None, ends, None, [adapter], None, *mixed[6:])
-        out: Tensor = chosen["combine"](y, order, slot, scores)
-        return out
 
-    plain = {name: references[name].function for name in ("route", "combine")}
-    variants = {"reference": {**plain, "linears": with_torch(references["grouped_linears"].function, s.device)}}
-    for name, function in pack_kernels("grouped_linears").items():
-        variants[name] = {op: pack_kernels(op)["triton"] for op in plain} | {"linears": function}
-    leaves = [s.drawn(s.tokens, shape.width), s.logits_NE, *pairs]
-    for name, chosen in variants.items():
-        run = backward_of(compiled(partial(of, chosen), s.device), leaves)
-        yield Variant(name=name, run=run, flops=2 * frozen + 3 * adapted)
+def mixed(weights: Sequence[Tensor], pairs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors as the ops take them."""
+    return [t for i, w in enumerate(weights) for t in (w, pairs[2 * i], pairs[2 * i + 1])]
+
+
+def linears(s: Setup, *, gate_up: bool, backward: bool) -> Iterator[Variant]:
+    """`grouped_linears` with adapters: gate and up of gathered rows, or down of sorted ones."""
+    _, _, order, slot, ends = s.routes
+    inputs, outputs = (s.shape.width, s.shape.inner) if gate_up else (s.shape.inner, s.shape.width)
+    count = 2 if gate_up else 1
+    x = s.drawn(s.tokens if gate_up else s.rows, inputs)
+    weights, pairs, adapter, extra = adapted(s, [(outputs, inputs)] * count)
+    frozen, skinny = 2.0 * s.rows * inputs * outputs * count, s.rows * extra
+
+    def function(a: Tensor, *rest: Tensor) -> Any:
+        pairs, (first, second, last), weights = rest[: 2 * count], rest[2 * count : -count], rest[-count:]
+        where = (first, second) if gate_up else (None, None)
+        found = ops.grouped_linears(a, where[0], where[1], last, None, [adapter] * count, None, *mixed(weights, pairs))
+        return tuple(found) if gate_up else found[0]
+
+    flops = frozen + skinny + (frozen + 2 * skinny if backward else 0.0)
+    fixed = [order, slot, ends, *weights]
+    return Piece(
+        function=function, leaves=[x, *pairs], fixed=fixed, outputs=count, backward=backward, flops=flops
+    ).variants()
+
+
+def combined(s: Setup, *, backward: bool) -> Iterator[Variant]:
+    """`combined_linear`: down and the sum of its rows."""
+    inputs, outputs = s.shape.inner, s.shape.width
+    scores, _, order, slot, ends = s.routes
+    (weight,), pairs, adapter, extra = adapted(s, [(outputs, inputs)])
+    frozen, skinny = 2.0 * s.rows * inputs * outputs, s.rows * extra
+
+    def function(a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
+        first, second, order, slot, ends, w = rest
+        return ops.combined_linear(a, order, slot, ends, b, None, adapter, None, w, first, second)
+
+    flops = frozen + skinny + (frozen + 2 * skinny if backward else 0.0)
+    leaves, fixed = [s.drawn(s.rows, inputs), scores, *pairs], [order, slot, ends, weight]
+    return Piece(function=function, leaves=leaves, fixed=fixed, backward=backward, flops=flops).variants()
+
+
+def layer(s: Setup) -> Iterator[Variant]:
+    """A layer's feed-forward with frozen weights and adapters, forward and backward."""
+    width, inner = s.shape.width, s.shape.inner
+    weights, pairs, adapter, extra = adapted(s, [(inner, width), (inner, width), (width, inner)])
+    frozen, skinny = 2.0 * s.rows * inner * width * 3, s.rows * extra
+
+    def function(x: Tensor, logits: Tensor, *rest: Tensor) -> Tensor:
+        tensors = mixed(rest[6:], rest[:6])
+        scores, _, order, slot, ends = ops.route(logits, s.shape.choices, True)
+        gate, up = ops.grouped_linears(x, order, slot, ends, None, [adapter] * 2, None, *tensors[:6])
+        return ops.combined_linear(swiglu(gate, up), order, slot, ends, scores, None, adapter, None, *tensors[6:])
+
+    leaves = [s.drawn(s.tokens, width), s.logits_NE, *pairs]
+    flops = 2 * frozen + 3 * skinny
+    return Piece(function=function, leaves=leaves, fixed=weights, backward=True, flops=flops).variants()
 
 
 def cases(s: Setup, tiles: Sequence[str]) -> dict[str, Callable[[], Iterator[Variant]]]:
@@ -320,11 +342,13 @@ def cases(s: Setup, tiles: Sequence[str]) -> dict[str, Callable[[], Iterator[Var
         "factors": partial(factors, s),
         "route": partial(route, s),
         "combine": partial(combine, s, backward=False),
-        "combine_backward": partial(combine, s, backward=True),
+        "combine_full": partial(combine, s, backward=True),
         "gate_up": partial(linears, s, gate_up=True, backward=False),
-        "gate_up_backward": partial(linears, s, gate_up=True, backward=True),
+        "gate_up_full": partial(linears, s, gate_up=True, backward=True),
         "down": partial(linears, s, gate_up=False, backward=False),
-        "down_backward": partial(linears, s, gate_up=False, backward=True),
+        "down_full": partial(linears, s, gate_up=False, backward=True),
+        "combined": partial(combined, s, backward=False),
+        "combined_full": partial(combined, s, backward=True),
         "layer": partial(layer, s),
     }
 
@@ -388,11 +412,12 @@ def measure(
         if names and expected is not None and not any(variant.name.startswith(name) for name in names):
             continue
         try:
-            found = [t.clone() for t in variant.run()]
-            again = variant.run()
+            run = variant.make()
+            found = [t.clone() for t in run()]
+            again = run()
             equal = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
             expected = found if expected is None else expected
-            ms = gpu_ms(variant.run, repeats) if s.device.type == "cuda" else cpu_ms(variant.run, repeats)
+            ms = gpu_ms(run, repeats) if s.device.type == "cuda" else cpu_ms(run, repeats)
         except Exception as error:
             print(f"{case:18} {variant.name:22} failed: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -406,10 +431,12 @@ def measure(
             gb_per_s=variant.moved / ms / 1e6,
             error=relative(found, expected),
             equal=equal,
+            kernels={op: kernel for (op, _), kernel in variant.kernels.items()},
         )
         print(
             f"{case:18} {variant.name:22} {s.tokens:6} {load:5} {ms:9.3f} ms {row.tflops:7.1f} TFLOP/s "
-            f"{row.gb_per_s:7.0f} GB/s  error {row.error:.1e}  equal {row.equal}",
+            f"{row.gb_per_s:7.0f} GB/s  error {row.error:.1e}  equal {row.equal}"
+            + ("  not chosen" if row.kernels and variant.name not in {"reference", *row.kernels.values()} else ""),
             flush=True,
         )
         rows.append(row)

@@ -23,14 +23,14 @@ def test_a_line_for_each_variant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "found.json"
-    words = ["--small", "--loads", "zipf", "--cases", "product", "down_backward", "--out", str(out)]
+    words = ["--small", "--loads", "zipf", "--cases", "product", "combined_full", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["experts.py", *words])
     experts.main()
     found = json.loads(out.read_text())
     assert {(row["case"], row["variant"]) for row in found} >= {
         ("product", "torch"),
         ("product", "masked"),
-        ("down_backward", "reference"),
+        ("combined_full", "reference"),
     }
     assert all(row["equal"] and row["error"] < 1e-5 for row in found)
     assert capsys.readouterr().out.count("TFLOP/s") == len(found)
