@@ -90,6 +90,8 @@ class RolloutSettings:
     """Sequences at a time."""
     context: int
     """Tokens of the longest sequence, its prompt included."""
+    frozen: bool = False
+    """Whether the weights stay as they are, so that keys and values of prompts may be kept between calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

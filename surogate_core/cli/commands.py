@@ -11,6 +11,7 @@ COMMANDS = (
     *CORE_TASKS,
     DEMO,
     "generate",
+    "chat",
     "eval",
     "tokenize",
     "merge",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.cli.sampling import NUMBERS, number, sampling_of
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,20 +45,11 @@ an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as de
 A completion alone is printed for one prompt with one sample; several are printed as JSON lines.
 """
 
-_NUMBERS: Mapping[str, Callable[[str], float]] = {
-    "--temperature": float,
-    "--top-k": int,
-    "--top-p": float,
-    "--min-p": float,
-    "--repetition-penalty": float,
-    "--seed": int,
-}
-"""Flags that are fields of `Sampling`."""
 _COUNTS = ("--max-new-tokens", "--samples", "--slots")
 _TEXTS = ("--prompt", "--file", "--system", "--output", "--engine")
 _LISTS = ("--stop", "--stop-token")
 _SWITCHES = ("--chat", "--json", "--logprobs", "--ignore-eos")
-_FLAGS = (*_NUMBERS, *_COUNTS, *_TEXTS, *_LISTS, *_SWITCHES)
+_FLAGS = (*NUMBERS, *_COUNTS, *_TEXTS, *_LISTS, *_SWITCHES)
 
 
 @dataclass(slots=True)
@@ -161,10 +153,10 @@ def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
         raise UserError(f"--file {file}: cannot be read: {reason}. Fix: name a file of JSON lines.") from error
     found = []
     shown = "standard input" if file == "-" else file
-    for number, line in enumerate(text.splitlines(), start=1):
+    for place, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        name = f"{shown}:{number}"
+        name = f"{shown}:{place}"
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -184,18 +176,8 @@ def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
 def _wanted(words: _Words, prepared: Prepared) -> Wanted:
     from surogate_core.run.texts import Wanted, stop_token
 
-    values: dict[str, Any] = {flag.strip("-").replace("-", "_"): value for flag, value in words.sampling.items()}
-    base = prepared.sampling
-    if base.temperature == 0 and values.keys() & {"top_k", "top_p", "min_p"} and "temperature" not in values:
-        values["temperature"] = 1.0  # filters without a temperature ask for samples
-    if words.counts.get("--samples", 1) > 1 and base.temperature == 0 and "temperature" not in values:
-        values["temperature"] = 1.0
-    try:
-        sampling = replace(base, **values)
-    except ValueError as error:
-        name, _, value = str(error).partition(" is ")
-        flag = f"--{name.replace('_', '-')}"
-        raise UserError(f"{flag} {value}: is out of range. Fix: see `surogate generate --help`") from error
+    several = words.counts.get("--samples", 1) > 1
+    sampling = sampling_of(words.sampling, prepared.sampling, sampled=several)
     stops = words.lists.get("--stop", [])
     if "" in stops:
         raise UserError("--stop: is empty. Fix: give the text before which a completion ends.")
@@ -271,17 +253,6 @@ def _take(parsed: _Words, flag: str, value: str) -> None:
     elif flag in _TEXTS:
         parsed.texts[flag] = value
     elif flag in _COUNTS:
-        parsed.counts[flag] = int(_number(flag, value, int, least=1))
+        parsed.counts[flag] = int(number(flag, value, int, least=1))
     else:
-        parsed.sampling[flag] = _number(flag, value, _NUMBERS[flag])
-
-
-def _number(flag: str, text: str, kind: Callable[[str], float], *, least: float | None = None) -> float:
-    what = "a whole number" if kind is int else "a number"
-    try:
-        value = kind(text)
-    except ValueError as error:
-        raise UserError(f"{flag} {text}: is not {what}. Fix: {flag} {'1' if kind is int else '0.7'}") from error
-    if least is not None and value < least:
-        raise UserError(f"{flag} {text}: must be at least {least:g}. Fix: {flag} {least:g}")
-    return value
+        parsed.sampling[flag] = number(flag, value, NUMBERS[flag])

@@ -27,6 +27,7 @@ usage:
   surogate demo [KEY=VALUE …]                  the same; without keys, the embedded example as it is
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
   surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
+  surogate chat MODEL [MODEL …]                a chat in the terminal
   surogate eval MODEL [MODEL …] datasets=FILE  held-out loss and perplexity; several models are compared in pairs
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
@@ -107,6 +108,7 @@ def _dispatch(arguments: list[str]) -> int:
         return _train(arguments[1:], None)
     commands: dict[str, Callable[[list[str]], int]] = {
         "generate": _generate,
+        "chat": _chat,
         "eval": _evaluate,
         "tokenize": _tokenize,
         "merge": _merge,
@@ -134,6 +136,12 @@ def _generate(arguments: list[str]) -> int:
     from surogate_core.cli import generate
 
     return generate.main(arguments)
+
+
+def _chat(arguments: list[str]) -> int:
+    from surogate_core.cli import chat
+
+    return chat.main(arguments)
 
 
 def _evaluate(arguments: list[str]) -> int:

@@ -77,7 +77,7 @@ class NativeEngine:
     """Generation with the weights of a run where they are."""
 
     def __init__(self, weights: Weights, settings: RolloutSettings):
-        self.weights, self.slots = weights, settings.slots
+        self.weights, self.slots, self.frozen = weights, settings.slots, settings.frozen
         self.context = -(-settings.context // SEGMENT) * SEGMENT
         parameters = weights.parameters
         self.shapes = shapes_of(weights)
@@ -102,7 +102,15 @@ class NativeEngine:
         """A completion of each request, in their order."""
         for request in requests:
             self._check(request)
-        self._forget()
+        if not self.frozen:
+            self._forget()
+        try:
+            return self._generate(requests, on_token)
+        except BaseException:
+            self._forget()  # what a slot begins with may not be written
+            raise
+
+    def _generate(self, requests: Sequence[Request], on_token: OnToken | None) -> list[Completion]:
         waiting = deque(enumerate(requests))
         free = list(range(self.slots))[::-1]
         running: list[_Sequence] = []
@@ -126,10 +134,10 @@ class NativeEngine:
     @torch.no_grad()
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""
-        self._forget()
         found: list[list[float]] = []
         for first in range(0, len(documents), self.slots):
             some = [tuple(document) for document in documents[first : first + self.slots]]
+            self._forget()
             hidden = self._prefill([_Fill(slot=slot, ids=ids) for slot, ids in enumerate(some)])
             found += [self._following(x_ND, ids) for x_ND, ids in zip(hidden, some, strict=True)]
         return found
@@ -152,7 +160,7 @@ class NativeEngine:
         assert len(request.prompt) + request.max_new_tokens <= self.context, "longer than a slot"
 
     def _forget(self) -> None:
-        """The weights may have changed since the last call."""
+        """Prompts are prefilled anew."""
         self._prompts = [()] * self.slots
 
     def _begin(self, waiting: deque[tuple[int, Request]], free: list[int]) -> list[_Sequence]:

@@ -20,8 +20,12 @@ def next_commands(config: RunConfig) -> tuple[tuple[str, str], ...]:
     # Nobody else has an adapter's base that is a directory here.
     ours = not whole and config.model.path is not None and Path(config.model.path).expanduser().is_dir()
     sent = shlex.quote(str(model)) if ours else run
+    # An adapter on random weights cannot be loaded again.
+    tried = f"surogate generate {run} --prompt TEXT" if config.task == "pt" else f"surogate chat {run}"
+    loads = whole or config.model.path is not None
     return (
         *merge,
+        *((("try it", tried),) if loads else ()),
         ("read the report", f"surogate report {run}"),
         ("publish (private)", f"surogate export {sent} --to hub://USER/NAME"),
         ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"),

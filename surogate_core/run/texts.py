@@ -175,10 +175,12 @@ def generate_texts(
     stop: Sequence[str] = (),
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    shown: Callable[[str], None] | None = None,
 ) -> list[Text]:
     """The completions of requests as texts.
 
-    `progress` receives the tokens so far and at most.
+    `progress` receives the tokens so far and at most; `shown` the new part of the text, as soon as no later token can
+    change it, of the only request.
     """
     total, done = sum(r.max_new_tokens for r in requests), 0
     watches = [Watch(tokenizer, request.prompt, stop) for request in requests]
@@ -191,9 +193,13 @@ def generate_texts(
         if ended or token in requests[index].stop_ids or len(watch.ids) >= requests[index].max_new_tokens:
             done += requests[index].max_new_tokens - len(watch.ids)
         progress(done, total)
+        if shown is not None:
+            shown(watch.settled(ended))
         return ended
 
     found = engine.generate(requests, on_token=on_token)
+    if shown is not None:
+        shown(watches[0].settled(True))
     return [_text(request, watch, one) for request, watch, one in zip(requests, watches, found, strict=True)]
 
 
@@ -217,6 +223,8 @@ class Watch:
         self._before = self._decoded([])
         self._reach = TAIL + max((len(s) for s in stop), default=0)
         self.ids: list[int] = []
+        self._given = 0
+        """Characters that `settled` has given."""
 
     def _decoded(self, ids: Sequence[int]) -> str:
         # After some tokens of the prompt: a tokenizer may drop the space before a text's first word.
@@ -244,3 +252,17 @@ class Watch:
         """The text so far, up to a stop text."""
         text = self._whole()
         return text[: self._end(text)]
+
+    def settled(self, ended: bool) -> str:
+        """What is new of the text, without an end that later tokens may change: the bytes of a character, or what may
+        become a stop text. All of it once it has `ended`.
+        """
+        text = self.text()
+        end = len(text)
+        if not ended:
+            end = len(text.rstrip("\ufffd"))
+            begun = (n for stop in self._stop for n in range(1, len(stop)) if text[:end].endswith(stop[:n]))
+            end -= max(begun, default=0)
+        new = text[self._given : end]
+        self._given = max(self._given, end)
+        return new

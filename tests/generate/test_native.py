@@ -192,3 +192,18 @@ def test_log_probabilities_of_documents(engine, shared):
         expected = torch.log_softmax(logits_of(engine, document), -1)
         wanted = [expected[i, token].item() for i, token in enumerate(document[1:])]
         assert values == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4", "host"])
+def test_weights_in_a_format_or_elsewhere(name, installed):
+    kind = "offload" if name == "host" else "quant"
+    offered = installed.get(kind, name)
+    changes = {"offloader": offered} if kind == "offload" else {"weight_format": offered.build(offered.options())}
+    engine = tiny.engine(lora=tiny.lora(), **changes)
+    document = PROMPTS[1]
+    expected = torch.log_softmax(engine.logits(tiny.batch([document])), -1)
+    wanted = [expected[i, token].item() for i, token in enumerate(document[1:])]
+    loaded = Weights.load(tiny.assembly(lora=tiny.lora(), **changes), tiny.random_source())
+    found = opened(Weights.of(engine), slots=1).logprobs([document])
+    assert found[0] == pytest.approx(wanted, abs=1e-5)
+    assert opened(loaded, slots=2).logprobs([document]) == found

@@ -172,6 +172,23 @@ def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: 
         texts.settings_of(weights, many)
 
 
+def test_a_growing_text_is_given_in_parts(hf_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    text = "The chain slips. 日本語 STOP here"
+    for stop, wanted in (((), text), (("STOP",), "The chain slips. 日本語 "), (("chain", "The chain slips!"), "The ")):
+        watch = texts.Watch(tokenizer, tokenizer("Hello")["input_ids"], stop)
+        parts: list[str] = []
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            ended = watch.take(token)
+            parts.append(watch.settled(ended))
+            if ended:
+                break
+        parts.append(watch.settled(True))
+        assert "".join(parts) == watch.text() == wanted
+        assert not any("\ufffd" in part for part in parts)
+        assert sum(map(bool, parts)) > (0 if stop else 6)
+
+
 def test_prompts(hf_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(hf_dir)
     with pytest.raises(UserError, match="row 1: is empty"):

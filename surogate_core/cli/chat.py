@@ -1,0 +1,261 @@
+"""`surogate chat`: talk to a model, or to several at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surogate_core.cli.sampling import NUMBERS, number, sampling_of
+from surogate_core.errors import SurogateError, UserError
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import RolloutEngine, Sampling
+    from surogate_core.run.generation import Prepared
+
+USAGE = """\
+usage: surogate chat MODEL [MODEL …] [--system TEXT] [KEY=VALUE …]
+
+A chat in the terminal. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint
+with an adapter, a PEFT adapter, or a hub id. Several models answer one after the other, each with its own history.
+KEY=VALUE are keys of a run, such as device=cpu or qlora_nf4=true.
+
+  --system TEXT        the system message
+  --max-new-tokens N   largest number of tokens of an answer (512)
+  --context N          tokens of the longest conversation (4096, or what the model has)
+  --temperature T      0 takes the most probable token. Without these flags generation_config.json decides
+  --top-k N, --top-p P, --min-p P, --repetition-penalty R
+  --seed N             with equal seeds and messages equal answers (0)
+
+In the chat:
+  /help                these commands
+  /system TEXT         another system message, and a new conversation
+  /reset               a new conversation
+  /undo                take the last message and its answer back
+  /save FILE           write the conversation as a row of a data set
+  /quit                end; Ctrl-D does too. Ctrl-C ends an answer
+
+Lines of standard input are messages if it is not a terminal.
+"""
+
+_COUNTS = {"--max-new-tokens": 512, "--context": 4096}
+_FLAGS = (*NUMBERS, *_COUNTS, "--system")
+
+
+@dataclass(slots=True)
+class _Words:
+    models: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    sampling: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: dict(_COUNTS))
+    system: str | None = None
+
+
+@dataclass(slots=True)
+class Partner:
+    """A model with its conversation."""
+
+    name: str
+    prepared: Prepared
+    engine: RolloutEngine
+    sampling: Sampling
+    context: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, text: str, *, most: int, shown: Callable[[str], None]) -> str:
+        """Answers a message, which is taken back if it cannot; Ctrl-C ends the answer."""
+        from surogate_core.bundles import Request
+        from surogate_core.run.texts import generate_texts, prompt_of_messages
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = prompt_of_messages(self.prepared.tokenizer, messages, name="the conversation")
+        room = self.context - len(prompt.ids)
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(prompt.ids):,} tokens, and there is room for {self.context:,}. "
+                f"Fix: /reset, or --context N"
+            )
+        request = Request(
+            prompt=prompt.ids,
+            max_new_tokens=min(room, most),
+            number=len(self.messages),
+            sampling=self.sampling,
+            stop_ids=self.prepared.stop_ids,
+        )
+        parts: list[str] = []
+
+        def take(part: str) -> None:
+            parts.append(part)
+            shown(part)
+
+        try:
+            generate_texts(self.engine, self.prepared.tokenizer, [request], shown=take)
+        except KeyboardInterrupt:
+            shown(" …")
+        reply = "".join(parts)
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        return reply
+
+    def reset(self, system: str | None) -> None:
+        """A new conversation."""
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def undo(self) -> None:
+        """Without the last message and its answer."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            del self.messages[-2:]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    if any(word in ("--help", "-h") for word in argv):
+        print(USAGE, end="")
+        return 0
+    words = _parse(argv)
+    if not words.models:
+        raise UserError("surogate chat: no model is named. Fix: surogate chat MODEL")
+    from surogate_core import logs
+
+    logs.configure()
+    talk(_partners(words), words.system, most=words.counts["--max-new-tokens"])
+    return 0
+
+
+def _partners(words: _Words) -> list[Partner]:
+    from surogate_core.bundles import RolloutSettings
+    from surogate_core.cli.arguments import Arguments, registry_for
+    from surogate_core.cli.progress import shown_progress
+    from surogate_core.config.resolve import load_run_config
+    from surogate_core.data.chat import chat_of
+    from surogate_core.events import Progress
+    from surogate_core.run.generation import named, prepare
+
+    registry = registry_for(Arguments(overrides=words.overrides))
+    spec = registry.get("rollout", "native")
+    ready = {}
+    for word in words.models:
+        found = named(word)
+        config = load_run_config([*found.overrides, *words.overrides], registry=registry)
+        ready[word] = prepare(found, config, registry)
+        chat_of(ready[word].tokenizer)  # without a template there is no chat
+        for note in ready[word].notes:
+            print(f"note: {word}: {note}", file=sys.stderr)
+    partners = []
+    with shown_progress() as progress:
+        for word, prepared in ready.items():
+
+            def told(task: str, done: int, total: int, word: str = word) -> None:
+                progress(Progress(task=f"{word}: {task}", done=done, total=total))
+
+            weights = prepared.load(registry, progress=told)
+            context = int(min(words.counts["--context"], prepared.context))
+            engine = spec.open(weights, RolloutSettings(slots=1, context=context, frozen=True))
+            sampling = sampling_of(words.sampling, prepared.sampling)
+            partners.append(Partner(name=word, prepared=prepared, engine=engine, sampling=sampling, context=context))
+    return partners
+
+
+def talk(partners: Sequence[Partner], system: str | None, *, most: int) -> None:
+    """Answers lines until they end."""
+    for partner in partners:
+        partner.reset(system)
+    for line in _lines():
+        text = line.strip()
+        try:
+            if text.startswith("/"):
+                if text.split()[0] in ("/quit", "/exit"):
+                    return
+                system = _command(text, partners, system)
+            elif text:
+                _answers(partners, text, most)
+        except SurogateError as error:
+            print(f"surogate: {error}", file=sys.stderr)
+
+
+def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
+    for partner in partners:
+        if len(partners) > 1:
+            print(f"[{partner.name}]")
+        partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
+        print(flush=True)
+
+
+def _command(text: str, partners: Sequence[Partner], system: str | None) -> str | None:
+    """Does what a line that begins with / says; the system message from then on."""
+    word, _, rest = text.partition(" ")
+    match word:
+        case "/help":
+            print(USAGE.partition("In the chat:\n")[2].partition("\n\n")[0], file=sys.stderr)
+        case "/save":
+            _save(rest.strip(), partners)
+        case "/undo":
+            for partner in partners:
+                partner.undo()
+        case "/reset" | "/system":
+            system = (rest.strip() or None) if word == "/system" else system
+            for partner in partners:
+                partner.reset(system)
+        case _:
+            near = get_close_matches(word, ("/help", "/system", "/reset", "/undo", "/save", "/quit"), n=1)
+            raise UserError(f"{word}: there is no such command. Fix: {near[0] if near else '/help'}")
+    return system
+
+
+def _save(file: str, partners: Sequence[Partner]) -> None:
+    from surogate_core.files.atomic import replace_file
+
+    if not file:
+        raise UserError("/save: names no file. Fix: /save chat.jsonl")
+    rows = [json.dumps({"messages": partner.messages}, ensure_ascii=False) + "\n" for partner in partners]
+    replace_file(Path(file).expanduser(), "".join(rows).encode(), key="/save")
+    print(f"Written: {file}", file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """Messages: typed at a prompt, or lines of standard input."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    try:
+        import readline  # noqa: F401  # input() takes its editing and history from it
+    except ImportError:
+        print("note: lines cannot be edited: Python has no readline here.", file=sys.stderr)
+    print("/help lists the commands, /quit ends.", file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+def _parse(argv: Sequence[str]) -> _Words:
+    parsed, words = _Words(), list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            if flag not in _FLAGS:
+                near = get_close_matches(flag, _FLAGS, n=1)
+                fix = near[0] if near else "`surogate chat --help` shows the form"
+                raise UserError(f"surogate chat: {flag} is not known. Fix: {fix}")
+            if not equals and not words:
+                raise UserError(f"surogate chat {flag}: a value must follow. Fix: `surogate chat --help`")
+            value = value if equals else words.pop(0)
+            if flag in NUMBERS:
+                parsed.sampling[flag] = number(flag, value, NUMBERS[flag])
+            elif flag in _COUNTS:
+                parsed.counts[flag] = int(number(flag, value, int, least=1))
+            else:
+                parsed.system = value
+        elif equals or word.startswith(("+", "~")):
+            parsed.overrides.append(word)
+        elif word in parsed.models:
+            raise UserError(f"surogate chat: {word} is named twice. Fix: name it once.")
+        else:
+            parsed.models.append(word)
+    return parsed

@@ -1,0 +1,49 @@
+"""The flags of commands that sample: numbers, and what they make of a model's own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import Sampling
+
+NUMBERS: Mapping[str, Callable[[str], float]] = {
+    "--temperature": float,
+    "--top-k": int,
+    "--top-p": float,
+    "--min-p": float,
+    "--repetition-penalty": float,
+    "--seed": int,
+}
+"""Flags that are fields of `Sampling`."""
+
+
+def number(flag: str, text: str, kind: Callable[[str], float], *, least: float | None = None) -> float:
+    """The value of a flag; raises `UserError`."""
+    what = "a whole number" if kind is int else "a number"
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text}: is not {what}. Fix: {flag} {'1' if kind is int else '0.7'}") from error
+    if least is not None and value < least:
+        raise UserError(f"{flag} {text}: must be at least {least:g}. Fix: {flag} {least:g}")
+    return value
+
+
+def sampling_of(flags: Mapping[str, float], base: Sampling, *, sampled: bool = False) -> Sampling:
+    """The model's own sampling, changed by the flags. Filters ask for samples, and so does `sampled`, unless a
+    temperature is given.
+    """
+    values: dict[str, Any] = {flag.strip("-").replace("-", "_"): value for flag, value in flags.items()}
+    asks = sampled or values.keys() & {"top_k", "top_p", "min_p"}
+    if base.temperature == 0 and asks and "temperature" not in values:
+        values["temperature"] = 1.0
+    try:
+        return replace(base, **values)
+    except ValueError as error:
+        name, _, value = str(error).partition(" is ")
+        raise UserError(f"--{name.replace('_', '-')} {value}: is out of range. Fix: see --help") from error

@@ -1,0 +1,127 @@
+"""`surogate chat`: turns, commands, several models, and bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from surogate_core.cli import chat
+from surogate_core.cli.main import main
+from surogate_core.generate.native import NativeEngine
+
+Call = Callable[..., tuple[str, str]]
+WORDS = ("device=cpu", "--max-new-tokens=5", "--temperature=0")
+
+
+@pytest.fixture
+def call(hf_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Types lines into a chat with a small model; (standard output, standard error)."""
+
+    def start(*lines: str, words: tuple[str, ...] = (), models: tuple[Path, ...] = (hf_dir,)) -> tuple[str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        assert main(["chat", *map(str, models), *WORDS, *words]) == 0
+        return capsys.readouterr()
+
+    return start
+
+
+def test_turns_and_commands(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = tmp_path / "chat.jsonl"
+    lines = ("Hello", "", "Why?", f"/save {saved}", "/undo", "Why?", "/reset", "Hello", "/help", "/quit", "not read")
+    out, err = call(*lines)
+    first, second, again, fresh = out.splitlines()
+    assert second == again
+    assert first == fresh
+    assert first != second
+    (row,) = map(json.loads, saved.read_text().splitlines())
+    assert row["messages"] == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": second},
+    ]
+    assert "/undo" in err
+    generated = call("Hello", words=("--system", "Be brief."))[0]
+    assert call("/system Be brief.", "Hello")[0] == generated
+    assert call("Hello")[0] == f"{first}\n"
+
+
+def test_a_mistake_does_not_end_the_chat(call: Call) -> None:
+    out, err = call("/sav x", "/save", "word " * 400, "Hello", words=("--context", "64"))
+    assert "/sav: there is no such command. Fix: /save" in err
+    assert "/save: names no file" in err
+    assert "there is room for 64. Fix: /reset, or --context N" in err
+    assert len(out.splitlines()) == 1
+
+
+def test_several_models_answer_in_turn(call: Call, hf_dir: Path, model_copy: Path) -> None:
+    out, _ = call("Hello", models=(hf_dir, model_copy))
+    answer = call("Hello")[0].rstrip("\n")
+    assert out.splitlines() == [f"[{hf_dir}]", answer, f"[{model_copy}]", answer]
+
+
+def test_the_beginning_of_a_conversation_is_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+    prefill = NativeEngine._prefill
+
+    def noted(self, fills):
+        starts.extend(fill.start for fill in fills)
+        return prefill(self, fills)
+
+    monkeypatch.setattr(NativeEngine, "_prefill", noted)
+    call("one two three four five six seven eight nine ten eleven twelve", "Why?")
+    assert starts[0] == 0
+    assert starts[1] >= 16
+    assert starts[1] % 16 == 0
+
+
+def test_ctrl_c_ends_an_answer(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = call("Hello", "Why?")[0].splitlines()
+    take, count = chat.Partner.answer, [0]
+
+    def interrupted(self, text, *, most, shown):
+        def stop(part):
+            count[0] += 1
+            shown(part)
+            if count[0] == 2:
+                raise KeyboardInterrupt
+
+        return take(self, text, most=most, shown=stop)
+
+    monkeypatch.setattr(chat.Partner, "answer", interrupted)
+    first, second = call("Hello", "Why?")[0].splitlines()
+    assert first.endswith(" …")
+    assert whole[0].startswith(first.removesuffix(" …"))
+    assert second
+
+
+def test_bad_input_is_one_clear_message(
+    hf_dir: Path, model_copy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        path = model_copy / file
+        if path.suffix == ".json":
+            values = {k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}
+            path.write_text(json.dumps(values))
+        else:
+            path.unlink(missing_ok=True)
+    for words, message in {
+        (): "no model is named",
+        (hf_dir, hf_dir): "is named twice",
+        (hf_dir, "--sytem", "x"): "--sytem is not known. Fix: --system",
+        (hf_dir, "--system"): "a value must follow",
+        (hf_dir, "--temperature", "-2"): "out of range",
+        (tmp_path / "gone",): "there is no such directory",
+        (model_copy,): "has no chat template",
+    }.items():
+        assert main(["chat", *map(str, words)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert message in err
