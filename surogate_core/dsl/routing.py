@@ -1,6 +1,6 @@
 """What a router reports of its choices: the side outputs of a layer with experts.
 
-Shape suffixes: N tokens, E experts, K experts of a token, R = N·K rows sorted by expert.
+Shape suffixes: N tokens, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ def router_figures(logits_NE: Tensor, routes: Routes, tables: Mapping[str, Tenso
     """The side outputs of a layer; padding does not count."""
     real_N = tables[REAL] if REAL in tables else torch.ones_like(logits_NE[:, 0], dtype=torch.bool)
     probability_E, z = _Sums.apply(logits_NE, real_N)
-    return {TOKENS: _tokens(routes, real_N), PROBABILITY: probability_E, Z: z}
+    return {TOKENS: _tokens(routes.experts_NK, logits_NE.shape[1], real_N), PROBABILITY: probability_E, Z: z}
 
 
-def _tokens(routes: Routes, real_N: Tensor) -> Tensor:
-    """[E] fp32: the tokens of each expert, from the borders of its rows, so that nothing is added by atomics."""
-    real_R = real_N[(routes.order_R // routes.slot_NK.shape[1]).long()]
-    before_R = torch.nn.functional.pad(torch.cumsum(real_R, 0, dtype=torch.int32), (1, 0))
-    upto_E = before_R[routes.ends_E.long()]
-    return torch.diff(upto_E, prepend=before_R[:1]).float()
+def _tokens(experts_NK: Tensor, count: int, real_N: Tensor) -> Tensor:
+    """[E] fp32: the tokens of each expert, by one reduction, so that nothing is added by atomics."""
+    numbers_E = torch.arange(count, device=experts_NK.device, dtype=experts_NK.dtype)
+    chosen_NKE = (experts_NK[:, :, None] == numbers_E) & real_N[:, None, None]
+    return chosen_NKE.sum((0, 1)).float()
 
 
 class _Sums(Function):
