@@ -17,12 +17,12 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.slots import Adapter
-from surogate_core.engine.pieces import pieces
+from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import UserError
 from surogate_core.files.paths import is_hub_id
 from surogate_core.files.runs import run_directory
 from surogate_core.generate.weights import Weights
-from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter
+from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, check_merging
 from surogate_core.hf.weights import generation_config_in
 from surogate_core.run.assemble import (
     DTYPES,
@@ -152,8 +152,7 @@ def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
     config = replace(on_one_gpu(config), recompute=False, lmhead_chunks=1)
     resolved = _with_adapters(resolve_model(config, registry), found)
     lora, resolved, notes = _lora(resolved, DTYPES[config.lora_dtype])
-    # An adapter that is multiplied beside the base is the layers' own, whatever the keys of training say.
-    check_weights(config, replace(resolved, adapter=_below(resolved.adapter)), lora)
+    check_weights(config, replace(resolved, adapter=None), lora)
     tokenizer, said = _tokenizer(config, found, resolved)
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
@@ -168,43 +167,46 @@ def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
     )
 
 
-def _below(adapter: InitialAdapter | None) -> InitialAdapter | None:
-    """The adapters that are folded in."""
-    if adapter is None or not adapter.folded:
-        return None
-    return replace(adapter, mode="merge", stack=adapter.folded)
-
-
 def _with_adapters(resolved: ResolvedModel, found: Named) -> ResolvedModel:
     if not found.stack:
         return resolved
-    top = found.stack[-1]
     model = resolved.model
-    if top.base_overrides:
-        model = resolved.family.build({**model.config, **top.base_overrides})
-    adapter = InitialAdapter(mode="trainable", stack=found.stack, fingerprint="")
-    return replace(resolved, model=model, adapter=adapter)
+    if changed := found.stack[-1].base_overrides:
+        model = resolved.family.build({**model.config, **changed})
+    stack = tuple(one.with_experts(model.fused_tensors(), key="model") for one in found.stack)
+    specs = distinct(pieces(model, lora=None, max_seqlen=1))
+    shapes = {name: shape for s in specs for name, shape in expanded(s.hf_name, s.shape).items()}
+    check_merging(stack, shapes, tied=model.tied, key="model")
+    return replace(resolved, model=model, adapter=InitialAdapter(mode="trainable", stack=stack, fingerprint=""))
 
 
 def _lora(resolved: ResolvedModel, dtype: torch.dtype) -> tuple[LoRA, ResolvedModel, list[str]]:
     """The adapter of the layers. Nothing is trained, so without one it has no targets.
 
-    An adapter that is not on all projections of a name cannot be multiplied beside them; it is folded in.
+    An adapter that is not on all projections of a name, or whose ranks and scales differ otherwise than between experts
+    and the rest, cannot be multiplied beside them; it is folded in.
     """
     top = resolved.adapter.start if resolved.adapter is not None else None
-    if top is None:
-        adapter = Adapter(rank=1, scale=1.0, dropout=0.0, dtype=dtype)
-        return LoRA(adapter=adapter, targets=frozenset()), resolved, []
-    adapter = Adapter(rank=top.rank, scale=top.scale, dropout=0.0, dtype=dtype)
-    lora = LoRA(adapter=adapter, targets=frozenset(module.rsplit(".", 1)[-1] for module in top.modules))
+    none = LoRA(adapter=Adapter(rank=1, scale=1.0, dropout=0.0, dtype=dtype), targets=frozenset())
+    if top is None or resolved.adapter is None:
+        return none, resolved, []
+    ranks = top.ranks()
+    largest = [max((r for m, r in ranks.items() if (".experts." in m) == experts), default=None) for experts in (0, 1)]
+    lora = LoRA(
+        adapter=Adapter(rank=largest[0] or largest[1] or 1, scale=top.scale, dropout=0.0, dtype=dtype),
+        targets=frozenset(module.rsplit(".", 1)[-1] for module in ranks),
+        expert_rank=largest[1],
+    )
     specs = [s for p in pieces(resolved.model, lora=lora, max_seqlen=1) for s in p.specs if s.role == "adapter"]
-    names = {n.removesuffix(".lora_A.weight") for s in specs for n in expanded(s.hf_name, s.shape) if "lora_A" in n}
-    if names == set(top.modules):
+    shapes = {name: shape for s in specs for name, shape in expanded(s.hf_name, s.shape).items()}
+    suffix = ".lora_A.weight"
+    own = {name.removesuffix(suffix): shape[0] for name, shape in shapes.items() if name.endswith(suffix)}
+    if own == ranks and not top.scales:
         return lora, resolved, []
-    assert resolved.adapter is not None
-    folded = replace(resolved.adapter, mode="merge")
-    note = f"{top.source} is not on all projections of a name, so it is folded into the weights."
-    return LoRA(adapter=adapter, targets=frozenset()), replace(resolved, adapter=folded), [note]
+    note = (
+        f"{top.source} is not on all projections of a name with one rank and scale, so it is folded into the weights."
+    )
+    return none, replace(resolved, adapter=replace(resolved.adapter, mode="merge")), [note]
 
 
 def _tokenizer(config: RunConfig, found: Named, resolved: ResolvedModel) -> tuple[PreTrainedTokenizerBase, list[str]]:

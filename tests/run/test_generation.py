@@ -210,3 +210,27 @@ def test_prompts(hf_dir: Path) -> None:
     for word in ("<|nothing|>", "99999"):
         with pytest.raises(UserError, match="the tokenizer has no such token"):
             texts.stop_token(tokenizer, word)
+
+
+def test_an_adapter_with_trained_routers_and_a_rank_of_experts(
+    tmp_path: Path, base_on: Any, run_here: Run, opening: Open, installed: Registry, hf_dir: Path
+) -> None:
+    """The whole weights of routers are used, and adapters of experts have their own rank."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    values = {"hidden_size": 32, "moe_intermediate_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4}
+    config = Qwen3MoeConfig(
+        vocab_size=1024, num_experts_per_tok=2, max_position_embeddings=256, decoder_sparse_step=1, **values, **shape
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(hf_dir).save_pretrained(tmp_path / "base")
+    keys = ("lora_rank=4", "lora_expert_rank=2", "train_router=true", "max_steps=3", "learning_rate=0.05")
+    run_here(tmp_path / "run", *base_on(tmp_path / "base"), *keys, "merge_adapter=true")
+    opened = opening(tmp_path / "run" / "adapter")
+    assert opened.lora.expert_rank == 2
+    assert opened.notes == ()
+    found, merged = (completed(opening(tmp_path / "run" / place), installed, TEXT)[0] for place in ("adapter", "model"))
+    assert found.logprobs == pytest.approx(merged.logprobs, abs=1e-4)
+    assert found.ids != completed(opening(tmp_path / "base"), installed, TEXT)[0].ids

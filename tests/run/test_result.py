@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,7 @@ def test_every_next_command_works(
     commands = [line.split("  ")[-1].strip() for line in block if line.startswith("  ") and line.count("  ") > 1]
     assert [shlex.split(command)[:2] for command in commands] == [
         ["surogate", "merge"],
+        ["surogate", "chat"],
         ["surogate", "report"],
         ["surogate", "export"],
         ["vllm", "serve"],
@@ -115,6 +118,7 @@ def test_every_next_command_works(
         for command in commands:
             program, *words = shlex.split(command.replace("USER/NAME", "me/tiny"))
             if program == "surogate":
+                monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
                 assert main(words) == 0, command
             else:
                 assert (tmp_path / words[1] / "config.json").is_file(), "vLLM would be given no model"
