@@ -35,6 +35,7 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
     TensorKind,
 )
+from surogate_core.dsl.sides import Form, RouterLosses
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
@@ -117,7 +118,10 @@ def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
 
 def make_assembly(options: argparse.Namespace, device: torch.device, borders: int) -> Assembly:
     """The parts of the engine that a training run would make."""
+    form = options.router_losses
     settings = EngineSettings(
+        router_losses=RouterLosses() if form is None else RouterLosses(aux=0.001, z=0.001, form=form),
+        micro_batches=MICRO_STEPS,
         device=device,
         dtype=torch.bfloat16,
         compiler="inductor" if device.type == "cuda" else "fx",
@@ -299,6 +303,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
     parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--router-losses", choices=get_args(Form), help="both, with the balance over what")
     parser.add_argument("--base", choices=["bf16", "nf4", "fp8", "nvfp4"], default="bf16", help="of frozen weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")

@@ -41,6 +41,8 @@ OURS: Mapping[str, str] = {
     "fp8 base, recomputed": "--base fp8 --recompute",
     "nvfp4 base, recomputed": "--base nvfp4 --recompute",
     "full, 6 layers": "--full --layers 6 --optimizer adamw_8bit",
+    "full, 6 layers, balanced over the step": "--full --layers 6 --optimizer adamw_8bit --router-losses step",
+    "full, 6 layers, balanced by micro-batch": "--full --layers 6 --optimizer adamw_8bit --router-losses micro_batch",
 }
 """Line → options of gpu_lora.py."""
 LIKE = {
@@ -54,6 +56,8 @@ LIKE = {
     "nf4, experts offloaded, recomputed": "bf16, recomputed",
     "fp8 base, recomputed": "bf16, recomputed",
     "nvfp4 base, recomputed": "bf16, recomputed",
+    "full, 6 layers, balanced over the step": "full, 6 layers",
+    "full, 6 layers, balanced by micro-batch": "full, 6 layers",
 }
 """Line → ours that its speed is divided by."""
 
