@@ -319,6 +319,10 @@ class RoutingStats(Event):
     """Entropy of the experts' shares of the tokens divided by log E, mean over the layers; 1 is even."""
     moe_cv: float
     """Standard deviation of the experts' tokens divided by their mean, mean over the layers; 0 is even."""
+    moe_top_mass: float | None = None
+    """Sum of the probabilities that the router gives a token's experts, mean over tokens and layers; None if the family
+    does not report it.
+    """
     moe_dead_experts: int | None = None
     """Experts of all layers that received no token in the last 50 steps; None in the first 49 of a start."""
     moe_aux_loss: float | None = None

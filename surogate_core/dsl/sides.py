@@ -13,12 +13,21 @@ from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 
-Role = Literal["figure", "loss", "expert_tokens", "router_probability", "router_z", "router_aux_loss", "router_z_loss"]
+Role = Literal[
+    "figure",
+    "loss",
+    "expert_tokens",
+    "router_probability",
+    "router_z",
+    "router_mass",
+    "router_aux_loss",
+    "router_z_loss",
+]
 """figure: for events only. loss: a 0-d term of the loss.
 
-expert_tokens [E], router_probability [E] and router_z, 0-d, are sums over the tokens of a layer with experts: tokens of
-each expert, their probabilities, and squares of the logits' log-sum-exp. The engine makes router_aux_loss and
-router_z_loss of them: terms of the loss, with their coefficients.
+expert_tokens [E], router_probability [E], router_z and router_mass, 0-d, are sums over the tokens of a layer with
+experts: tokens of each expert, their probabilities, squares of the logits' log-sum-exp, and probabilities of the chosen
+experts. The engine makes router_aux_loss and router_z_loss of them: terms of the loss, with their coefficients.
 """
 REAL = "real"
 """The table, [N] bool, that says which positions are tokens, not padding. Blocks with side outputs get it."""

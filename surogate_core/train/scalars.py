@@ -23,7 +23,7 @@ GPU_SCALARS = ("utilization", "memory_used_bytes", "power_watts", "temperature_c
 """Fields of the GPU's telemetry, named ``gpu/FIELD``."""
 
 ROUTING_SCALARS = (
-    *("moe_load_imbalance", "moe_expert_utilization", "moe_worst_imbalance", "moe_entropy", "moe_cv"),
+    *("moe_load_imbalance", "moe_expert_utilization", "moe_worst_imbalance", "moe_entropy", "moe_cv", "moe_top_mass"),
     *("moe_dead_experts", "moe_aux_loss", "moe_aux_loss_raw", "moe_z_loss", "moe_z_loss_raw"),
 )
 """Fields of a mixture of experts, named ``train/FIELD``."""

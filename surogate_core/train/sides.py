@@ -119,6 +119,7 @@ class SideFigures:
             moe_expert_utilization=sum(used) / len(used),
             moe_entropy=sum(entropies) / len(entropies),
             moe_cv=sum(spreads) / len(spreads),
+            moe_top_mass=_share(by_role.get("router_mass", ()), probabilities),
             moe_dead_experts=self._dead(list(counts.values())),
             moe_aux_loss_raw=aux if aux_in_loss is None else aux_in_loss / self._losses.aux,
             moe_aux_loss=aux_in_loss,
@@ -180,6 +181,13 @@ class SideFigures:
 def _term(by_role: Mapping[str, Sequence[Tensor]], role: Role) -> float | None:
     """A term of the loss as the engine added it."""
     return next((float(total) for total in by_role.get(role, ())), None)
+
+
+def _share(masses: Sequence[Tensor], probabilities: Sequence[Tensor]) -> float | None:
+    """The masses of all layers for each of their tokens."""
+    if not (masses and probabilities):
+        return None
+    return float(torch.cat(list(masses)).double().sum() / sum(_rows(total) for total in probabilities))
 
 
 def _choices(counts: Sequence[Tensor], probabilities: Sequence[Tensor]) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.experts import Routes
-from surogate_core.dsl.routing import PROBABILITY, TOKENS, Z, router_figures
+from surogate_core.dsl.routing import MASS, PROBABILITY, TOKENS, Z, router_figures
 
 N, E, CHOICES = 11, 5, 2
 
@@ -31,6 +31,8 @@ def test_sums_are_those_of_the_tokens_without_padding(used: int) -> None:
     z = torch.logsumexp(real_NE, -1).square().sum()
     torch.testing.assert_close(sides[PROBABILITY], expected_E)
     torch.testing.assert_close(sides[Z], z)
+    torch.testing.assert_close(sides[MASS], torch.softmax(real_NE, -1).topk(CHOICES).values.sum())
+    assert not sides[MASS].requires_grad
     factors_E = torch.arange(1.0, E + 1, dtype=torch.float64)
     (found,) = torch.autograd.grad((sides[PROBABILITY] * factors_E).sum() + 0.5 * sides[Z], logits_NE)
     (wanted,) = torch.autograd.grad((expected_E * factors_E).sum() + 0.5 * z, logits_NE)

@@ -34,7 +34,7 @@ class Sparse(Block):
     gate = Experts("experts.{e}.gate_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
     up = Experts("experts.{e}.up_proj", E, CHOICES, D, I, region="ffn", fused="experts.gate_up_proj")
     down = Experts("experts.{e}.down_proj", E, CHOICES, I, D, region="ffn", fused="experts.down_proj")
-    tokens, probability, z = router_sides(E)
+    tokens, probability, z, mass = router_sides(E)
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         h = ops.rms_norm(x, self.norm, self.eps)

@@ -63,9 +63,11 @@ def test_the_balance_is_given_before_and_after_its_coefficient() -> None:
         "tokens": ("expert_tokens", UNEVEN),
         "probability": ("router_probability", torch.tensor([[3.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])),
         "z": ("router_z", torch.tensor([16.0, 8.0])),
+        "mass": ("router_mass", torch.tensor([3.0, 1.0])),
     }
     (found,) = one_step(sides)
     assert isinstance(found, RoutingStats)
+    assert found.moe_top_mass == 0.5
     assert found.moe_aux_loss_raw == pytest.approx(4 * (8 * 4 + 4 * 2 + 2 * 1 + 2 * 1) / 64)
     assert (found.moe_z_loss_raw, found.moe_aux_loss, found.moe_z_loss) == (3.0, None, None)
     (found,) = one_step(sides, losses=RouterLosses(form="layer"))

@@ -106,7 +106,7 @@ class SparseBlock(AttentionBlock):
     gate = Experts("mlp.experts.{e}.gate_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     up = Experts("mlp.experts.{e}.up_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
     down = Experts("mlp.experts.{e}.down_proj", E, C, I, D, region="ffn", fused="mlp.experts.down_proj")
-    tokens, probability, z = router_sides(E)
+    tokens, probability, z, mass = router_sides(E)
 
     def scores(self, h: Tensor) -> Tensor:
         """[N, D] → [N, E]: the router's logits."""
