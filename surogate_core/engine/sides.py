@@ -87,6 +87,8 @@ class SideSums:
         """Name → [L, *its shape] fp32."""
         self._places = {(p.key, name): at for name, shape in self._shapes.items() for at, p in enumerate(shape.layers)}
         self._found: list[tuple[Tensor, Tensor]] = []
+        routers = [role for role in self.roles.values() if role == "router_probability"]
+        assert len(routers) <= 1 or not self.losses.aux, "the routers of a model report under one name"
         self._tangents = {
             name: _rows(len(shape.layers), shape.shape, device)
             for name, shape in self._shapes.items()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mixture import CONFIG, Mixture
+from tiny_qwen3 import strict_offloader
 
 from surogate_core.dsl.routing import TOKENS
 from surogate_core.dsl.sides import Form, RouterLosses
@@ -65,6 +66,22 @@ def test_counting_runs_the_layers_alone() -> None:
     schedule = counting_schedule(3)
     assert [a.key for a in schedule if a.verb == "forward"] == ["embed", "layer 0", "layer 1", "layer 2"]
     assert not any(a.key == HEAD or a.verb in ("put", "loss", "backward") for a in schedule), render(schedule)
+
+
+def test_counting_reads_weights_from_their_store_and_keeps_nothing() -> None:
+    offloader, stores = strict_offloader()
+    moved, plain = engine(offloader=offloader), engine()
+    batches = tiny.batches(0, 2)
+    moved.sides.begin(counted=True)
+    moved.inputs.load(batches[0], moved.seeds(0, 0), 0.0)
+    moved.step.count()
+    weights = [(verb, key) for verb, key in stores["weights"].log if verb in ("fetch", "release")][-6:]
+    assert weights == [(verb, key) for key in ("embed", "layer 0", "layer 1") for verb in ("fetch", "release")]
+    assert stores["residuals"].log == []
+    assert moved.sides.counted_E.sum() == 29 * CONFIG["num_experts_per_tok"]
+    for made in (moved, plain):
+        made.train_step(batches, step=0, lr=0.1)
+    tiny.ensure_same_bits(tiny.snapshot(moved), tiny.snapshot(plain), "offloaded")
 
 
 @pytest.mark.parametrize("form", ["step", "layer"])
