@@ -15,7 +15,7 @@ from mixture import CONFIG, Mixture
 from surogate_offload_host import surogate_offloader
 from torch import Tensor
 
-from surogate_core.bundles import WeightFormat
+from surogate_core.bundles import RecipeContext, WeightFormat
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.engine.engine import Engine
@@ -59,6 +59,21 @@ def test_training_is_that_on_rounded_experts_bit_for_bit(recompute: bool, name: 
     exported = dict(made.parameters.base_tensors())
     assert "layers.1.experts.5.down_proj.weight" in exported
     tiny.ensure_same_bits(exported, dict(plain.parameters.base_tensors()), "exported")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_a_recipe_that_rounds_products_rounds_the_unpacked_experts(recipe: str) -> None:
+    spec = import_module(f"surogate_recipe_{recipe}").surogate_recipe()
+    found = weight_format("nf4")
+    wide = {**LAYERS, "hidden_size": 64, "intermediate_size": 32}
+
+    def losses(**changes: Any) -> list[float]:
+        rounding = spec.build(spec.options(), RecipeContext(device=torch.device("cpu"), dtype="fp32"))
+        made = tiny.engine(wide, build=Mixture, lora=tiny.lora(), recipe=rounding, **changes)
+        return tiny.train(made, 2)
+
+    assert losses(weight_format=found) == losses(source=rounded(found, tiny.random_source()))
 
 
 @pytest.mark.slow_cases("nf4", "nvfp4")
