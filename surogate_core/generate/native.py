@@ -25,11 +25,13 @@ from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
 
 ROWS = 16
-"""Rows of a product while decoding."""
+"""Rows of a product while decoding on a CPU."""
 SEGMENT = 16
 """Tokens of a segment of a prompt. Segments are counted from the beginning of the prompt."""
 SEGMENTS = 4
-"""Segments that are prefilled at a time."""
+"""Segments that are prefilled at a time on a CPU."""
+GPU_SEGMENTS = 128
+"""The same on a GPU, which needs many rows to be busy."""
 
 
 @dataclass(slots=True)
@@ -73,13 +75,31 @@ class _Pass:
     tables: Sequence[Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The fixed numbers of rows."""
+
+    rows: int
+    """Sequences that are decoded at a time."""
+    segments: int
+    """Segments that are prefilled at a time."""
+
+    @classmethod
+    def of(cls, device: torch.device, slots: int) -> Sizes:
+        """Those of a device: a GPU decodes all slots at a time."""
+        if device.type == "cpu":
+            return cls(rows=ROWS, segments=SEGMENTS)
+        return cls(rows=slots, segments=GPU_SEGMENTS)
+
+
 class NativeEngine:
     """Generation with the weights of a run where they are."""
 
-    def __init__(self, weights: Weights, settings: RolloutSettings):
+    def __init__(self, weights: Weights, settings: RolloutSettings, *, sizes: Sizes | None = None):
         self.weights, self.slots, self.frozen = weights, settings.slots, settings.frozen
         self.context = -(-settings.context // SEGMENT) * SEGMENT
         parameters = weights.parameters
+        self.sizes = sizes or Sizes.of(parameters.device, self.slots)
         self.shapes = shapes_of(weights)
         self.cache = Cache(
             self.shapes, slots=self.slots, context=self.context, dtype=parameters.dtype, device=parameters.device
@@ -145,9 +165,9 @@ class NativeEngine:
     def _following(self, x_ND: Tensor, ids: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first."""
         values: list[float] = []
-        for first in range(0, len(ids) - 1, ROWS):
-            logits_NV = self._logits(x_ND[first : first + ROWS])
-            following = torch.tensor(ids[first + 1 : first + 1 + ROWS], device=x_ND.device)
+        for first in range(0, len(ids) - 1, self.sizes.rows):
+            logits_NV = self._logits(x_ND[first : first + self.sizes.rows])
+            following = torch.tensor(ids[first + 1 : first + 1 + self.sizes.rows], device=x_ND.device)
             logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)[: len(following)]
             values += logprobs_NV.gather(1, following[:, None])[:, 0].tolist()
         return values
@@ -211,13 +231,13 @@ class NativeEngine:
     def _choose(self, running: Sequence[_Sequence]) -> Sequence[_Sequence]:
         """Append the next token of each."""
         device, vocabulary = self.weights.device, self.weights.plan.assembly.model.vocab_size
-        for first in range(0, len(running), ROWS):
-            some = running[first : first + ROWS]
-            padded = [*some, *[some[0]] * (ROWS - len(some))]
+        for first in range(0, len(running), self.sizes.rows):
+            some = running[first : first + self.sizes.rows]
+            padded = [*some, *[some[0]] * (self.sizes.rows - len(some))]
             samplings = [s.request.sampling for s in padded]
             seen_NV = None
             if any(s.repetition_penalty != 1 for s in samplings):
-                seen_NV = torch.zeros(ROWS, vocabulary, dtype=torch.bool, device=device)
+                seen_NV = torch.zeros(self.sizes.rows, vocabulary, dtype=torch.bool, device=device)
                 for row, sequence in enumerate(padded):
                     seen_NV[row, [*sequence.request.prompt, *sequence.ids]] = True
             rows = Rows.of(samplings, [s.key for s in padded], [len(s.ids) for s in padded], device)
@@ -241,8 +261,8 @@ class NativeEngine:
         """For each the last layer's output for its tokens from its start on, and behind them for padding."""
         segments = [(number, start) for number, fill in enumerate(fills) for start in fill.segments()]
         passes = []
-        for first in range(0, len(segments), SEGMENTS):
-            some = segments[first : first + SEGMENTS]
+        for first in range(0, len(segments), self.sizes.segments):
+            some = segments[first : first + self.sizes.segments]
             ids, lasts, places = [], [], []
             for number, start in some:
                 fill = fills[number]
@@ -250,12 +270,14 @@ class NativeEngine:
                 ids += [*tokens, *[0] * (SEGMENT - len(tokens))]
                 lasts += [len(fill.ids) - 1] * SEGMENT
                 places.append((fill.slot, start))
-            rest = SEGMENTS - len(some)
+            rest = self.sizes.segments - len(some)
             ids += [0] * (rest * SEGMENT)
             lasts += [0] * (rest * SEGMENT)
             places += [(self.slots, 0)] * rest
             passes.append(self._pass(ids, lasts, places, width=SEGMENT))
-        outputs = torch.cat([x_ND.view(SEGMENTS, SEGMENT, -1) for x_ND in self._run(passes)] or [torch.empty(0)])
+        outputs = torch.cat(
+            [x_ND.view(self.sizes.segments, SEGMENT, -1) for x_ND in self._run(passes)] or [torch.empty(0)]
+        )
         found: list[list[Tensor]] = [[] for _ in fills]
         for (number, _), x_ND in zip(segments, outputs, strict=False):
             found[number].append(x_ND)
@@ -264,15 +286,15 @@ class NativeEngine:
     def _decode(self, running: Sequence[_Sequence]) -> None:
         """Run the layers for the last token of each."""
         passes = []
-        for first in range(0, len(running), ROWS):
-            some = running[first : first + ROWS]
-            rest = ROWS - len(some)
+        for first in range(0, len(running), self.sizes.rows):
+            some = running[first : first + self.sizes.rows]
+            rest = self.sizes.rows - len(some)
             ids = [s.ids[-1] for s in some] + [0] * rest
             lasts = [s.length - 1 for s in some] + [0] * rest
             places = [(s.slot, s.length - 1) for s in some] + [(self.slots, 0)] * rest
             passes.append(self._pass(ids, lasts, places, width=1))
         for number, x_ND in enumerate(self._run(passes)):
-            for sequence, x_D in zip(running[number * ROWS :], x_ND, strict=False):
+            for sequence, x_D in zip(running[number * self.sizes.rows :], x_ND, strict=False):
                 sequence.hidden_D = x_D
 
     def _pass(
@@ -309,8 +331,8 @@ class NativeEngine:
         return xs
 
     def _logits(self, x_ND: Tensor) -> Tensor:
-        """[N, V] of at most `ROWS` rows."""
-        missing = ROWS - len(x_ND)
+        """[N, V] of as many rows as are decoded at a time, or fewer."""
+        missing = self.sizes.rows - len(x_ND)
         padded = torch.nn.functional.pad(x_ND, (0, 0, 0, missing))
         with using(self._table):
             return self.weights.logits(padded)[: len(x_ND)]

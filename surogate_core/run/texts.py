@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from surogate_core.generate.weights import Weights
 
-MOST_SLOTS = 32
-"""Sequences at a time, unless the user says otherwise."""
+MOST_SLOTS = {"cpu": 32, "cuda": 256}
+"""Sequences at a time on a device, unless the user says otherwise."""
 TAIL = 8
 """Tokens that are decoded besides those of a stop text, since a text may begin inside of a token."""
 SHARE = 0.9
@@ -155,7 +155,7 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
     Raises `MachineError` if not even one fits, or if `slots` do not.
     """
     context = max(len(r.prompt) + r.max_new_tokens for r in requests)
-    wanted = slots if slots is not None else min(MOST_SLOTS, len(requests))
+    wanted = slots if slots is not None else min(MOST_SLOTS.get(weights.device.type, 32), len(requests))
     one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
     room = free_memory(weights.device)
     fitting = wanted if room is None or not one else min(wanted, int(SHARE * room / one) - 1)

@@ -173,6 +173,15 @@ def test_scaled_positions_are_transformers(rope):
     assert list(found.ids) == theirs[0, len(ids) :].tolist()
 
 
+def test_the_sizes_of_a_gpu_give_the_same_tokens(shared):
+    greedy = requests(sampling=Sampling(temperature=0))
+    expected = opened(shared, slots=4).generate(greedy)
+    assert native.Sizes.of(torch.device("cuda"), 4) == native.Sizes(rows=4, segments=native.GPU_SEGMENTS)
+    for sizes in (native.Sizes.of(torch.device("cuda"), 4), native.Sizes(rows=1, segments=1)):
+        made = NativeEngine(shared, RolloutSettings(slots=4, context=80), sizes=sizes)
+        assert [c.ids for c in made.generate(greedy)] == [c.ids for c in expected]
+
+
 def test_a_tiled_product_is_the_plain_one():
     x, w = torch.randn(50, 8), torch.randn(4, 6, 8)
     ends = torch.tensor([20, 20, 37, 50], dtype=torch.int32)

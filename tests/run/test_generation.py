@@ -160,7 +160,7 @@ def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: 
     with pytest.raises(UserError, match=r"row 4: has 256 tokens, and the model's positions end at 256"):
         texts.requests_of(opened, [texts.Prompt(name="row 4", ids=(5,) * 256)], texts.Wanted())
     many = [requests[0]] * 40
-    assert texts.settings_of(weights, many).slots == texts.MOST_SLOTS
+    assert texts.settings_of(weights, many).slots == texts.MOST_SLOTS["cpu"]
     # 2 layers · (K + V) · 1 head · 16 features · 4 bytes
     one = 256 * 2 * 2 * 16 * 4
     monkeypatch.setattr(texts, "free_memory", lambda device: int(one * 6 / texts.SHARE) + 1)
