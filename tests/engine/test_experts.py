@@ -181,3 +181,14 @@ def test_a_backward_never_chooses_experts_again(recompute: Recompute, compiler: 
     _, backward, kept = _split(joint, recompute, compiler)
     assert not [node for node in backward.graph.nodes if node.target in SORTS]
     assert sum(n.meta["val"].dtype == torch.int32 for n in kept) >= 3
+
+
+def test_a_trained_router_beside_adapters_of_another_dtype() -> None:
+    """Adapters are computed in fp32 and the router in the model's dtype, from one flat group of fp32 masters."""
+    made = engine(lora=tiny.lora(train_router=True), dtype=torch.bfloat16, optimizer=tiny.ADAMW)
+    before = made.parameters.masters()[ROUTER].clone()
+    tiny.train(made, 3, same=True)
+    master, used = made.parameters.masters()[ROUTER], made.parameters.flat.compute[ROUTER]
+    assert (master.dtype, used.dtype) == (torch.float32, torch.bfloat16)
+    assert not torch.equal(master, before)
+    assert torch.equal(used, master.bfloat16())
