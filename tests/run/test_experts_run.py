@@ -301,3 +301,17 @@ def test_a_run_records_how_it_routes(trained: Path) -> None:
         assert figures["moe_z_loss_raw"] > 0
         assert figures["moe_aux_loss"] is figures["moe_z_loss"] is None, "no coefficient is set"
     assert "Expert load" in (trained / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_router_trained_on_a_quantised_base_is_in_adapter_and_merged_model(
+    model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    words = [*EVERYTHING, "qlora_fp8=true", "qlora_block_size=32", "merge_adapter=true", f"model={model}"]
+    assert run_here(tmp_path / "out", *small, *words) == 0
+    name = "model.layers.1.mlp.gate.weight"
+    trained = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")[f"base_model.model.{name}"]
+    merged = load_file(tmp_path / "out" / "model" / "model.safetensors")[name]
+    assert torch.equal(trained, merged)
+    before = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()[name]
+    assert not torch.equal(trained, before)
