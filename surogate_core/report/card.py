@@ -92,7 +92,9 @@ def method(run: RunRecord) -> str:
     found = [str(settings.get("task", "")).upper()]
     if settings.get("lora"):
         base = settings.get("qlora_format")
-        found.append(f"{'QLoRA' if base else 'LoRA'} rank {settings.get('lora_rank')}{f' on {base}' if base else ''}")
+        of_experts = settings.get("lora_expert_rank")
+        rank = f"{settings.get('lora_rank')}{f' (experts {of_experts})' if of_experts else ''}"
+        found.append(f"{'QLoRA' if base else 'LoRA'} rank {rank}{f' on {base}' if base else ''}")
     else:
         found.append("from scratch" if settings.get("from_scratch") else "all weights")
     recipe = settings.get("recipe")

@@ -134,6 +134,7 @@ def test_the_method_in_the_words_of_the_field() -> None:
     assert said("task: sft\nlora: true\nlora_rank: 16\nqlora_format: nf4\nrecipe: {name: bf16}\n") == (
         "SFT, QLoRA rank 16 on nf4, bf16"
     )
+    assert said("task: sft\nlora: true\nlora_rank: 16\nlora_expert_rank: 4\n") == "SFT, LoRA rank 16 (experts 4)"
     assert said("task: pt\nlora: false\nfrom_scratch: true\n") == "PT, from scratch"
     assert said("task: sft\nlora: false\n") == "SFT, all weights"
     assert said("") == said("{") == said("- a list") == ""

@@ -138,6 +138,11 @@ def test_columns_of_experts() -> None:
     assert all(part in shown.get() for part in ("worst layer 7", "3 dead", "8.000"))
 
 
+def test_the_rank_of_experts_is_named() -> None:
+    info = replace(INFO, config={**INFO.config, "lora_expert_rank": 4})
+    assert "LoRA r=16 (experts 4), 98.8k trained" in text.run_facts(START, info)[0]
+
+
 def test_plain_run_reads_well() -> None:
     view, stream, _ = plain()
     view.on_event(START)

@@ -85,8 +85,11 @@ def run_facts(event: RunStart, info: RunInfo) -> list[str]:
     """The model, the training and its length, in three lines."""
     config = info.config
     share = 100 * event.trainable_parameters / event.parameters if event.parameters else 0.0
+    rank = f"r={config.get('lora_rank')}"
+    if (of_experts := config.get("lora_expert_rank")) is not None:
+        rank += f" (experts {of_experts})"
     trained = (
-        f"LoRA r={config.get('lora_rank')}, {count(event.trainable_parameters)} trained ({share:.2g} %)"
+        f"LoRA {rank}, {count(event.trainable_parameters)} trained ({share:.2g} %)"
         if config.get("lora") and event.trainable_parameters != event.parameters
         else "all trained"
     )
