@@ -3,7 +3,8 @@
 Importing this package imports neither torch nor Hydra.
 """
 
+from surogate_core.api.generation import generate
 from surogate_core.api.results import Evaluation, Paths, Report, Run, load
 from surogate_core.api.training import pt, sft, train
 
-__all__ = ["Evaluation", "Paths", "Report", "Run", "load", "pt", "sft", "train"]
+__all__ = ["Evaluation", "Paths", "Report", "Run", "generate", "load", "pt", "sft", "train"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,9 @@ from surogate_core.errors import UserError
 from surogate_core.files.runs import run_directory
 
 if TYPE_CHECKING:
+    from surogate_core.api.generation import Prompt
     from surogate_core.report.records import RunRecord
+    from surogate_core.run.texts import Text
 
 
 class Evaluation(NamedTuple):
@@ -134,6 +136,12 @@ class Run:
             log=existing("surogate.log"),
             checkpoints=tuple(path for _, path in found),
         )
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Text]:
+        """Continue texts or answer chats with the run's result; the options are those of `surogate.generate`."""
+        from surogate_core.api.generation import generate
+
+        return generate(self.path, prompts, **options)
 
     def merge(self, output: str | os.PathLike[str] | None = None, *, base_model: str | None = None) -> Path:
         """Fold the adapter into its base model; returns the new model's directory.

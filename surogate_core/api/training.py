@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import sys
 import threading
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import ConfigError, PluginError, Problem
+from surogate_core.api.process import contained, plain
+from surogate_core.errors import PluginError
 
 if TYPE_CHECKING:
     from surogate_core.api.callbacks import Callbacks
@@ -51,7 +48,7 @@ def train(
     **keys: Any,
 ) -> Run:
     """Run a task by its name, also one that a plugin offers; the other arguments are those of `sft`."""
-    with _contained():
+    with contained():
         directory, code = _train(task, config, callbacks, quiet, keys)
     if code > 128 and threading.current_thread() is threading.main_thread():
         # The run has saved and given the signal handlers back. The signal now does what it does without a run.
@@ -78,7 +75,7 @@ def _train(
     from surogate_core.run.watch import Watch
 
     file = None if config is None else read_yaml(Path(config).expanduser())
-    values = {key: _plain(value) if key not in DATA_KEYS else value for key, value in keys.items()}
+    values = {key: plain(value) if key not in DATA_KEYS else value for key, value in keys.items()}
     cache = values.get("data_cache_dir") or (file.values.get("data_cache_dir") if file is not None else None)
     for key in DATA_KEYS & values.keys():
         values[key] = written(values[key], key, cache_root(str(cache) if cache else None))
@@ -91,67 +88,3 @@ def _train(
     except SystemExit as error:
         raise PluginError(f"a plugin ended the process with exit code {error.code}; the run is over.") from error
     return Path(places[-1] or checked.place), code
-
-
-def _plain(value: Any) -> Any:
-    """A value as a YAML file would have it: paths become text, tuples lists, numbers of NumPy Python's."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if type(value).__module__ == "numpy" and not getattr(value, "shape", (1,)):
-        return value.item()
-    return value
-
-
-@contextmanager
-def _contained() -> Iterator[None]:
-    """Undo what a run changes in its process: logging and variables; then free its memory."""
-    from surogate_core import logs
-    from surogate_core.caches import VARIABLES
-    from surogate_core.cli.main import NO_EXTENSIONS
-
-    if not _running.acquire(blocking=False):
-        message = "a run of this process is not over; one process trains one run at a time."
-        raise ConfigError([Problem(key="surogate", message=message, fix="wait for it, or start another process")])
-    before = {name: os.environ.get(name) for name in (*NO_EXTENSIONS, *VARIABLES, "TOKENIZERS_PARALLELISM")}
-    try:
-        os.environ.update(NO_EXTENSIONS)
-        with logs.contained():
-            yield
-    except BaseException as error:
-        _drop_frames(error)
-        raise
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        # On a CPU too: circles hold the run's files and threads.
-        gc.collect()
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        # Last: the next run chooses what fits by what is free then.
-        _running.release()
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Forget the variables of the frames that an error passed.
-
-    A notebook keeps its last error, and these variables keep the engine with its GPU memory.
-    """
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        found = waiting.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            traceback.clear_frames(found.__traceback__)
-            waiting += [found.__cause__, found.__context__]
-
-
-_running = threading.Lock()

@@ -71,6 +71,7 @@ class Text:
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """The log-probability of each token under the model, before temperature and filters."""
     reason: Reason
 
 

@@ -1,0 +1,76 @@
+"""`generate`: texts of a model, a run or an adapter from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.api.process import contained, plain
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.run.texts import Text
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text to continue, or the messages of a chat to answer."""
+
+
+def generate(
+    model: str | os.PathLike[str],
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    samples: int = 1,
+    stop: Sequence[str] = (),
+    slots: int | None = None,
+    engine: str = "native",
+    sampling: Mapping[str, float] | None = None,
+    **keys: Any,
+) -> list[Text]:
+    """Continue texts, or answer chats: ``surogate.generate(run.path, ["The chain"], sampling={"temperature": 0})``.
+
+    `model`: a directory, a run, a checkpoint, an adapter or a hub id. `sampling`: `temperature`, `top_k`, `top_p`,
+    `min_p`, `repetition_penalty`, `seed`; the others are those of the model's files. `keys`: keys of the configuration,
+    such as ``device="cpu"``. Returns the `samples` of each prompt together, each with `text`, `ids`, `logprobs` and
+    `reason`. Every call loads the weights. Raises `UserError` or `MachineError`.
+    """
+    asked: list[Any] = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else list(prompts)
+    with contained():
+        from surogate_core.cli.arguments import Arguments, registry_for
+        from surogate_core.cli.sampling import NUMBERS, sampling_of
+        from surogate_core.config.resolve import load_run_config
+        from surogate_core.config.yamlfile import with_keywords
+        from surogate_core.run import texts
+        from surogate_core.run.generation import named, prepare
+
+        found = named(os.fspath(model))
+        source = with_keywords(None, {key: plain(value) for key, value in keys.items()})
+        registry = registry_for(Arguments(config_file=source))
+        spec = registry.get("rollout", engine)
+        prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
+        flags = {f"--{name.replace('_', '-')}": value for name, value in (sampling or {}).items()}
+        if unknown := flags.keys() - NUMBERS:
+            name = min(unknown).removeprefix("--").replace("-", "_")
+            known = ", ".join(flag.removeprefix("--").replace("-", "_") for flag in NUMBERS)
+            raise UserError(f"sampling: there is no {name!r}. Fix: choose from {known}")
+        wanted = texts.Wanted(
+            max_new_tokens=max_new_tokens,
+            samples=samples,
+            sampling=sampling_of(flags, prepared.sampling, sampled=samples > 1),
+            stop=tuple(stop),
+        )
+        given = [
+            texts.prompt_of_text(prepared.tokenizer, one, name=f"prompt {number}")
+            if isinstance(one, str)
+            else texts.prompt_of_messages(prepared.tokenizer, one, name=f"prompt {number}")
+            for number, one in enumerate(asked)
+        ]
+        requests, _ = texts.requests_of(prepared, given, wanted)
+        weights = prepared.load(registry)
+        made = spec.open(weights, texts.settings_of(weights, requests, slots=slots))
+        return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop)
+
+
+def _is_chat(prompts: Any) -> bool:
+    return bool(prompts) and all(isinstance(one, Mapping) for one in prompts)

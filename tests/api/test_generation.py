@@ -1,0 +1,47 @@
+"""`surogate.generate`: the texts of the command line, from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surogate
+from surogate_core.cli.main import main
+
+KEYS: dict[str, Any] = {"max_new_tokens": 4, "device": "cpu"}
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def test_it_is_what_the_command_prints(hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (one,) = surogate.generate(hf_dir, "The chain", sampling={"temperature": 0}, **KEYS)
+    words = ["--prompt", "The chain", "--temperature=0", "--max-new-tokens=4", "--logprobs", "device=cpu"]
+    capsys.readouterr()
+    assert main(["generate", str(hf_dir), *words]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (one.text, list(one.ids), list(one.logprobs)) == (row["text"], row["ids"], row["logprobs"])
+
+
+def test_several_prompts_and_samples(hf_dir: Path) -> None:
+    found = surogate.generate(hf_dir, ["The chain", CHAT], samples=2, sampling={"seed": 3}, **KEYS)
+    assert [(one.prompt, one.sample) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({one.ids for one in found}) == 4
+    (alone,) = surogate.generate(hf_dir, CHAT, sampling={"temperature": 0}, **KEYS)
+    assert surogate.Run(hf_dir).generate([CHAT], sampling={"temperature": 0}, **KEYS) == [alone]
+
+
+def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        ((hf_dir, ["a", ""]), "prompt 1: is empty"),
+        ((tmp_path / "gone", "a"), "there is no such directory"),
+    ):
+        with pytest.raises(surogate.UserError, match=message):
+            surogate.generate(*arguments, **KEYS)
+    with pytest.raises(surogate.UserError, match="--top-p 3: is out of range"):
+        surogate.generate(hf_dir, "a", sampling={"top_p": 3}, **KEYS)
+    with pytest.raises(surogate.UserError, match=r"there is no .temprature.. Fix: choose from temperature, top_k"):
+        surogate.generate(hf_dir, "a", sampling={"temprature": 3}, **KEYS)
+    with pytest.raises(surogate.ConfigError, match="devise"):
+        surogate.generate(hf_dir, "a", devise="cpu")
