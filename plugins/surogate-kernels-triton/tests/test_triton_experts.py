@@ -147,6 +147,7 @@ def layer(
     outputs: int = 48,
     product: Any = None,
     trained: bool = False,
+    dropout: float = 0.0,
 ) -> list[Tensor]:
     """y's, then the gradients of x and, with a rank, of A's and B's, and of weights that are trained."""
     _, _, order, slot, ends = routing(tokens, experts, 3, device, skew=skew)
@@ -156,7 +157,11 @@ def layer(
         return random(*shape, seed=seed).bfloat16().to(device, dtype).requires_grad_(leaf)
 
     x = drawn(tokens if gathered else 3 * tokens, inputs, seed=0)
-    adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=0.0, salt=0) if rank else None
+    adapters = [
+        ops.ExpertAdapter(rank=rank, scale=0.5, dropout=dropout, salt=7 + number) if rank else None
+        for number in range(projections)
+    ]
+    seed = torch.tensor(-12345, dtype=torch.int32, device=device)
     tensors, leaves = [], [x]
     for number in range(projections):
         tensors.append(drawn(experts, outputs, inputs, seed=10 + number, leaf=trained))
@@ -165,7 +170,7 @@ def layer(
             pair = [drawn(experts, rank, inputs, seed=20 + number), drawn(experts, outputs, rank, seed=30 + number)]
             tensors += pair
             leaves += pair
-    ys = function(x, *where, ends, None, [adapter] * projections, product, *tensors)
+    ys = function(x, *where, ends, seed, adapters, product, *tensors)
     dys = [drawn(3 * tokens, outputs, seed=40 + number, leaf=False) for number in range(projections)]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
 
@@ -183,6 +188,8 @@ def layer(
         {"rank": 32, "experts": 3},
         {"tokens": 1},
         {"skew": 50.0},
+        {"dropout": 0.3},
+        {"dropout": 0.3, "projections": 1, "gathered": False},
         {"inputs": 272, "outputs": 160, "tokens": 50},
     ],
     ids=str,
@@ -235,7 +242,7 @@ def refused() -> list[dict[str, Any]]:
     """Arguments that only the reference takes, or only some kernels."""
     adapter = ops.ExpertAdapter(rank=16, scale=0.5, dropout=0.0, salt=0)
     return [
-        {"adapters": [replace(adapter, dropout=0.1)] * 2, "seed": torch.tensor(3)},
+        {"adapters": [adapter, replace(adapter, dropout=0.1)]},
         {"adapters": [adapter, replace(adapter, rank=8)]},
         {"adapters": [replace(adapter, rank=256)] * 2},
         {"adapters": [adapter] * 3},
@@ -248,7 +255,7 @@ def test_what_no_kernel_takes(case: dict[str, Any]) -> None:
     from surogate_kernels_triton.experts import kernels
 
     offered = [k for k in kernels() if k.op == "grouped_linears"]
-    adapters, seed = case["adapters"], case.get("seed")
+    adapters = case["adapters"]
     x, ends = torch.empty(20, 48, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int32)
     tensors = [
         t
@@ -256,7 +263,7 @@ def test_what_no_kernel_takes(case: dict[str, Any]) -> None:
         for t in (torch.empty(5, 32, 48), torch.empty(5, each.rank, 48), torch.empty(5, 32, each.rank))
     ]
     tensors = [t.bfloat16() for t in tensors]
-    assert not [k.name for k in offered if k.takes(x, None, None, ends, seed, adapters, None, *tensors)]
+    assert not [k.name for k in offered if k.takes(x, None, None, ends, None, adapters, None, *tensors)]
 
 
 @devices
@@ -308,9 +315,10 @@ def combined(function: Callable[..., Any], dtype: torch.dtype, device: str, *, r
         )
     ]
     x, w, *pair = drawn if rank else drawn[:2]
-    adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=0.0, salt=0) if rank else None
+    dropout, seed = shape.get("dropout", 0.0), torch.tensor(77, dtype=torch.int32, device=device)
+    adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=dropout, salt=3) if rank else None
     leaves = [t.detach().requires_grad_() for t in (x, scores.to(torch.promote_types(dtype, torch.float32)), *pair)]
-    out = function(leaves[0], order, slot, ends, leaves[1], None, adapter, None, w, *leaves[2:])
+    out = function(leaves[0], order, slot, ends, leaves[1], seed, adapter, None, w, *leaves[2:])
     dout = random(tokens, outputs, seed=9).bfloat16().to(device, dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 

@@ -103,33 +103,34 @@ def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]
     order, ends = torch.zeros(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
     slot, weights = empty(TOKENS, CHOICES, dtype=torch.int32), empty(TOKENS, CHOICES, dtype=torch.float32)
 
-    def linears(x: Tensor, outputs: int, projections: int, fused: bool) -> None:
+    def linears(x: Tensor, outputs: int, projections: int, fused: bool, masks: tuple[Any, ...]) -> None:
         where = (order, slot) if x.shape[0] == TOKENS else (None, None)
         inputs = x.shape[1]
         w = [empty(EXPERTS, outputs, inputs)] * projections
         a, b = [empty(EXPERTS, RANK, inputs)] * projections, [empty(EXPERTS, outputs, RANK)] * projections
         dys = [empty(rows, outputs)] * projections
-        *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused)
-        experts_frozen._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused)
-        experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES)
-        experts_adapters._rows_backward._init_fn(empty(rows, inputs), u, x, *where, ends, a, CHOICES)
+        *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused, *masks)
+        experts_frozen._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused, *masks)
+        experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES, *masks)
+        experts_adapters._rows_backward._init_fn(empty(rows, inputs), u, x, *where, ends, a, CHOICES, *masks)
         experts_adapters._up._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
         experts_adapters._up_backward._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
 
-    def combined(fused: bool) -> None:
+    def combined(fused: bool, masks: tuple[Any, ...]) -> None:
         x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, RANK)]
         a, b = [empty(EXPERTS, RANK, INNER)], [empty(EXPERTS, WIDTH, RANK)]
         backward = experts_combined._backward._init_fn
-        backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, a, b, u, 2.0, fused)
+        backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, a, b, u, 2.0, fused, *masks)
 
     with recorded(monkeypatch) as launches:
         experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
         experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
         experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, weights)
         for fused in (False, True):
-            linears(empty(TOKENS, WIDTH), INNER, 2, fused)
-            linears(empty(rows, INNER), WIDTH, 1, fused)
-            combined(fused)
+            for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):
+                linears(empty(TOKENS, WIDTH), INNER, 2, fused, masks)
+                linears(empty(rows, INNER), WIDTH, 1, fused, masks)
+                combined(fused, masks)
     return launches
 
 

@@ -24,19 +24,38 @@ from surogate_kernels_triton.experts_routing import sum_rows
 
 
 @torch.library.custom_op("surogate_triton::experts_rows", mutates_args=())
-def _rows(x: Tensor, order_R: Tensor | None, ends_E: Tensor, a: Sequence[Tensor], choices: int) -> list[Tensor]:
+def _rows(
+    x: Tensor,
+    order_R: Tensor | None,
+    ends_E: Tensor,
+    a: Sequence[Tensor],
+    choices: int,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
+) -> list[Tensor]:
     """u [R, S·L] and, with an order, the rows of x [R, I]."""
     (x,) = launches.rows_apart([x])
     rows = x.shape[0] if order_R is None else len(order_R)
     u_RL = x.new_empty(rows, len(a) * a[0].shape[1])
     gathered_RI = None if order_R is None else x.new_empty(rows, x.shape[1])
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
-    launches.down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices)
+    dropout = launches.Dropout.made(seed, p, salts)
+    launches.down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices, dropout=dropout)
     return [u_RL] if gathered_RI is None else [u_RL, gathered_RI]
 
 
 @_rows.register_fake
-def _(x: Tensor, order_R: Tensor | None, ends_E: Tensor, a: Sequence[Tensor], choices: int) -> list[Tensor]:
+def _(
+    x: Tensor,
+    order_R: Tensor | None,
+    ends_E: Tensor,
+    a: Sequence[Tensor],
+    choices: int,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
+) -> list[Tensor]:
     rows = x.shape[0] if order_R is None else order_R.shape[0]
     u_RL = x.new_empty(rows, len(a) * a[0].shape[1])
     return [u_RL] if order_R is None else [u_RL, x.new_empty(rows, x.shape[1])]
@@ -52,15 +71,19 @@ def _rows_backward(
     ends_E: Tensor,
     a: Sequence[Tensor],
     choices: int,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """dx in the shape of x, of the rows and of u; dA's [S, E, L, I] fp32."""
     (dx_RI,), (du_RL,), (x,) = (launches.rows_apart([t]) for t in (dx_RI, du_RL, x))
     rows, rank = dx_RI.shape[0], a[0].shape[1]
     da = x.new_empty(len(a), *a[0].shape, dtype=torch.float32)
-    launches.factors(x, du_RL, order_R, ends_E, da, choices=choices, rank=rank)
+    dropout = launches.Dropout.made(seed, p, salts)
+    launches.factors(x, du_RL, order_R, ends_E, da, choices=choices, rank=rank, dropout=dropout)
     total_RI = dx_RI.new_empty(*dx_RI.shape)
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
-    launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True, out_RO=total_RI)
+    launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True, out_RO=total_RI, dropout=dropout)
     return total_RI if slot_NK is None else sum_rows(total_RI, slot_NK, None), da
 
 
@@ -74,6 +97,9 @@ def _(
     ends_E: Tensor,
     a: Sequence[Tensor],
     choices: int,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape), x.new_empty(len(a), *a[0].shape, dtype=torch.float32)
 
@@ -144,22 +170,31 @@ class _Rows(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, order_R: Tensor | None, slot_NK: Tensor | None, ends_E: Tensor, *adapters: Tensor
+        ctx: Any,
+        x: Tensor,
+        order_R: Tensor | None,
+        slot_NK: Tensor | None,
+        ends_E: Tensor,
+        masks: tuple[Tensor | None, float, tuple[int, ...]],
+        *adapters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         a = [launches.padded(t.to(x.dtype), 1).contiguous() for t in adapters]
         ctx.choices = 1 if slot_NK is None else slot_NK.shape[1]
-        u_RL, *gathered = _rows(x, order_R, ends_E, a, ctx.choices)
-        ctx.save_for_backward(x, ends_E, *a, *[t for t in (order_R, slot_NK) if t is not None])
+        u_RL, *gathered = _rows(x, order_R, ends_E, a, ctx.choices, *masks)
+        seed = [] if masks[0] is None else [masks[0]]
+        ctx.save_for_backward(*seed, x, ends_E, *a, *[t for t in (order_R, slot_NK) if t is not None])
+        ctx.masks = len(seed), *masks[1:]
         ctx.count, ctx.rank = len(a), adapters[0].shape[1]
         return u_RL, gathered[0] if gathered else x.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, du_RL: Tensor, dx_RI: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends_E, *saved = ctx.saved_tensors
+        x, ends_E, *saved = ctx.saved_tensors[ctx.masks[0] :]
+        seed = ctx.saved_tensors[0] if ctx.masks[0] else None
         a, where = saved[: ctx.count], saved[ctx.count :] or [None, None]
-        dx, da = _rows_backward(dx_RI, du_RL, x, *where, ends_E, a, ctx.choices)
-        return dx, None, None, None, *(da[number, :, : ctx.rank] for number in range(ctx.count))
+        dx, da = _rows_backward(dx_RI, du_RL, x, *where, ends_E, a, ctx.choices, seed, *ctx.masks[1:])
+        return dx, None, None, None, None, *(da[number, :, : ctx.rank] for number in range(ctx.count))
 
 
 class _Up(Function):
@@ -193,7 +228,9 @@ def grouped_linears(
     for adapter in adapters:
         weights.append(next(rest))
         pairs.append(None if adapter is None else (next(rest), next(rest)))
-    u_RL, x_RI = _Rows.apply(x, order_R, slot_NK, ends_E, *[pair[0] for pair in pairs if pair is not None])
+    u_RL, x_RI = _Rows.apply(
+        x, order_R, slot_NK, ends_E, launches.masks(seed, adapters), *[pair[0] for pair in pairs if pair is not None]
+    )
     if product is None:
         found = [grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
     else:
@@ -215,10 +252,9 @@ def takes(
     product: GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
-    """One or two adapters of equal rank, and no dropout."""
+    """One or two adapters of equal rank and dropout."""
     given = [adapter for adapter in adapters if adapter is not None]
-    dropped = seed is not None and any(adapter.dropout > 0 for adapter in given)
-    if not 1 <= len(given) <= 2 or len({adapter.rank for adapter in given}) > 1 or dropped:
+    if not 1 <= len(given) <= 2 or len({(adapter.rank, adapter.dropout) for adapter in given}) > 1:
         return False
     return given[0].rank <= launches.MOST_RANK and len(ends_E) < launches.MOST_EXPERTS
 

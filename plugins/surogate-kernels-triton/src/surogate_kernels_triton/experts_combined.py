@@ -37,9 +37,13 @@ def _forward(
     b: Sequence[Tensor],
     scale: float,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     """The sum of each token's rows and, with an adapter, u [R, L]."""
-    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], a, b, scale, 1, fused)
+    dropout = launches.Dropout.made(seed, p, salts)
+    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], a, b, scale, 1, fused, dropout)
     return [sum_rows(y_RO, slot_NK, weights_NK), *u]
 
 
@@ -54,6 +58,9 @@ def _(
     b: Sequence[Tensor],
     scale: float,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     out_NO = x_RI.new_empty(slot_NK.shape[0], w_EOI.shape[1])
     return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
@@ -72,10 +79,13 @@ def _backward(
     u: Sequence[Tensor],
     scale: float,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     """dx, dweights and, with an adapter, dA and dB, both fp32."""
     (dout_NO,), (x_RI,) = launches.rows_apart([dout_NO]), launches.rows_apart([x_RI])
-    rows, choices = len(x_RI), weights_NK.shape[1]
+    rows, choices, dropout = len(x_RI), weights_NK.shape[1], launches.Dropout.made(seed, p, salts)
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS) if a else None
     du_RL = x_RI.new_empty(rows, a[0].shape[1]) if a else None
     dout_RO = None if fused else x_RI.new_empty(rows, dout_NO.shape[1])
@@ -85,12 +95,12 @@ def _backward(
     elif dout_RO is not None:
         torch.index_select(dout_NO, 0, order_R // choices, out=dout_RO)
     if dout_RO is None:
-        named = {"choices": choices, "scale": 1.0, "backward": True}
-        dx_RI = launches.grouped_sum([dout_NO], [w_EOI], du_RL, a, order_R, ends_E, rows, **named)  # type: ignore[arg-type]
+        rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dropout": dropout}
+        dx_RI = launches.grouped_sum([dout_NO], [w_EOI], du_RL, a, order_R, ends_E, rows, **rest)
     else:
         dx_RI = grouped.torch_product(dout_RO, w_EOI.transpose(1, 2), ends_E)
         if du_RL is not None and table_T4 is not None:
-            launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True)
+            launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True, dropout=dropout)
     dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, weights_NK, sorted_rows=True)
     found = [dx_RI, dweights_NK]
     if du_RL is not None:
@@ -98,7 +108,7 @@ def _backward(
         du_RL, u_RL = ((t * weights_R1).to(t.dtype) for t in (du_RL, u[0]))
         found += [x_RI.new_empty(1, *a[0].shape, dtype=torch.float32), torch.empty_like(b[0], dtype=torch.float32)]
         rank = a[0].shape[1]
-        launches.factors(x_RI, du_RL, None, ends_E, found[2], choices=1, rank=rank)
+        launches.factors(x_RI, du_RL, None, ends_E, found[2], choices=1, rank=rank, dropout=dropout)
         launches.factors(dout_NO, u_RL, order_R, ends_E, found[3], choices=choices, rank=rank, scale=scale)
     return found
 
@@ -116,6 +126,9 @@ def _(
     u: Sequence[Tensor],
     scale: float,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     found = [x_RI.new_empty(*x_RI.shape), torch.empty_like(weights_NK, memory_format=torch.contiguous_format)]
     if a:
@@ -159,6 +172,7 @@ def _backward_bytes(
     u: Sequence[Tensor],
     scale: float,
     fused: bool,
+    *rest: Any,
 ) -> int:
     """dx before it is weighted, rows of dout, and du and u with and without weights."""
     wide = w_EOI.shape[2] + (0 if fused else w_EOI.shape[1])
@@ -175,25 +189,29 @@ class _Combined(Function):
         w_EOI: Tensor,
         scale: float,
         fused: bool,
+        masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapter: Tensor,
     ) -> Tensor:
         order_R, slot_NK, ends_E = where
         a = [launches.padded(t.to(x_RI.dtype), 1).contiguous() for t in adapter[:1]]
         b = [launches.padded(t.to(x_RI.dtype), 2).contiguous() for t in adapter[1:]]
-        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, w_EOI, a, b, scale, fused)
-        ctx.save_for_backward(x_RI, order_R, ends_E, weights_NK, w_EOI, *a, *b, *u)
-        ctx.rest = scale, fused
+        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, w_EOI, a, b, scale, fused, *masks)
+        seed = [] if masks[0] is None else [masks[0]]
+        ctx.save_for_backward(*seed, x_RI, order_R, ends_E, weights_NK, w_EOI, *a, *b, *u)
+        ctx.rest, ctx.masks = (scale, fused), (len(seed), *masks[1:])
         ctx.rank = adapter[0].shape[1] if adapter else 0
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, a, b, u = ctx.saved_tensors if ctx.rank else (*ctx.saved_tensors, None, None, None)
+        saved = ctx.saved_tensors[ctx.masks[0] :]
+        seed = ctx.saved_tensors[0] if ctx.masks[0] else None
+        *inputs, a, b, u = saved if ctx.rank else (*saved, None, None, None)
         sides = [[t] if t is not None else [] for t in (a, b, u)]
-        dx, dweights, *more = _backward(dout_NO, *inputs, *sides, *ctx.rest)
+        dx, dweights, *more = _backward(dout_NO, *inputs, *sides, *ctx.rest, seed, *ctx.masks[1:])
         gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
-        return dx, None, dweights, None, None, None, *gradients
+        return dx, None, dweights, None, None, None, None, *gradients
 
 
 def combined_linear(
@@ -211,7 +229,8 @@ def combined_linear(
     """`experts.combined_linear` where `takes` accepts the arguments; gradients of the adapter are fp32."""
     scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
     weights_NK = weights_NK.float().contiguous()
-    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], scale, fused, *tensors[1:])
+    masks = launches.masks(seed, [adapter])
+    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], scale, fused, masks, *tensors[1:])
     return found
 
 

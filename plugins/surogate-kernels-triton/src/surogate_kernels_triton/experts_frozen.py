@@ -41,6 +41,7 @@ def project(
     scale: float,
     choices: int,
     fused: bool,
+    dropout: launches.Dropout | None,
 ) -> list[Tensor]:
     """y of each projection and, with adapters, u [R, S·L]."""
     (x,) = launches.rows_apart([x])
@@ -50,7 +51,7 @@ def project(
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS) if a else None
     if table_T4 is not None:
         u_RL = x.new_empty(rows, len(a) * a[0].shape[1])
-        launches.down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices)
+        launches.down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices, dropout=dropout)
         extra.append(u_RL)
     elif gathered_RI is not None:
         assert order_R is not None
@@ -82,8 +83,12 @@ def _forward(
     scale: float,
     choices: int,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
-    return project(x, order_R, ends_E, weights, a, b, scale, choices, fused)
+    dropout = launches.Dropout.made(seed, p, salts)
+    return project(x, order_R, ends_E, weights, a, b, scale, choices, fused, dropout)
 
 
 @_forward.register_fake
@@ -97,6 +102,9 @@ def _(
     scale: float,
     choices: int,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     rows = x.shape[0] if order_R is None else order_R.shape[0]
     found = [x.new_empty(rows, w.shape[1]) for w in weights]
@@ -117,12 +125,15 @@ def _backward(
     scale: float,
     choices: int,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     """dx in the shape of x and, with adapters, dA's [S, E, L, I] and each dB [E, O, L], both fp32."""
     dys, (x,) = launches.rows_apart(dys), launches.rows_apart([x])
     rows = dys[0].shape[0]
     found: list[Tensor] = []
-    du_RL, table_T4 = None, None
+    du_RL, table_T4, dropout = None, None, launches.Dropout.made(seed, p, salts)
     if u_RL is not None:
         table_T4, rank = launches.tile_table(ends_E, rows, launches.ROWS), a[0].shape[1]
         du_RL = torch.empty_like(u_RL)
@@ -133,16 +144,15 @@ def _backward(
             launches.down(dy_RO, None, table_T4, [b_EOL], du_RL[:, part], None, transposed=True, **named)  # type: ignore[arg-type]
             found.append(torch.empty_like(b_EOL, dtype=torch.float32))
             launches.factors(dy_RO, u_RL[:, part], None, ends_E, found[-1], rank=rank, **named)  # type: ignore[arg-type]
-        launches.factors(x, du_RL, order_R, ends_E, found[0], choices=choices, rank=rank)
+        launches.factors(x, du_RL, order_R, ends_E, found[0], choices=choices, rank=rank, dropout=dropout)
     if fused:
-        dx_RI = launches.grouped_sum(
-            dys, weights, du_RL, a, None, ends_E, rows, choices=choices, scale=1.0, backward=True
-        )
+        rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dropout": dropout}
+        dx_RI = launches.grouped_sum(dys, weights, du_RL, a, None, ends_E, rows, **rest)
     else:
         parts = [grouped.torch_product(dy_RO, w.transpose(1, 2), ends_E) for dy_RO, w in zip(dys, weights, strict=True)]
         dx_RI, other = parts[0], parts[1] if len(parts) > 1 else None
         if du_RL is not None and table_T4 is not None:
-            launches.up(dx_RI, other, du_RL, a, table_T4, 1.0, a=True)
+            launches.up(dx_RI, other, du_RL, a, table_T4, 1.0, a=True, dropout=dropout)
         elif other is not None:
             dx_RI += other
     return [dx_RI if slot_NK is None else sum_rows(dx_RI, slot_NK, None), *found]
@@ -162,6 +172,9 @@ def _(
     scale: float,
     choices: int,
     fused: bool,
+    seed: Tensor | None,
+    p: float,
+    salts: Sequence[int],
 ) -> list[Tensor]:
     found = [x.new_empty(*x.shape)]
     if u_RL is not None:
@@ -195,6 +208,7 @@ def _bytes(
     scale: float,
     choices: int,
     fused: bool,
+    *rest: Any,
 ) -> int:
     """The gathered rows."""
     return 0 if fused or order_R is None else len(order_R) * x.shape[1] * x.itemsize
@@ -214,6 +228,7 @@ def _backward_bytes(
     scale: float,
     choices: int,
     fused: bool,
+    *rest: Any,
 ) -> int:
     """du, and of dx the rows that are added: before they are summed, those of each projection."""
     rows = dys[0].shape[0] * x.shape[1] * x.itemsize
@@ -232,14 +247,17 @@ class _Experts(Function):
         weights: Sequence[Tensor],
         scale: float,
         fused: bool,
+        masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapters: Tensor,
     ) -> tuple[Tensor, ...]:
         a = [launches.padded(t.to(x.dtype), 1).contiguous() for t in adapters[::2]]
         b = [launches.padded(t.to(x.dtype), 2).contiguous() for t in adapters[1::2]]
         choices = 1 if slot_NK is None else slot_NK.shape[1]
-        found = _forward(x, order_R, ends_E, weights, a, b, scale, choices, fused)
+        found = _forward(x, order_R, ends_E, weights, a, b, scale, choices, fused, *masks)
         u = found[len(weights) :]
-        ctx.save_for_backward(x, ends_E, *[t for t in (order_R, slot_NK) if t is not None], *weights, *a, *b, *u)
+        where = [t for t in (order_R, slot_NK, masks[0]) if t is not None]
+        ctx.save_for_backward(x, ends_E, *where, *weights, *a, *b, *u)
+        ctx.masks = masks[0] is not None, *masks[1:]
         ctx.sizes = order_R is not None, len(weights), len(a)
         ctx.rest = scale, choices, fused
         ctx.rank = adapters[0].shape[1] if adapters else 0
@@ -251,13 +269,16 @@ class _Experts(Function):
         x, ends_E, *saved = ctx.saved_tensors
         gathers, count, adapted = ctx.sizes
         order_R, slot_NK = (saved.pop(0), saved.pop(0)) if gathers else (None, None)
+        seed = saved.pop(0) if ctx.masks[0] else None
         weights, a, b = saved[:count], saved[count : count + adapted], saved[count + adapted : count + 2 * adapted]
         u_RL = saved[-1] if adapted else None
-        dx, *more = _backward(list(dys), x, order_R, slot_NK, ends_E, weights, a, b, u_RL, *ctx.rest)
+        dx, *more = _backward(
+            list(dys), x, order_R, slot_NK, ends_E, weights, a, b, u_RL, *ctx.rest, seed, *ctx.masks[1:]
+        )
         gradients: list[Tensor] = []
         for number in range(adapted):
             gradients += [more[0][number, :, : ctx.rank], more[1 + number][..., : ctx.rank]]
-        return dx, None, None, None, None, None, None, *gradients
+        return dx, None, None, None, None, None, None, None, *gradients
 
 
 def grouped_linears(
@@ -277,7 +298,8 @@ def grouped_linears(
     if first is not None:
         weights, scale = tensors[::3], first.scale
         pairs = [t for number, t in enumerate(tensors) if number % 3]
-    found: tuple[Tensor, ...] = _Experts.apply(x, order_R, slot_NK, ends_E, weights, scale, fused, *pairs)
+    masks = launches.masks(seed, adapters)
+    found: tuple[Tensor, ...] = _Experts.apply(x, order_R, slot_NK, ends_E, weights, scale, fused, masks, *pairs)
     return found
 
 
@@ -292,15 +314,14 @@ def takes(
     product: GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
-    """Frozen weights in the dtype of x, multiplied plainly, with equal adapters or none, and no dropout."""
+    """Frozen weights in the dtype of x, multiplied plainly, with equal adapters or none."""
     first = adapters[0]
     if product is not None or len(adapters) > 2 or len(ends_E) >= launches.MOST_EXPERTS:
         return False
     if any((each is None) != (first is None) for each in adapters):
         return False
-    ranks = {(each.rank, each.scale) for each in adapters if each is not None}
-    dropped = seed is not None and any(each is not None and each.dropout > 0 for each in adapters)
-    if len(ranks) > 1 or dropped or any(rank > launches.MOST_RANK for rank, _ in ranks):
+    kinds = {(each.rank, each.scale, each.dropout) for each in adapters if each is not None}
+    if len(kinds) > 1 or any(rank > launches.MOST_RANK for rank, *_ in kinds):
         return False
     weights = tensors if first is None else tensors[::3]
     if len({w.shape for w in weights}) > 1 or any(side % MULTIPLE for side in weights[0].shape[1:]):

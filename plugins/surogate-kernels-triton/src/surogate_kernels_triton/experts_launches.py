@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from surogate_core.kernels.experts import ExpertAdapter
 from surogate_kernels_triton import experts_products_programs as products
 from surogate_kernels_triton import experts_programs as programs
 
@@ -63,6 +65,57 @@ def tile_for(device: torch.device, inner: int) -> Tile:
     return HOPPER_SHORT if inner <= SHORT else HOPPER
 
 
+GOLDEN = 0x1E3779B9
+"""What `ops.random_key` multiplies a salt by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout:
+    """The masks of dropout over the sorted rows, one for each projection; see `ops.dropout_mask`."""
+
+    seed: Tensor
+    """0-d int32; not read where p is 0."""
+    p: float
+    salts: tuple[int, ...]
+
+    @classmethod
+    def made(cls, seed: Tensor | None, p: float, salts: Sequence[int]) -> Dropout | None:
+        """From the arguments of an op; None without a seed."""
+        return None if seed is None else cls(seed=seed, p=p, salts=tuple(salts))
+
+    def of(self, number: int) -> Dropout:
+        """The mask of one projection."""
+        return Dropout(seed=self.seed, p=self.p, salts=self.salts[number : number + 1])
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Arguments of the programs."""
+        keys = [(salt * GOLDEN + 2**31) % 2**32 - 2**31 for salt in (self.salts[0], self.salts[-1])]
+        return {
+            "seed": self.seed,
+            "key0": keys[0],
+            "key1": keys[1],
+            "threshold": round(self.p * 2**32) - 2**31,
+            "inverse": 1 / (1 - self.p),
+            "DROP": self.p > 0,
+        }
+
+
+def masks(
+    seed: Tensor | None, adapters: Sequence[ExpertAdapter | None]
+) -> tuple[Tensor | None, float, tuple[int, ...]]:
+    """(seed, probability, salts) of adapters with one probability; no seed where nothing is dropped."""
+    given = [adapter for adapter in adapters if adapter is not None]
+    if seed is None or not given or given[0].dropout == 0:
+        return None, 0.0, ()
+    return seed, given[0].dropout, tuple(adapter.salt for adapter in given)
+
+
+def no_dropout(like: Tensor) -> Dropout:
+    """Keeps everything; `like`: any int32 tensor on the device."""
+    return Dropout(seed=like, p=0.0, salts=(0,))
+
+
 def tile_table(ends_E: Tensor, rows: int, size: int) -> Tensor:
     """[T, 4] the tiles of `size` rows; see `experts_programs`."""
     count = rows // size + len(ends_E)
@@ -86,8 +139,10 @@ def down(
     choices: int,
     scale: float = 1.0,
     transposed: bool = False,
+    dropout: Dropout | None = None,
 ) -> None:
     """u of all A's; with `transposed` they are B's [E, O, L] and x is dy."""
+    drops = dropout is not None and dropout.p > 0
     inputs, rank = a[0].shape[1:] if transposed else a[0].shape[:0:-1]
     programs.down[len(table_T4),](
         x,
@@ -97,9 +152,10 @@ def down(
         a[-1],
         u_RL,
         u_RL if gathered_RI is None else gathered_RI,
-        scale,
-        x.stride(0),
-        u_RL.stride(0),
+        scale=scale,
+        x_row=x.stride(0),
+        u_row=u_RL.stride(0),
+        **(dropout or no_dropout(table_T4)).named,
         IN=inputs,
         A_L=1 if transposed else inputs,
         A_I=rank if transposed else 1,
@@ -109,7 +165,7 @@ def down(
         M=ROWS,
         C=128,
         COPY=gathered_RI is not None,
-        num_warps=4,
+        num_warps=8 if drops else 4,
         num_stages=4,
     )
 
@@ -124,6 +180,7 @@ def up(
     *,
     a: bool = False,
     out_RO: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> None:
     """y + other + scale · u Bᵀ, in y's place unless `out_RO` is given; with `a`, B's are A's [E, L, O]."""
     outputs, rank = b[0].shape[:0:-1] if a else b[0].shape[1:]
@@ -136,11 +193,12 @@ def up(
         b[0],
         b[-1],
         table_T4,
-        scale,
-        y_RO.stride(0),
-        0 if other_RO is None else other_RO.stride(0),
-        out.stride(0),
-        u_RL.stride(0),
+        scale=scale,
+        y_row=y_RO.stride(0),
+        other_row=0 if other_RO is None else other_RO.stride(0),
+        out_row=out.stride(0),
+        u_row=u_RL.stride(0),
+        **(dropout or no_dropout(table_T4)).named,
         OUT=outputs,
         B_L=outputs if a else 1,
         B_O=1 if a else rank,
@@ -163,8 +221,16 @@ def factors(
     choices: int,
     rank: int,
     scale: float = 1.0,
+    dropout: Dropout | None = None,
 ) -> None:
-    """Fills `out`: [E, O, L], or [S, E, L, O] where `right_RL` has S·L columns."""
+    """Fills `out`: [E, O, L], or [S, E, L, O] where `right_RL` has S·L columns; elements of `left` are dropped."""
+    if dropout is not None and dropout.p > 0 and len(out) > 1 and out.ndim == 4:
+        for number, each in enumerate(right_RL.split(rank, dim=1)):
+            named = {"choices": choices, "rank": rank, "scale": scale, "dropout": dropout.of(number)}
+            factors(left, each, order_R, ends_E, out[number : number + 1], **named)  # type: ignore[arg-type]
+        return
+    masks = (dropout or no_dropout(ends_E)).named
+    masks.pop("key1")
     outputs, ranks = left.shape[1], right_RL.shape[1]
     first = out.ndim == 4
     columns = min(128, triton.next_power_of_2(outputs))
@@ -174,10 +240,11 @@ def factors(
         ends_E if order_R is None else order_R,
         ends_E,
         out,
-        scale,
-        left.stride(0),
-        right_RL.stride(0),
-        len(ends_E),
+        scale=scale,
+        left_row=left.stride(0),
+        right_row=right_RL.stride(0),
+        E=len(ends_E),
+        **masks,
         OUT=outputs,
         OUT_O=1 if first else rank,
         OUT_L=outputs if first else 1,
@@ -205,6 +272,7 @@ def grouped_sum(
     scale: float,
     backward: bool,
     tile: Tile | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: x is dy, and W's and
     B's, which are A's, are read transposed.
@@ -237,9 +305,10 @@ def grouped_sum(
         table_T4 if order_R is None else order_R,
         table_T4,
         y_RO,
-        scale,
-        x[0].stride(0),
-        unused.stride(0),
+        scale=scale,
+        x_row=x[0].stride(0),
+        u_row=unused.stride(0),
+        **(dropout or no_dropout(table_T4)).named,
         IN=inputs,
         OUT=outputs,
         K=0 if order_R is None else choices,

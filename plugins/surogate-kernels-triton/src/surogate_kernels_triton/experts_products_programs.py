@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from surogate_kernels_triton.experts_programs import kept
+
 
 @triton.jit
 def _rows_times(
@@ -52,6 +54,11 @@ def product(
     order,
     table,
     y,
+    seed,
+    key0,
+    key1,
+    threshold,
+    inverse,
     scale,
     x_row,
     u_row,
@@ -68,10 +75,12 @@ def product(
     M: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
+    DROP: tl.constexpr,
 ):
     """y[r, o] = Σ_p Σ_i x_p[r, i] W_p[e, o, i] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l], rounded once.
 
-    With K, row r of x is that of its token. L = 0: no adapters. `W_I`, `W_O`, `B_L`, `B_O`: strides of W and B. Tiles
+    With K, row r of x is that of its token. L = 0: no adapters. With DROP,
+    elements of each adapter's product are dropped. `W_I`, `W_O`, `B_L`, `B_O`: strides of W and B. Tiles
     of the same rows follow each other, so that x is read from the L2 cache.
     """
     COLUMNS: tl.constexpr = (OUT + C - 1) // C
@@ -95,9 +104,15 @@ def product(
         place = expert * (OUT * L) + ranks[:, None] * B_L + columns[None, :] * B_O
         v = tl.load(u + rows[:, None] * u_row + ranks[None, :], mask=inside[:, None], other=0.0)
         acc = tl.dot(v, tl.load(b0 + place, mask=real, other=0.0), acc)
+        if DROP:
+            acc = tl.where(kept(rows, columns, seed, key0, threshold, OUT), acc * inverse, 0.0)
         if S > 1:
             v = tl.load(u + rows[:, None] * u_row + L + ranks[None, :], mask=inside[:, None], other=0.0)
-            acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
+            if DROP:
+                more = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0))
+                acc += tl.where(kept(rows, columns, seed, key1, threshold, OUT), more * inverse, 0.0)
+            else:
+                acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
         acc = acc * scale
     first = w0 + expert * (IN * OUT)
     acc = _rows_times(acc, x0, first, source, inside[:, None], columns, x_row, IN, OUT, W_I, W_O, B)
@@ -120,6 +135,11 @@ def product_copied(
     order,
     table,
     y,
+    seed,
+    key0,
+    key1,
+    threshold,
+    inverse,
     scale,
     x_row,
     u_row,
@@ -133,6 +153,7 @@ def product_copied(
     M: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
+    DROP: tl.constexpr,
 ):
     """`product` where weights, and without K also x, are descriptors, whose tiles the copy engine brings.
 
@@ -160,9 +181,15 @@ def product_copied(
         low = u + rows.to(tl.int64)[:, None] * u_row + ranks[None, :]
         v = tl.load(low, mask=inside[:, None], other=0.0)
         acc = tl.dot(v, tl.load(b0 + place, mask=real, other=0.0), acc)
+        if DROP:
+            acc = tl.where(kept(rows, columns, seed, key0, threshold, OUT), acc * inverse, 0.0)
         if S > 1:
             v = tl.load(low + L, mask=inside[:, None], other=0.0)
-            acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
+            if DROP:
+                more = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0))
+                acc += tl.where(kept(rows, columns, seed, key1, threshold, OUT), more * inverse, 0.0)
+            else:
+                acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
         acc = acc * scale
     if K > 0:
         source = tl.load(order + rows, mask=inside, other=0) // K

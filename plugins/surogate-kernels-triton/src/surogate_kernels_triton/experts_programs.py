@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from surogate_native.random_programs import hash32
 
 # --------------------------------------------------------------------------- routing
 
@@ -64,9 +65,9 @@ def choose(
     if RENORMALISE:
         picked = picked / total[:, None]
     target = rows[:, None] * K + ranks[None, :]
-    kept = inside[:, None] & (ranks < K)[None, :]
-    tl.store(weights + target, picked, mask=kept)
-    tl.store(experts + target, found, mask=kept)
+    stored = inside[:, None] & (ranks < K)[None, :]
+    tl.store(weights + target, picked, mask=stored)
+    tl.store(experts + target, found, mask=stored)
     tl.store(counts + block * E + columns, count, mask=columns < E)
 
 
@@ -198,6 +199,13 @@ def combine_backward(
 
 
 @triton.jit
+def kept(rows, columns, seed, key, threshold, IN: tl.constexpr):
+    """`ops.dropout_mask` of a tile of the sorted rows [R, IN]; `key`: a projection's part of the random key."""
+    counter = rows.to(tl.int32)[:, None] * IN + columns[None, :]
+    return hash32(counter ^ hash32(tl.load(seed) + key)) >= threshold
+
+
+@triton.jit
 def down(
     x,
     order,
@@ -206,6 +214,11 @@ def down(
     a1,
     u,
     gathered,
+    seed,
+    key0,
+    key1,
+    threshold,
+    inverse,
     scale,
     x_row,
     u_row,
@@ -218,8 +231,11 @@ def down(
     M: tl.constexpr,
     C: tl.constexpr,
     COPY: tl.constexpr,
+    DROP: tl.constexpr,
 ):
     """u[r, s·L + l] = scale · Σ_i x[r, i] A_s[e, l, i]; with K, row r of x is that of its token, copied with COPY.
+
+    With DROP, elements of x are dropped; the copy has all.
 
     `A_L`, `A_I`: strides of A, so that B is read as an A too.
     """
@@ -246,9 +262,17 @@ def down(
             target = rows.to(tl.int64)[:, None] * IN + columns[None, :]
             tl.store(gathered + target, value, mask=inside[:, None] & (columns < IN)[None, :])
         place = base + columns[:, None] * A_I + ranks[None, :] * A_L
-        first = tl.dot(value, tl.load(a0 + place, mask=(columns < IN)[:, None], other=0.0), first)
+        mine = value
+        if DROP:
+            stays = kept(rows, columns, seed, key0, threshold, IN)
+            mine = tl.where(stays, value.to(tl.float32) * inverse, 0.0).to(value.dtype)
+        first = tl.dot(mine, tl.load(a0 + place, mask=(columns < IN)[:, None], other=0.0), first)
         if S > 1:
-            second = tl.dot(value, tl.load(a1 + place, mask=(columns < IN)[:, None], other=0.0), second)
+            mine = value
+            if DROP:
+                stays = kept(rows, columns, seed, key1, threshold, IN)
+                mine = tl.where(stays, value.to(tl.float32) * inverse, 0.0).to(value.dtype)
+            second = tl.dot(mine, tl.load(a1 + place, mask=(columns < IN)[:, None], other=0.0), second)
     target = rows.to(tl.int64)[:, None] * u_row + ranks[None, :]
     tl.store(u + target, (first * scale).to(u.dtype.element_ty), mask=inside[:, None])
     if S > 1:
@@ -264,6 +288,11 @@ def up(
     b0,
     b1,
     table,
+    seed,
+    key0,
+    key1,
+    threshold,
+    inverse,
     scale,
     y_row,
     other_row,
@@ -277,10 +306,11 @@ def up(
     M: tl.constexpr,
     C: tl.constexpr,
     OTHER: tl.constexpr,
+    DROP: tl.constexpr,
 ):
     """out[r, o] = y[r, o] + other[r, o] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l]; `B_L`, `B_O`: strides of B.
 
-    out may be y or other.
+    out may be y or other. With DROP, elements of each product are dropped.
     """
     tile = tl.program_id(0)
     expert = tl.load(table + tile * 4)
@@ -295,9 +325,15 @@ def up(
     place = expert.to(tl.int64) * (OUT * L) + ranks[:, None] * B_L + columns[None, :] * B_O
     v = tl.load(u + rows[:, None] * u_row + ranks[None, :], mask=inside, other=0.0)
     acc = tl.dot(v, tl.load(b0 + place, mask=real, other=0.0))
+    if DROP:
+        acc = tl.where(kept(rows, columns, seed, key0, threshold, OUT), acc * inverse, 0.0)
     if S > 1:
         v = tl.load(u + rows[:, None] * u_row + L + ranks[None, :], mask=inside, other=0.0)
-        acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
+        if DROP:
+            more = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0))
+            acc += tl.where(kept(rows, columns, seed, key1, threshold, OUT), more * inverse, 0.0)
+        else:
+            acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
     value = tl.load(y + rows[:, None] * y_row + columns[None, :], mask=inside & real, other=0.0)
     acc = acc * scale + value.to(tl.float32)
     if OTHER:
@@ -315,6 +351,10 @@ def factors(
     order,
     ends,
     out,
+    seed,
+    key0,
+    threshold,
+    inverse,
     scale,
     left_row,
     right_row,
@@ -328,11 +368,12 @@ def factors(
     WIDE: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    DROP: tl.constexpr,
 ):
     """out[w // L, e, o, w % L] = scale · Σ_r left[r, o] right[r, w] over an expert's rows, in their order.
 
-    With K, row r of `left` is that of its token. `OUT_O`, `OUT_L`: strides of out. RANKS = S·L, of which WIDE is the
-    next power of two.
+    With K, row r of `left` is that of its token. With DROP, elements of `left` are dropped. `OUT_O`,
+    `OUT_L`: strides of out. RANKS = S·L, of which WIDE is the next power of two.
     """
     columns = tl.program_id(0) * C + tl.arange(0, C)
     expert = tl.program_id(1)
@@ -348,6 +389,8 @@ def factors(
         if K > 0:
             source = tl.load(order + rows, mask=rows < stop, other=0) // K
         g = tl.load(left + source.to(tl.int64)[:, None] * left_row + columns[None, :], mask=inside & real, other=0.0)
+        if DROP:
+            g = tl.where(kept(rows, columns, seed, key0, threshold, OUT), g.to(tl.float32) * inverse, 0.0).to(g.dtype)
         v = tl.load(
             right + rows.to(tl.int64)[:, None] * right_row + wide[None, :],
             mask=inside & (wide < RANKS)[None, :],
@@ -355,5 +398,5 @@ def factors(
         )
         acc = tl.dot(tl.trans(g), v, acc)
     place = ((wide // L).to(tl.int64) * E + expert)[None, :] * (OUT * L) + (wide % L)[None, :] * OUT_L
-    kept = (columns < OUT)[:, None] & (wide < RANKS)[None, :]
-    tl.store(out + place + columns[:, None] * OUT_O, acc * scale, mask=kept)
+    stored = (columns < OUT)[:, None] & (wide < RANKS)[None, :]
+    tl.store(out + place + columns[:, None] * OUT_O, acc * scale, mask=stored)
