@@ -77,7 +77,7 @@ def engine(variant: str | None, *, recompute: Recompute | bool = False, **change
         build=Mixture,
         device="cpu" if variant is None else DEVICE,
         packs=[TORCH_PACK] if variant is None else [TORCH_PACK, pack(variant)],
-        lora=tiny.lora(16, train_router=True),
+        lora=tiny.lora(16, dropout=0.1, train_router=True),
         recompute=recompute,
         source=tiny.RandomSource(seed=0, std=0.1, device=torch.device("cpu" if variant is None else DEVICE)),
         **{**gpu, **changes},

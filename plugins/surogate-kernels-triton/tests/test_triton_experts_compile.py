@@ -98,7 +98,7 @@ def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]
     major, minor = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
     original = experts_launches.tile_for
-    monkeypatch.setattr(experts_launches, "tile_for", lambda device, inner: original(torch.device("cuda"), inner))
+    monkeypatch.setattr(experts_launches, "tile_for", lambda device, *a, **n: original(torch.device("cuda"), *a, **n))
     monkeypatch.setattr(experts_frozen.grouped, "torch_product", lambda x, w, ends: x.new_empty(len(x), w.shape[1]))
     order, ends = torch.zeros(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
     slot, weights = empty(TOKENS, CHOICES, dtype=torch.int32), empty(TOKENS, CHOICES, dtype=torch.float32)

@@ -52,16 +52,20 @@ HOPPER = Tile(m=128, c=256, b=64, warps=8, stages=3, copied=True)
 HOPPER_SHORT = Tile(m=128, c=128, b=64, warps=4, stages=3, copied=True)
 """For inner dimensions up to `SHORT`: of two programs on a multiprocessor one may multiply while the other stores."""
 SHORT = 1024
+HOPPER_DROPPED = Tile(m=128, c=128, b=64, warps=8, stages=4, copied=True)
+"""With dropout, whose masks need registers."""
 SMALL = Tile(m=64, c=128, b=32, warps=4, stages=3)
 """For the others, which may have 99 KiB."""
 
 
-def tile_for(device: torch.device, inner: int) -> Tile:
+def tile_for(device: torch.device, inner: int, *, drops: bool = False) -> Tile:
     """The tile for a device and an inner dimension; fixed, because equal inputs must give equal bits on every run."""
     if device.type != "cuda":  # Triton's interpreter
         return SMALL
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return SMALL
+    if drops:
+        return HOPPER_DROPPED
     return HOPPER_SHORT if inner <= SHORT else HOPPER
 
 
@@ -278,7 +282,7 @@ def grouped_sum(
     B's, which are A's, are read transposed.
     """
     inputs, outputs = weights[0].shape[1:] if backward else weights[0].shape[:0:-1]
-    tile = tile or tile_for(x[0].device, inputs * len(x))
+    tile = tile or tile_for(x[0].device, inputs * len(x), drops=dropout is not None and dropout.p > 0)
     table_T4 = tile_table(ends_E, rows, tile.m)
     y_RO = x[0].new_empty(rows, outputs)
     rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
