@@ -205,7 +205,9 @@ class LoraAdapter:
             outputs, inputs = self._shape(module + _SIDES[1])[0], self._shape(module + _SIDES[0])[1]
             weight = shapes.get(f"{module}.weight")
             if weight is None:
-                near = difflib.get_close_matches(module, linears, n=1, cutoff=0.8)
+                # Only for those that are shown: a model with experts has tens of thousands of projections.
+                shown = len(problems) < _SHOWN
+                near = difflib.get_close_matches(module, linears, n=1, cutoff=0.8) if shown else []
                 hint = f"; the nearest is {near[0]}" if near else ""
                 if module == "lm_head":
                     hint = ": its head is tied to the embedding"
@@ -275,12 +277,16 @@ class InitialAdapter:
             return
         theirs, problems = self.start, []
         own = {n.removesuffix(_SIDES[0]): shape[0] for n, shape in shapes.items() if n.endswith(_SIDES[0])}
-        found = _rank_of(theirs.ranks(), experts=False)
+        ranks = theirs.ranks()
+        found, found_of_experts = (_rank_of(ranks, experts=kind) for kind in (False, True))
         if found is not None and found != rank:
             problems.append(f"lora_rank is {rank}, the adapter's is {found}")
-        of_experts = [_rank_of(ranks, experts=True) for ranks in (own, theirs.ranks())]
-        if None not in of_experts and of_experts[0] != of_experts[1]:
-            problems.append("lora_expert_rank is {}, the adapter's is {}".format(*of_experts))
+        of_experts = _rank_of(own, experts=True)
+        if None not in (of_experts, found_of_experts) and of_experts != found_of_experts:
+            problems.append(f"lora_expert_rank is {of_experts}, the adapter's is {found_of_experts}")
+        uneven = [m for m, r in ranks.items() if r != (found_of_experts if _is_expert(m) else found)]
+        if uneven:
+            problems.append(f"{uneven[0]} has another rank than the adapter's other modules of its kind")
         if theirs.scales:
             problems.append(f"{next(iter(theirs.scales))} has another alpha / rank than the adapter's other modules")
         plain = theirs.scale * (found or rank)
@@ -429,7 +435,11 @@ def _by_pattern(patterns: Mapping[str, float], otherwise: float, module: str) ->
 
 def _rank_of(ranks: Mapping[str, int], *, experts: bool) -> int | None:
     """The rank of the adapters of experts, or of the others; None if there are none. The largest if they differ."""
-    return max((r for module, r in ranks.items() if (".experts." in module) == experts), default=None)
+    return max((r for module, r in ranks.items() if _is_expert(module) == experts), default=None)
+
+
+def _is_expert(module: str) -> bool:
+    return ".experts." in module
 
 
 def _wrong_pattern(key: str, patterns: Any) -> list[str]:

@@ -169,6 +169,42 @@ def test_an_adapter_of_one_tensor_of_all_experts_is_merged(
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_an_adapter_of_one_tensor_of_all_experts_is_trained_on(
+    model: Path, of_peft: tuple[Path, Tensor], small: Sequence[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    """If its ranks and scales are those of a run; each expert goes on with the adapter that it had."""
+    words = [*small, f"model={model}", "lora_target_modules=[q_proj,experts]", "lora_rank=2", "lora_alpha=6"]
+    words += ["lora_dropout=0", "adapter_init_mode=trainable", "max_steps=1", "learning_rate=0"]
+    with pytest.raises(UserError, match=r"experts\.\d\.down_proj has another rank than the adapter's other modules"):
+        run_here(tmp_path / "uneven", *words, f"adapter_path={of_peft[0]}")
+    even = Path(shutil.copytree(of_peft[0], tmp_path / "even"))
+    tensors = load_file(even / "adapter_model.safetensors")
+    for side in "AB":
+        name = f"{LAYER}.base_layer.lora_{side}.weight"
+        tensors[name] = halved(tensors[name], side).contiguous()
+    save_file(tensors, even / "adapter_model.safetensors")
+    config = json.loads((even / "adapter_config.json").read_text())
+    (even / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {}}))
+    assert run_here(tmp_path / "out", *words, f"adapter_path={even}") == 0
+    merged = []
+    for number, adapter in enumerate((even, tmp_path / "out" / "adapter")):
+        target = tmp_path / f"merged-{number}"
+        assert main(["merge", "--base-model", str(model), str(adapter), "--output", str(target)]) == 0
+        merged.append(load_file(target / "model.safetensors"))
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
+
+
+def halved(tensor: Tensor, side: str, *, experts: int = 4) -> Tensor:
+    """A factor of all experts with the first half of its rank."""
+    if side == "A":
+        whole = tensor.view(experts, -1, tensor.shape[1])
+        return whole[:, : whole.shape[1] // 2].reshape(-1, tensor.shape[1])
+    whole = tensor.view(tensor.shape[0], -1, experts)
+    return whole[:, : whole.shape[1] // 2].reshape(tensor.shape[0], -1)
+
+
 def test_an_adapter_of_all_experts_that_fits_no_base_or_both_layouts_is_refused(
     model: Path, of_peft: tuple[Path, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
