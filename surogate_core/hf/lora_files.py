@@ -199,7 +199,7 @@ class LoraAdapter:
 
     def check_against(self, shapes: Mapping[str, Sequence[int]], *, key: str = "adapter_path") -> None:
         """Compare the headers with a base (tensor name → shape); one `UserError` lists all mismatches."""
-        problems = []
+        problems: list[str] = []
         linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
         for module in self.modules:
             outputs, inputs = self._shape(module + _SIDES[1])[0], self._shape(module + _SIDES[0])[1]
