@@ -82,6 +82,8 @@ def test_routes(device: str, tokens: int, experts: int, choices: int, renormalis
     for a, b in zip(found[1:], expected[1:], strict=True):
         assert a.dtype == torch.int32
         assert torch.equal(a, b)
+    for a, b in zip(kernel("route")(logits.float(), choices, renormalise), found, strict=True):
+        assert torch.equal(a, b)
 
 
 @devices

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from surogate_model_qwen3_moe.model import build
+from surogate_model_qwen3_moe.presets import PRESETS
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -103,3 +104,25 @@ def test_gradients_with_the_losses_of_the_router(form: Form, count: int, recompu
     assert sum(terms) == pytest.approx(float(losses), rel=TOLERANCE)
     without = tiny.gradients(found.engine(tokens=TOKENS), packed(documents))
     assert tiny.worst(without, gradients)[0] > 100 * TOLERANCE, "the losses must matter"
+
+
+@pytest.mark.slow
+def test_a_small_coefficient_is_not_rounded_away_in_bf16() -> None:
+    """Its gradient has the size of that in fp32, though it is small beside the router's other gradient."""
+    config = {**PRESETS["tiny"], "num_hidden_layers": 1, "mlp_only_layers": [], "num_experts": 32}
+    batch = tiny.batch(tiny.documents((1000,), vocabulary=1000), tokens=1024)
+
+    def added(dtype: torch.dtype) -> Tensor:
+        settings: dict[str, Any] = {
+            "build": build,
+            "dtype": dtype,
+            "tokens": 1024,
+            "source": tiny.random_source(std=0.05),
+        }
+        made = (tiny.engine(config, router_losses=RouterLosses(aux=aux), **settings) for aux in (0.001, 0.0))
+        with_loss, without = (tiny.gradients(one, [batch])["model.layers.0.mlp.gate.weight"] for one in made)
+        assert 0 < (with_loss - without).norm() < 0.1 * without.norm()
+        return with_loss - without
+
+    expected, found = added(torch.float32), added(torch.bfloat16)
+    assert float((found * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=0.04)

@@ -193,9 +193,14 @@ def _supports(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in DTYPES
 
 
+def _supports_logits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Logits may be in fp32 where everything else is in bf16."""
+    return device.type == "cuda" and dtype in (*DTYPES, torch.float32)
+
+
 def kernels() -> tuple[Kernel, ...]:
     """The kernels."""
     return (
-        Kernel(op="route", name="triton", function=route, supports=_supports, takes=route_takes, priority=10),
+        Kernel(op="route", name="triton", function=route, supports=_supports_logits, takes=route_takes, priority=10),
         Kernel(op="combine", name="triton", function=combine, supports=_supports, priority=10),
     )

@@ -109,8 +109,12 @@ class SparseBlock(AttentionBlock):
     tokens, probability, z, mass = router_sides(E)
 
     def scores(self, h: Tensor) -> Tensor:
-        """[N, D] → [N, E]: the router's logits."""
-        return h @ self.router.t()
+        """[N, D] → [N, E] fp32: the router's logits, rounded to h's dtype.
+
+        The gradients of routing and of the router's losses are added in fp32: in bf16, rounding would swallow a part of
+        the smaller one.
+        """
+        return (h @ self.router.t()).float()
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """[N, D] → [N, D], and what the router reports."""
