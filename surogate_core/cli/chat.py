@@ -24,6 +24,7 @@ A chat in the terminal. MODEL is a Hugging Face directory, a run's directory (`l
 with an adapter, a PEFT adapter, or a hub id. Several models answer one after the other, each with its own history.
 KEY=VALUE are keys of a run, such as device=cpu or qlora_nf4=true.
 
+  --adapter DIR        an adapter, a run or a checkpoint to use on MODEL; several are partners side by side
   --system TEXT        the system message
   --max-new-tokens N   largest number of tokens of an answer (512)
   --context N          tokens of the longest conversation (4096, or what the model has)
@@ -43,12 +44,13 @@ Lines of standard input are messages if it is not a terminal.
 """
 
 _COUNTS = {"--max-new-tokens": 512, "--context": 4096}
-_FLAGS = (*NUMBERS, *_COUNTS, "--system")
+_FLAGS = (*NUMBERS, *_COUNTS, "--system", "--adapter")
 
 
 @dataclass(slots=True)
 class _Words:
     models: list[str] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     sampling: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict(_COUNTS))
@@ -132,13 +134,17 @@ def _partners(words: _Words) -> list[Partner]:
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.chat import chat_of
     from surogate_core.events import Progress
-    from surogate_core.run.generation import named, prepare
+    from surogate_core.run.generation import named, prepare, with_adapter
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
     ready = {}
-    for word in words.models:
-        found = named(word)
+    if words.adapters and len(words.models) > 1:
+        raise UserError("surogate chat --adapter: adapters are on one model. Fix: name one MODEL")
+    chosen = {word: named(word) for word in words.models}
+    if words.adapters:
+        chosen = {adapter: with_adapter(words.models[0], adapter) for adapter in words.adapters}
+    for word, found in chosen.items():
         config = load_run_config([*found.overrides, *words.overrides], registry=registry)
         ready[word] = prepare(found, config, registry)
         chat_of(ready[word].tokenizer)  # without a template there is no chat
@@ -250,6 +256,8 @@ def _parse(argv: Sequence[str]) -> _Words:
                 parsed.sampling[flag] = number(flag, value, NUMBERS[flag])
             elif flag in _COUNTS:
                 parsed.counts[flag] = int(number(flag, value, int, least=1))
+            elif flag == "--adapter":
+                parsed.adapters.append(value)
             else:
                 parsed.system = value
         elif equals or word.startswith(("+", "~")):

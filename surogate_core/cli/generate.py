@@ -24,6 +24,7 @@ usage: surogate generate MODEL --prompt TEXT [KEY=VALUE …]
 Continues prompts. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint with
 an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu or qlora_nf4=true.
 
+  --adapter DIR        an adapter, a run or a checkpoint to use on MODEL, where that is not the base that it names
   --prompt TEXT        the text to continue; - reads it from standard input
   --file FILE          JSON lines: {"prompt": TEXT} or {"messages": [{"role": …, "content": …}, …]}; - is standard input
   --chat               a --prompt is a user's message, and the completion the assistant's answer
@@ -46,7 +47,7 @@ A completion alone is printed for one prompt with one sample; several are printe
 """
 
 _COUNTS = ("--max-new-tokens", "--samples", "--slots")
-_TEXTS = ("--prompt", "--file", "--system", "--output", "--engine")
+_TEXTS = ("--prompt", "--file", "--system", "--output", "--engine", "--adapter")
 _LISTS = ("--stop", "--stop-token")
 _SWITCHES = ("--chat", "--json", "--logprobs", "--ignore-eos")
 _FLAGS = (*NUMBERS, *_COUNTS, *_TEXTS, *_LISTS, *_SWITCHES)
@@ -88,13 +89,13 @@ def _generate(words: _Words, model: str) -> int:
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
     from surogate_core.files.atomic import ensure_writable
-    from surogate_core.run.generation import named, prepare
-    from surogate_core.run.texts import generate_texts, requests_of, settings_of
+    from surogate_core.run.generation import named, prepare, with_adapter
+    from surogate_core.run.texts import generate_texts, requests_of, settings_of, usual_slots
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
         ensure_writable(output.parent, key="--output")
-    found = named(model)
+    found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
     overrides = [*found.overrides, *words.overrides]
     registry = registry_for(Arguments(overrides=overrides))
     spec = registry.get("rollout", words.texts.get("--engine", "native"))
@@ -109,7 +110,10 @@ def _generate(words: _Words, model: str) -> int:
             progress(Progress(task=task, done=done, total=total, unit=unit))
 
         weights = prepared.load(registry, progress=told)
-        engine = spec.open(weights, settings_of(weights, requests, slots=words.counts.get("--slots")))
+        settings = settings_of(weights, requests, slots=words.counts.get("--slots"))
+        if "--slots" not in words.counts and settings.slots < usual_slots(weights.device, requests):
+            print(f"note: {settings.slots} sequences at a time; more do not fit into memory.", file=sys.stderr)
+        engine = spec.open(weights, settings)
         texts = generate_texts(
             engine,
             prepared.tokenizer,

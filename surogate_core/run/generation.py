@@ -22,7 +22,7 @@ from surogate_core.errors import UserError
 from surogate_core.files.paths import is_hub_id
 from surogate_core.files.runs import run_directory
 from surogate_core.generate.weights import Weights
-from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, check_merging
+from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, another_base, check_merging
 from surogate_core.hf.weights import generation_config_in
 from surogate_core.run.assemble import (
     DTYPES,
@@ -52,6 +52,18 @@ class Named:
     """The adapters on the base, the lowest first."""
     files: Path | None = None
     """The directory of the adapter, whose tokenizer and ``generation_config.json`` come before the base's."""
+    notes: tuple[str, ...] = ()
+
+
+def with_adapter(word: str, adapter: str) -> Named:
+    """The model of a word with the adapter of a PEFT directory, a run or a checkpoint on it."""
+    base = named(word)
+    if base.stack:
+        raise UserError(f"--adapter {adapter}: {word} is an adapter too. Fix: name the base, or leave --adapter out.")
+    stack, used = open_trained(run_directory(adapter), key="--adapter")
+    other = another_base(replace(stack[-1], base_files={}), word, {})
+    notes = (f"{other} It is used on {word}.",) if other else ()
+    return replace(base, stack=tuple(stack), files=used, notes=notes)
 
 
 def named(word: str) -> Named:
@@ -163,7 +175,7 @@ def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
         lora=lora,
         tokenizer=tokenizer,
         generation_config=own or {},
-        notes=(*said, *notes),
+        notes=(*found.notes, *said, *notes),
     )
 
 

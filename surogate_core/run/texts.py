@@ -23,6 +23,7 @@ from surogate_core.run.build import free_memory
 from surogate_core.run.generation import Prepared
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.generate.weights import Weights
@@ -150,13 +151,18 @@ def requests_of(prepared: Prepared, prompts: Sequence[Prompt], wanted: Wanted) -
     return requests, [note] if note else []
 
 
+def usual_slots(device: torch.device, requests: Sequence[Request]) -> int:
+    """Sequences at a time, if memory allows them."""
+    return min(MOST_SLOTS.get(device.type, 32), len(requests))
+
+
 def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | None = None) -> RolloutSettings:
     """The caches that these requests need, as many slots as fit into the free memory.
 
     Raises `MachineError` if not even one fits, or if `slots` do not.
     """
     context = max(len(r.prompt) + r.max_new_tokens for r in requests)
-    wanted = slots if slots is not None else min(MOST_SLOTS.get(weights.device.type, 32), len(requests))
+    wanted = slots if slots is not None else usual_slots(weights.device, requests)
     one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
     room = free_memory(weights.device)
     fitting = wanted if room is None or not one else min(wanted, int(SHARE * room / one) - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.bundles import Sampling
+from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import texts
-from surogate_core.run.generation import Prepared, named, prepare
+from surogate_core.run.generation import Prepared, named, prepare, with_adapter
 
 Run = Callable[..., int]
 Open = Callable[..., Prepared]
@@ -83,6 +86,37 @@ def test_an_adapter_is_multiplied_beside_its_base(
     (found,) = completed(opened, installed, TEXT)
     assert list(found.ids) == theirs(adapted, hf_dir, TEXT)
     assert list(found.ids) != theirs(AutoModelForCausalLM.from_pretrained(hf_dir), hf_dir, TEXT)
+
+
+def test_an_adapter_on_a_base_that_is_named(
+    adapter: Path, model_copy: Path, hf_dir: Path, installed: Registry, call_chat: Any
+) -> None:
+    found = with_adapter(str(model_copy), str(adapter))
+    assert "names" in found.notes[0]
+    assert str(hf_dir) in found.notes[0]
+    config = load_run_config([*found.overrides, "device=cpu"], registry=installed)
+    (one,) = completed(prepare(found, config, installed), installed, TEXT)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_dir), str(adapter))
+    assert list(one.ids) == theirs(adapted, hf_dir, TEXT)
+    assert with_adapter(str(hf_dir), str(adapter)).notes == ()
+    with pytest.raises(UserError, match="is an adapter too"):
+        with_adapter(str(adapter), str(adapter))
+    out = call_chat(str(hf_dir), "--adapter", str(adapter)).splitlines()
+    assert len(out) == 1
+    assert out[0] != call_chat(str(hf_dir)).splitlines()[0]
+
+
+@pytest.fixture
+def call_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The answers of a chat to one message."""
+
+    def start(*words: str) -> str:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        assert main(["chat", *words, "device=cpu", "--max-new-tokens=6", "--temperature=0"]) == 0
+        return capsys.readouterr().out
+
+    return start
 
 
 def test_an_adapter_on_some_layers_is_folded_in(
