@@ -173,12 +173,13 @@ def _train(
             held.append((taken.step, taken.held))
     recipe = resolve_recipe(config, registry, engine.settings.device)
     weight_format = resolve_weight_format(config, registry, engine.model)
+    of_experts = recipe.note_of_experts if engine.model.expert_slots() else None
     scales = watch.take(len(losses)) if watch is not None else None
     return engine, Training(
         name=name,
         recipe=recipe.name,
         weight_format=weight_format.name if weight_format is not None else None,
-        note=recipe.note,
+        note=" ".join(filter(None, (recipe.note, of_experts))) or None,
         losses=losses,
         held=held,
         saturated=scales.saturated if scales else None,
