@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import surogate_recipe_fp8
 import surogate_recipe_nvfp4
 from mixture import CONFIG, Mixture
+from surogate_offload_host import surogate_offloader
 from torch import Tensor
 
 from surogate_core.bundles import Recipe
@@ -64,6 +66,16 @@ def test_frozen_experts_are_kept_packed_but_in_plain_layers(name: str) -> None:
     plain = engine(RECIPES[name], "lora", plain_last=1).parameters.packed
     assert NAME not in plain
     assert "layers.0.up_proj.weight" in plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True], ids=["weights", "experts"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_packed_experts_in_host_memory_change_no_bit(name: str, apart: bool) -> None:
+    host = replace(surogate_offloader(), kinds=frozenset({"weights"}))
+    made = engine(RECIPES[name], "lora", offloader=host, offload_experts=apart)
+    assert tiny.train(made, 3, lr=1e-2) == trained(name, "lora")[1]
+    tiny.ensure_same_bits(tiny.snapshot(made), trained(name, "lora")[2], "in host memory")
 
 
 def test_plain_layers_multiply_experts_plainly() -> None:
