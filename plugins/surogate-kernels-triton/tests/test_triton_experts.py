@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -134,46 +134,49 @@ VARIANTS = ("triton-wide", "triton-fused", "triton-adapters")
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def layer(
-    function: Callable[..., Any],
-    dtype: torch.dtype,
-    device: str,
-    *,
-    projections: int = 2,
-    gathered: bool = True,
-    rank: int = 16,
-    tokens: int = 90,
-    experts: int = 7,
-    skew: float = 1.0,
-    inputs: int = 80,
-    outputs: int = 48,
-    product: Any = None,
-    trained: bool = False,
-    dropout: float = 0.0,
-) -> list[Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Projections of experts, of which a token has three."""
+
+    projections: int = 2
+    gathered: bool = True
+    rank: int = 16
+    tokens: int = 90
+    experts: int = 7
+    skew: float = 1.0
+    inputs: int = 80
+    outputs: int = 48
+    product: Any = None
+    trained: bool = False
+    dropout: float = 0.0
+
+
+def layer(function: Callable[..., Any], dtype: torch.dtype, device: str, **changes: Any) -> list[Tensor]:
     """y's, then the gradients of x and, with a rank, of A's and B's, and of weights that are trained."""
-    _, _, order, slot, ends = routing(tokens, experts, 3, device, skew=skew)
-    where = (order, slot) if gathered else (None, None)
+    case = Case(**changes)
+    rank, tokens, experts, inputs, outputs = case.rank, case.tokens, case.experts, case.inputs, case.outputs
+    _, _, order, slot, ends = routing(tokens, experts, 3, device, skew=case.skew)
+    where = (order, slot) if case.gathered else (None, None)
 
     def drawn(*shape: int, seed: int, leaf: bool = True) -> Tensor:
         return random(*shape, seed=seed).bfloat16().to(device, dtype).requires_grad_(leaf)
 
-    x = drawn(tokens if gathered else 3 * tokens, inputs, seed=0)
+    x = drawn(tokens if case.gathered else 3 * tokens, inputs, seed=0)
     adapters = [
-        ops.ExpertAdapter(rank=rank, scale=0.5, dropout=dropout, salt=7 + number) if rank else None
-        for number in range(projections)
+        ops.ExpertAdapter(rank=rank, scale=0.5, dropout=case.dropout, salt=7 + number) if rank else None
+        for number in range(case.projections)
     ]
     seed = torch.tensor(-12345, dtype=torch.int32, device=device)
     tensors, leaves = [], [x]
-    for number in range(projections):
-        tensors.append(drawn(experts, outputs, inputs, seed=10 + number, leaf=trained))
-        leaves += tensors[-1:] if trained else []
+    for number in range(case.projections):
+        tensors.append(drawn(experts, outputs, inputs, seed=10 + number, leaf=case.trained))
+        leaves += tensors[-1:] if case.trained else []
         if rank:
             pair = [drawn(experts, rank, inputs, seed=20 + number), drawn(experts, outputs, rank, seed=30 + number)]
             tensors += pair
             leaves += pair
-    ys = function(x, *where, ends, seed, adapters, product, *tensors)
-    dys = [drawn(3 * tokens, outputs, seed=40 + number, leaf=False) for number in range(projections)]
+    ys = function(x, *where, ends, seed, adapters, case.product, *tensors)
+    dys = [drawn(3 * tokens, outputs, seed=40 + number, leaf=False) for number in range(case.projections)]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
 
 
