@@ -50,6 +50,7 @@ WIDE = {
     "matrix_update": "triton",
     "nvfp4_quantised": "cuda",
     "nvfp4_rounded": "cuda",
+    "route": "triton",
 }
 AMPERE = {
     "adapted_linears": "triton",
