@@ -10,6 +10,7 @@ Shape suffixes: N rows, D features, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Completion, OnToken, Reason, Request, RolloutSettings
 from surogate_core.dsl.sides import REAL
+from surogate_core.errors import UserError
 from surogate_core.generate.cache import Cache, CachedAttention, Places, shapes_of, with_own
 from surogate_core.generate.sampling import Rows, choose, key_of
 from surogate_core.generate.weights import Weights
@@ -244,6 +246,11 @@ class NativeEngine:
             logits_NV = self._logits(torch.stack([s.hidden_D for s in padded]))
             tokens_N, logprobs_N = choose(logits_NV, rows, seen_NV)
             for sequence, token, logprob in zip(some, tokens_N.tolist(), logprobs_N.tolist(), strict=False):
+                if math.isnan(logprob):
+                    raise UserError(
+                        "the model's logits are not numbers. Fix: use weights of a run that did not diverge, or "
+                        "another model_dtype"
+                    )
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
         return running

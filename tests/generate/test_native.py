@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import Source
+from surogate_core.errors import UserError
 from surogate_core.generate import native
 from surogate_core.generate.native import NativeEngine, tiled_product
 from surogate_core.generate.weights import Weights
@@ -135,6 +136,13 @@ def test_the_penalty_avoids_what_is_there(shared):
     assert len(set(strong.ids)) == len(strong.ids)
     assert not set(strong.ids) & set(PROMPTS[0])
     assert plain != strong
+
+
+def test_logits_that_are_not_numbers_are_an_error():
+    source = tiny.random_source()
+    made = weights(tiny.CONFIG, lora=tiny.lora(), source=lambda spec: source(spec) * float("nan"))
+    with pytest.raises(UserError, match="the model's logits are not numbers"):
+        opened(made, slots=1).generate(requests()[:1])
 
 
 def test_stop_tokens_and_lengths(shared):
