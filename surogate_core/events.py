@@ -326,16 +326,16 @@ class RoutingStats(Event):
     moe_dead_experts: int | None = None
     """Experts of all layers that received no token in the last 50 steps; None in the first 49 of a start."""
     moe_aux_loss: float | None = None
-    """The next times its coefficient; None if the load-balancing loss is not part of the loss."""
+    """Load-balancing loss as it was added to the loss, its coefficient included; None if it is no part of the loss."""
     moe_aux_loss_raw: float | None = None
-    """Load-balancing loss before its coefficient, over the tokens of the whole step. With even loads it is K, and with
-    `router_aux_loss_form: layer` the number of layers. None if the family does not report what it is made of.
+    """Load-balancing loss before its coefficient, over the whole step if it is no part of the loss. With even loads it
+    is K, and with `router_aux_loss_form: layer` the number of layers. None if the family does not report its parts.
     """
     moe_z_loss: float | None = None
-    """The next times its coefficient; None if the z loss is not part of the loss."""
+    """Router z loss as it was added to the loss, its coefficient included; None if it is no part of the loss."""
     moe_z_loss_raw: float | None = None
-    """Mean over the step's tokens and layers of the squared log-sum-exp of the router's logits; None if it is not
-    measured.
+    """Mean over tokens and layers of the squared log-sum-exp of the router's logits, with `router_aux_loss_form: layer`
+    summed over the layers; None if the family does not report it.
     """
     moe_experts: int = 0
     """Experts of a layer."""
