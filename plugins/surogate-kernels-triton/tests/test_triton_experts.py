@@ -346,3 +346,35 @@ def test_equal_inputs_give_equal_bits(device: str, variant: str) -> None:
     first = layer(kernel("grouped_linears", variant), DTYPE[device], device)
     again = layer(kernel("grouped_linears", variant), DTYPE[device], device)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["triton-wide", "triton-fused"])
+def test_a_captured_graph_takes_new_routes(variant: str) -> None:
+    """Loads change from even to all rows on three experts; no size is known to the host."""
+    x, logits = (random(90, size, seed=n, dtype=torch.bfloat16).cuda() for n, size in enumerate((64, 7)))
+    tensors = [
+        random(7, *size, seed=n, scale=0.1, dtype=torch.bfloat16).cuda()
+        for n, size in enumerate([(48, 64), (16, 64), (48, 16), (64, 48), (16, 48), (64, 16)])
+    ]
+    adapter = ops.ExpertAdapter(rank=16, scale=0.5, dropout=0.0, salt=0)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            scores, _, order, slot, ends = kernel("route")(logits, 3, True)
+            linears, last = (kernel(op, variant) for op in ("grouped_linears", "combined_linear"))
+            (h,) = linears(x, order, slot, ends, None, [adapter], None, *tensors[:3])
+            out: Tensor = last(h, order, slot, ends, scores, None, adapter, None, *tensors[3:])
+            return out
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    logits[:, 4:] += 50.0
+    graph.replay()
+    assert torch.equal(found, run())
