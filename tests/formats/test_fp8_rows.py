@@ -125,3 +125,13 @@ def test_the_native_product_on_a_gpu() -> None:
         assert torch.equal(found, fp8_rows.native_product(*here, fast))
         torch.testing.assert_close(found.float().cpu(), wanted, rtol=2**-6, atol=2**-6 * float(wanted.abs().max()))
     assert rows[0].dtype == E4M3
+
+
+@pytest.mark.slow
+def test_compiled_codes_are_the_same() -> None:
+    x = (normal(64, 256) * torch.exp2(torch.arange(64.0) - 32)[:, None]).bfloat16()
+    x[3], x[5, 1] = 0.0, math.inf
+    plain, compiled = fp8_rows.quantise_rows(x), torch.compile(fp8_rows.quantise_rows, fullgraph=True)(x)
+    finite = torch.arange(64) != 5
+    assert torch.equal(plain[0].view(torch.uint8)[finite], compiled[0].view(torch.uint8)[finite])
+    torch.testing.assert_close(compiled[1], plain[1], rtol=0, atol=0, equal_nan=True)
