@@ -7,10 +7,11 @@
     TRITON_INTERPRET=1 python benchmarks/experts.py --small    # and Triton's programs in its interpreter
 
 `zipf` draws experts so that the largest has `--skew` times the mean. Cases: `product` (gate, rows sorted),
-`product_down`, `product_dx`, `factors` (gradient of trained weights), `route`, `combine`, `gate_up` and `down`
-(`grouped_linears` with adapters of rank 16), `combined` (down and the sum of its rows), `layer` (all of it and SwiGLU);
-`_full` in a name, and `layer`: forward and backward. Cases of ops are compiled as the engine compiles a layer, with the
-kernels of the variant; `reference` is compiled by Inductor, with torch's grouped products.
+`product_down`, `product_dx`, `product_fp8` (gate under recipe fp8-hybrid, Hopper only), `product_fp8_down`, `factors`
+(gradient of trained weights), `route`, `combine`, `gate_up` and `down` (`grouped_linears` with adapters of rank 16),
+`combined` (down and the sum of its rows), `layer` (all of it and SwiGLU); `_full` in a name, and `layer`: forward and
+backward. Cases of ops are compiled as the engine compiles a layer, with the kernels of the variant; `reference` is
+compiled by Inductor, with torch's grouped products.
 
 A time is the median of replays of a CUDA graph with a cold L2 cache. `error`: of the results against the first variant
 of the case, relative. `equal`: whether two runs give equal bits. `kernels` in the JSON: those that were chosen.
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.trace import Compiler, Recompute, Signature, differentiate, without_gradients
+from surogate_core.formats import fp8_rows
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels import grouped
 from surogate_core.kernels.ops import swiglu
@@ -230,6 +232,23 @@ def product(s: Setup, inputs: int, outputs: int, *, transposed: bool, tiles: Seq
         yield Variant(name=f"triton {name}", make=make, **work)
 
 
+def product_fp8(s: Setup, inputs: int, outputs: int) -> Iterator[Variant]:
+    """The product of recipe fp8-hybrid: of codes, with sums of both kinds, and of rows that it rounds first."""
+    weights = s.drawn(s.shape.experts, outputs, inputs, scale=inputs**-0.5)
+    x, ends = s.drawn(s.rows, inputs), s.routes[4]
+    kept, _ = fp8_rows.packed_views(fp8_rows.pack_experts(weights), *weights.shape)
+    codes = fp8_rows.quantise_rows(x)
+    rounded = torch.compile(fp8_rows.quantise_rows) if s.device.type == "cuda" else fp8_rows.quantise_rows
+    moved = x.numel() + weights.numel() + s.rows * outputs * 2
+    work: dict[str, Any] = {"flops": 2.0 * s.rows * inputs * outputs, "moved": moved}
+    yield Variant(name="torch", make=lambda: lambda: [grouped.torch_product(x, weights, ends)], **work)
+    for name, fast in (("fp8 fast sums", True), ("fp8 fp32 sums", False)):
+        make = partial(partial, lambda fast: [fp8_rows.native_product(*codes, *kept, ends, fast)], fast)
+        yield Variant(name=name, make=make, **work)
+    with_rounding = partial(partial, lambda: [fp8_rows.native_product(*rounded(x), *kept, ends, True)])
+    yield Variant(name="fp8 and rounding", make=with_rounding, **work)
+
+
 def factors(s: Setup) -> Iterator[Variant]:
     """The gradient of trained weights."""
     dy, x, ends = s.drawn(s.rows, s.shape.inner), s.drawn(s.rows, s.shape.width), s.routes[4]
@@ -339,6 +358,8 @@ def cases(s: Setup, tiles: Sequence[str]) -> dict[str, Callable[[], Iterator[Var
         "product": partial(product, s, width, inner, transposed=False, tiles=tiles),
         "product_down": partial(product, s, inner, width, transposed=False, tiles=tiles),
         "product_dx": partial(product, s, width, inner, transposed=True, tiles=tiles),
+        "product_fp8": partial(product_fp8, s, width, inner),
+        "product_fp8_down": partial(product_fp8, s, inner, width),
         "factors": partial(factors, s),
         "route": partial(route, s),
         "combine": partial(combine, s, backward=False),
