@@ -22,7 +22,7 @@ usage: surogate chat MODEL [MODEL …] [--system TEXT] [KEY=VALUE …]
 
 A chat in the terminal. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint
 with an adapter, a PEFT adapter, or a hub id. Several models answer one after the other, each with its own history.
-KEY=VALUE are keys of a run, such as device=cpu or qlora_nf4=true.
+KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 
   --adapter DIR        an adapter, a run or a checkpoint to use on MODEL; several are partners side by side
   --system TEXT        the system message

@@ -22,7 +22,7 @@ usage: surogate generate MODEL --prompt TEXT [KEY=VALUE …]
        surogate generate MODEL --file PROMPTS.jsonl [--output FILE.jsonl] [KEY=VALUE …]
 
 Continues prompts. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint with
-an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu or qlora_nf4=true.
+an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 
   --adapter DIR        an adapter, a run or a checkpoint to use on MODEL, where that is not the base that it names
   --prompt TEXT        the text to continue; - reads it from standard input
