@@ -86,8 +86,9 @@ def engine(variant: str | None, *, recompute: Recompute | bool = False, **change
 
 @on_device
 @variants
-def test_gradients_are_those_of_the_references(variant: str) -> None:
-    made = engine(variant)
+@pytest.mark.parametrize("compiler", ["fx", "inductor"] if INTERPRETED else ["inductor"])
+def test_gradients_are_those_of_the_references(variant: str, compiler: Compiler) -> None:
+    made = engine(variant, compiler=compiler)
     found = tiny.gradients(made, tiny.batches(0))
     chosen = {op: name for (op, _), name in made.programs.kernels.chosen.items()}
     assert chosen.items() >= {"route": "triton", **linears(variant)}.items()
