@@ -6,6 +6,7 @@ Shape suffixes: E experts, R rows in the order of their experts, I inputs, O out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -26,6 +27,8 @@ GROUPS = 1024
 """torch's grouped products take fewer experts than this."""
 ALIGNED = 8
 """Sides of torch's operands are multiples of this: 16 bytes of bf16."""
+ZEROS = 8
+"""Rows of zeros that each expert gets where a sum goes over its rows, so that none has no row."""
 
 log = structlog.get_logger(__name__)
 
@@ -103,11 +106,29 @@ def torch_product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return found if found.shape[1] == outputs else found[:, :outputs].contiguous()
 
 
+def _with_zeros(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(row to take for each of R + `ZEROS`·E places, places of zeros, ends) with `ZEROS` zeros behind each expert's
+    rows. Sizes are the same for all loads, and nothing waits for the device.
+    """
+    count, wide_E = len(ends_E), ends_E.long()
+    numbers_E = torch.arange(count, device=ends_E.device)
+    starts_E = wide_E + ZEROS * numbers_E
+    places = torch.arange(rows + ZEROS * count, device=ends_E.device)
+    expert = torch.searchsorted(starts_E + ZEROS, places, right=True)
+    zeros = starts_E[:, None] + torch.arange(ZEROS, device=ends_E.device)
+    return (places - ZEROS * expert).clamp(0, max(rows - 1, 0)), zeros.flatten(), (starts_E + ZEROS).int()
+
+
 @torch.library.custom_op("surogate::grouped_mm_factors", mutates_args=())
 def torch_factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """`masked_factors` by torch's grouped product."""
+    """`masked_factors` by torch's grouped product.
+
+    torch does not say what its kernels do for a sum over no rows, so every expert gets some that are zeros.
+    """
     outputs, inputs = dy_RO.shape[1], x_RI.shape[1]
-    found: Tensor = torch._grouped_mm(_aligned(dy_RO).t(), _aligned(x_RI), offs=ends_E)
+    row_P, zeros, ends_E = _with_zeros(ends_E, len(x_RI))
+    dy_PO, x_PI = (_aligned(t).index_select(0, row_P).index_fill_(0, zeros, 0) for t in (dy_RO, x_RI))
+    found: Tensor = torch._grouped_mm(dy_PO.t(), x_PI, offs=ends_E)
     wanted = found[:, :outputs, :inputs]
     return wanted if wanted.is_contiguous() else wanted.contiguous()
 
@@ -149,6 +170,13 @@ def _product_bytes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> int:
 def _factor_bytes(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> int:
     """On a GPU: dy with zeros for the rows of other experts."""
     return dy_RO.numel() * dy_RO.itemsize if _on_gpu(x_RI) else 0
+
+
+@workspace(torch.ops.surogate.grouped_mm_factors)
+def _torch_factor_bytes(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> int:
+    """On a GPU: copies of both with rows of zeros."""
+    places = len(x_RI) + ZEROS * len(ends_E)
+    return places * (dy_RO.shape[1] + x_RI.shape[1]) * x_RI.itemsize if _on_gpu(x_RI) else 0
 
 
 class Grouped(Function):
@@ -201,39 +229,58 @@ def torch_grouped(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return found
 
 
-@cache
-def fault(device: torch.device) -> str | None:
-    """Why torch's grouped products are not used on the device, or None: some builds give wrong sums for operands that
-    are transposed views, without an error (pytorch#186365). Uneven groups, some empty, are compared with plain ones.
+class _Probe:
+    """Operands for the check of torch's grouped products on a device, and the sums that they should give.
+
+    On a GPU there are more tiles than two for each multiprocessor, as in training. Some experts have no row.
     """
-    with torch.no_grad(), _disable_current_modes():
-        generator = torch.Generator().manual_seed(0)
-        rows, inputs, outputs = 600, 96, 176
-        ends_E = torch.tensor([0, 70, 70, 71, 520, 600, 600], dtype=torch.int32)
+
+    def __init__(self, device: torch.device):
+        rows, inputs, outputs = (9600, 1024, 1280) if device.type == "cuda" else (1200, 96, 176)
+        half = torch.tensor([0, 70, 70, 71, 520, 600, 600])
+        self.ends_E = (torch.cat((half, half + 600)) * (rows // 1200)).int()
+        generator = torch.Generator(device).manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+            return torch.randn(shape, generator=generator, device=device).bfloat16()
 
-        x, weights, dy = drawn(rows, inputs), drawn(len(ends_E), outputs, inputs), drawn(rows, outputs)
+        self.x, self.dy = drawn(rows, inputs), drawn(rows, outputs)
+        self.weights = drawn(len(self.ends_E), outputs, inputs)
+
+    def wrong(self, factors: bool) -> str | None:
+        """The first product whose sums are wrong, of dyᵀ x or of the others."""
+        x, dy, weights = self.x, self.dy, self.weights
+        views = {"x Wᵀ": (x, weights), "dy W": (dy, weights.transpose(1, 2)), "dyᵀ x": (dy, x)}
+        for what, (a, b) in views.items():
+            if (what == "dyᵀ x") is not factors:
+                continue
+            product, plain = (torch_factors, masked_factors) if factors else (torch_product, masked_product)
+            wanted = plain(a.float(), b.float(), self.ends_E)
+            # Fill the memory that the result probably gets with NaN, to find sums that are not written.
+            spoilt = [torch.full(wanted.shape, math.nan, dtype=x.dtype, device=x.device) for _ in range(4)]
+            del spoilt
+            found = product(a, b, self.ends_E.to(x.device)).float()
+            if not torch.allclose(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())):
+                return what
+        return None
+
+
+@cache
+def fault(device: torch.device, *, factors: bool = False) -> str | None:
+    """Why torch's grouped products are not used on the device, or None; logged once.
+
+    Some builds give wrong sums for operands that are transposed views, without an error (pytorch#186365). `factors`:
+    whether to check dyᵀ x instead of the products with weights.
+    """
+    with torch.no_grad(), _disable_current_modes():
         try:
-            found = {
-                "x Wᵀ": torch_product(x, weights, ends_E.to(device)),
-                "dy W": torch_product(dy, weights.transpose(1, 2), ends_E.to(device)),
-                "dyᵀ x": torch_factors(dy, x, ends_E.to(device)),
-            }
+            wrong = _Probe(device).wrong(factors)
+            reason = None if wrong is None else f"torch's grouped product gives a wrong {wrong}"
         except RuntimeError as error:
-            return f"torch's grouped product fails: {str(error).splitlines()[0]}"
-        x, weights, dy = (t.float().cpu() for t in (x, weights, dy))
-        expected = {
-            "x Wᵀ": masked_product(x, weights, ends_E),
-            "dy W": masked_product(dy, weights.transpose(1, 2), ends_E),
-            "dyᵀ x": masked_factors(dy, x, ends_E),
-        }
-        for what, value in found.items():
-            wanted = expected[what]
-            if not torch.allclose(value.float().cpu(), wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max())):
-                return f"torch's grouped product gives a wrong {what}"
-    return None
+            reason = f"torch's grouped product fails: {str(error).splitlines()[0]}"
+    if reason is not None:
+        log.warning("grouped_product", kernel="reference", reason=reason)
+    return reason
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
@@ -242,20 +289,21 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     return known and device.type == "cuda" and dtype == torch.bfloat16 and capability(device)[0] in (9, 10)
 
 
-def usable(weights_EOI: Tensor, ends_E: Tensor) -> bool:
-    """Whether torch's grouped products take these operands and are right on this device (`fault`)."""
+def usable(weights_EOI: Tensor, ends_E: Tensor, *, factors: bool = False) -> bool:
+    """Whether torch's grouped products take these operands and are right on this device (`fault`).
+
+    `factors`: whether gradients of the weights may be needed too.
+    """
     if weights_EOI.dtype != torch.bfloat16 or len(ends_E) >= GROUPS:
         return False
     if assumed() is not None:
         return True
-    reason = fault(torch.device("cuda", torch.cuda.current_device()))
-    if reason is not None:
-        log.warning("grouped_product", kernel="reference", reason=reason)
-    return reason is None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return fault(device, factors=False) is None and not (factors and fault(device, factors=True))
 
 
 def _takes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> bool:
-    return usable(weights_EOI, ends_E)
+    return usable(weights_EOI, ends_E, factors=True)
 
 
 def kernel() -> Kernel:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
+import structlog.testing
 import torch
 from torch import Tensor
 
 from surogate_core.kernels import grouped
 from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.experts import grouped_linears  # noqa: F401 - registers the op
 from surogate_core.kernels.native import assuming
 from surogate_core.kernels.registry import KernelTable, references, using
 
@@ -49,9 +53,45 @@ def test_views_are_read_where_they_are_and_other_strides_are_copied() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run(grouped.torch_grouped, *given), expected, strict=True))
 
 
-def test_the_probe_passes_here_and_refuses_a_product_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sum_goes_over_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch's kernel does for an expert without rows, it is not asked."""
+    right, asked = torch._grouped_mm, []
+
+    def watched(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        assert offs[0] > 0
+        assert (offs.diff() > 0).all()
+        assert offs.dtype == torch.int32
+        asked.append(len(b))
+        return right(a, b, offs=offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", watched)
+    dy, x = drawn(40, 24, seed=0), drawn(40, 16, seed=1)
+    for ends in (ENDS, torch.tensor([40, 40, 40], dtype=torch.int32), torch.tensor([0, 0, 40], dtype=torch.int32)):
+        expected = grouped.masked_factors(dy.double(), x.double(), ends)
+        torch.testing.assert_close(grouped.torch_factors(dy, x, ends).double(), expected, rtol=2e-2, atol=1e-2)
+    assert asked == [40 + grouped.ZEROS * experts for experts in (7, 3, 3)], "the same size for all loads"
+
+
+def test_values_that_are_not_finite_stay_with_their_expert() -> None:
+    dy, x = drawn(40, 24, seed=0), drawn(40, 16, seed=1)
+    dy[10], x[39] = float("nan"), float("inf")
+    finite = grouped.torch_factors(dy, x, ENDS).isfinite().flatten(1).all(1)
+    assert finite.tolist() == [True, True, True, False, True, False, True]
+
+
+@pytest.fixture
+def fault() -> Iterator[Callable[..., str | None]]:
+    """`grouped.fault`, which remembers nothing of other tests."""
     grouped.fault.cache_clear()
-    assert grouped.fault(CPU) is None
+    yield grouped.fault
+    grouped.fault.cache_clear()
+
+
+def test_the_probe_passes_here_and_refuses_a_product_that_is_wrong(
+    fault: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fault(CPU) is None
+    assert fault(CPU, factors=True) is None
     right = torch._grouped_mm
 
     def wrong(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
@@ -62,11 +102,34 @@ def test_the_probe_passes_here_and_refuses_a_product_that_is_wrong(monkeypatch: 
 
     grouped.fault.cache_clear()
     monkeypatch.setattr(torch, "_grouped_mm", wrong)
-    assert grouped.fault(CPU) == "torch's grouped product gives a wrong dy W"
+    assert fault(CPU) == "torch's grouped product gives a wrong dy W"
+    assert fault(CPU, factors=True) is None
     grouped.fault.cache_clear()
     monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **named: torch.ones(1) @ torch.ones(2))
-    assert "fails" in str(grouped.fault(CPU))
-    grouped.fault.cache_clear()
+    assert "fails" in str(fault(CPU))
+
+
+def test_a_fault_is_logged_once(fault: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch._grouped_mm
+
+    def wrong(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        return right(a, b, offs=offs) * (float("nan") if b.ndim == 2 else 1)
+
+    monkeypatch.setattr(torch, "_grouped_mm", wrong)
+    with structlog.testing.capture_logs() as logs:
+        assert fault(CPU) is None
+        assert [fault(CPU, factors=True) for _ in range(3)] == ["torch's grouped product gives a wrong dyᵀ x"] * 3
+    assert [entry["kernel"] for entry in logs] == ["reference"]
+
+
+def test_a_fault_of_the_gradient_of_weights_matters_only_where_they_are_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(grouped, "fault", lambda device, *, factors: "wrong" if factors else None)
+    weights = drawn(7, 40, 24, seed=1)
+    assert grouped.usable(weights, ENDS)
+    assert not grouped.usable(weights, ENDS, factors=True)
 
 
 @pytest.mark.parametrize(
