@@ -16,8 +16,8 @@ from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.plugins.registry import Registry, load_plugins
 
 PACKS = ("cuda", "hopper", "triton")

@@ -31,8 +31,8 @@ from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
 from surogate_core.formats.nvfp4 import Operand, nvfp4_rounded
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.torch_pack import TORCH_PACK
 
 TOKENS, ROWS, LENGTH, STEPS = 4096, 4, 2048, 8
 SIDES = ((4096, 4096), (12288, 4096))

@@ -70,7 +70,7 @@ def surogate_offloader() -> bundles.OffloaderSpec:
 @hookimpl
 def surogate_kernel_pack() -> bundles.KernelPack:
     """Kernels of torch."""
-    from surogate_core.kernels.attention import TORCH_PACK
+    from surogate_core.kernels.torch_pack import TORCH_PACK
 
     return TORCH_PACK
 

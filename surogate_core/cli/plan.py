@@ -205,8 +205,8 @@ def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switc
 
 def _left_out(registry: Registry, device: torch.device) -> dict[str, str]:
     """Kernel pack → the reason why it is not counted on, for an assumed GPU."""
-    from surogate_core.kernels.attention import TORCH_PACK
     from surogate_core.kernels.native import assumed
+    from surogate_core.kernels.torch_pack import TORCH_PACK
 
     if assumed() is None:
         return {}

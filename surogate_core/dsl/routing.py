@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.experts import Routes
 from surogate_core.dsl.sides import REAL, Side
-from surogate_core.kernels.ops import _wide
+from surogate_core.kernels.ops import wide
 
 TOKENS, PROBABILITY, Z, MASS = "router.tokens", "router.probability", "router.z", "router.mass"
 
@@ -55,9 +55,9 @@ class _Sums(Function):
     @staticmethod
     def forward(ctx: Any, logits_NE: Tensor, real_N: Tensor, experts_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(logits_NE, real_N)
-        wide = _wide(logits_NE)
-        z_N = torch.logsumexp(wide, dim=-1)
-        probabilities_NE = torch.where(real_N[:, None], torch.softmax(wide, dim=-1), 0.0)
+        wide_NE = wide(logits_NE)
+        z_N = torch.logsumexp(wide_NE, dim=-1)
+        probabilities_NE = torch.where(real_N[:, None], torch.softmax(wide_NE, dim=-1), 0.0)
         mass = probabilities_NE.gather(1, experts_NK.long()).sum()
         ctx.mark_non_differentiable(mass)
         return probabilities_NE.sum(0), torch.where(real_N, z_N.square(), 0.0).sum(), mass
@@ -66,9 +66,9 @@ class _Sums(Function):
     @once_differentiable
     def backward(ctx: Any, dprobability_E: Tensor, dz: Tensor, dmass: Any) -> tuple[Tensor | None, ...]:
         logits_NE, real_N = ctx.saved_tensors
-        wide = _wide(logits_NE)
-        probabilities_NE = torch.softmax(wide, dim=-1)
+        wide_NE = wide(logits_NE)
+        probabilities_NE = torch.softmax(wide_NE, dim=-1)
         inner_N1 = (probabilities_NE * dprobability_E).sum(-1, keepdim=True)
-        factor_NE = dprobability_E - inner_N1 + 2 * dz * torch.logsumexp(wide, dim=-1, keepdim=True)
+        factor_NE = dprobability_E - inner_N1 + 2 * dz * torch.logsumexp(wide_NE, dim=-1, keepdim=True)
         dlogits_NE = torch.where(real_N[:, None], probabilities_NE * factor_NE, 0.0)
         return dlogits_NE.to(logits_NE.dtype), None, None

@@ -1,4 +1,4 @@
-"""Attention kernels that torch itself brings; with the CPU kernels they are the core's own pack.
+"""Attention kernels that torch itself brings.
 
 On a CPU each document goes through torch's blocked kernel; on CUDA all documents go through
 torch's variable-length flash kernel in one launch. Shape suffixes as in `kernels.ops`.
@@ -17,8 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.bundles import Kernel, KernelPack
-from surogate_core.kernels import cpu, grouped
+from surogate_core.bundles import Kernel
 from surogate_core.kernels.ops import region
 from surogate_core.kernels.packed_attention import attention_flops
 
@@ -255,11 +254,11 @@ def flash_attention_any_order(
         return _FlashAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, False)
 
 
-def _kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[Kernel, ...]:
+    """The kernels of attention that torch brings."""
     floats = (torch.float32, torch.float64, torch.bfloat16)
     halves = (torch.float16, torch.bfloat16)
     return (
-        *cpu.kernels(),
         Kernel(
             op="attention",
             name="torch-cpu",
@@ -280,9 +279,4 @@ def _kernels() -> tuple[Kernel, ...]:
             priority=1,
             deterministic=False,
         ),
-        grouped.kernel(),
     )
-
-
-TORCH_PACK = KernelPack(name="torch", kernels=_kernels)
-"""Kernels that torch brings; offered by the core."""

@@ -17,13 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels.grouped import grouped_product
-from surogate_core.kernels.ops import choice, dropout_mask
+from surogate_core.kernels.ops import choice, dropout_mask, wide
 from surogate_core.kernels.registry import op
-
-
-def _wide(x: Tensor) -> Tensor:
-    """At least fp32; float64 stays."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +39,7 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 
 def route_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *, renormalise: bool) -> Tensor:
     """[N, E] in the dtype of the logits: their gradient from that of the weights; for kernels of `route` too."""
-    probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
+    probabilities_NE = torch.softmax(wide(logits_NE), dim=-1)
     index_NK = experts_NK.long()
     chosen_NK = probabilities_NE.gather(1, index_NK)
     dchosen_NK = dweights_NK
@@ -61,7 +56,7 @@ def route_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *
 class _Route(Function):
     @staticmethod
     def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
-        probabilities_NE = torch.softmax(_wide(logits_NE), dim=-1)
+        probabilities_NE = torch.softmax(wide(logits_NE), dim=-1)
         # A stable sort: of equal probabilities the expert with the lowest number comes first.
         numbers = torch.sort(probabilities_NE, dim=-1, descending=True, stable=True).indices
         with choice():
@@ -123,10 +118,10 @@ class _Gather(Function):
     @once_differentiable
     def backward(ctx: Any, dx_RI: Tensor) -> tuple[Tensor | None, ...]:
         (slot_NK,) = ctx.saved_tensors
-        wide = _wide(dx_RI)
-        total = wide[slot_NK[:, 0].long()]
+        wide_RI = wide(dx_RI)
+        total = wide_RI[slot_NK[:, 0].long()]
         for k in range(1, slot_NK.shape[1]):
-            total = total + wide[slot_NK[:, k].long()]
+            total = total + wide_RI[slot_NK[:, k].long()]
         return total.to(dx_RI.dtype), None, None
 
 
@@ -175,18 +170,18 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
         ctx.save_for_backward(y_RO, order_R, slot_NK, weights_NK)
-        total = weights_NK[:, 0, None] * _wide(y_RO[slot_NK[:, 0].long()])
+        total = weights_NK[:, 0, None] * wide(y_RO[slot_NK[:, 0].long()])
         for k in range(1, slot_NK.shape[1]):
-            total = total + weights_NK[:, k, None] * _wide(y_RO[slot_NK[:, k].long()])
+            total = total + weights_NK[:, k, None] * wide(y_RO[slot_NK[:, k].long()])
         return total.to(y_RO.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
         y_RO, order_R, slot_NK, weights_NK = ctx.saved_tensors
-        dout_RO = _wide(dout_NO)[(order_R // slot_NK.shape[1]).long()]
+        dout_RO = wide(dout_NO)[(order_R // slot_NK.shape[1]).long()]
         dy_RO = weights_NK.flatten()[order_R.long()][:, None] * dout_RO
-        dweights_R = (dout_RO * _wide(y_RO)).sum(dim=-1)
+        dweights_R = (dout_RO * wide(y_RO)).sum(dim=-1)
         dweights_NK = dweights_R[slot_NK.flatten().long()].view(slot_NK.shape)
         return dy_RO.to(y_RO.dtype), None, None, dweights_NK.to(weights_NK.dtype)
 

@@ -32,7 +32,7 @@ def choice() -> AbstractContextManager[Any]:
     return fx_traceback.annotate({"choice": True})
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """At least fp32; float64 stays."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -40,18 +40,18 @@ def _wide(x: Tensor) -> Tensor:
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide = _wide(x_ND)
-        inverse_N1 = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        wide_ND = wide(x_ND)
+        inverse_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x_ND, weight_D, inverse_N1)
-        return weight_D * (wide * inverse_N1).to(x_ND.dtype)
+        return weight_D * (wide_ND * inverse_N1).to(x_ND.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_D, inverse_N1 = ctx.saved_tensors
-        xhat = _wide(x_ND) * inverse_N1
-        dy = _wide(dy_ND)
-        dxhat = dy * _wide(weight_D)
+        xhat = wide(x_ND) * inverse_N1
+        dy = wide(dy_ND)
+        dxhat = dy * wide(weight_D)
         dx = (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)) * inverse_N1
         dweight = None
         if ctx.needs_input_grad[1]:
@@ -79,7 +79,7 @@ class _SwiGLU(Function):
     @once_differentiable
     def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
         gate_NF, up_NF = ctx.saved_tensors
-        gate, up, dy = _wide(gate_NF), _wide(up_NF), _wide(dy_NF)
+        gate, up, dy = wide(gate_NF), wide(up_NF), wide(dy_NF)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
@@ -94,7 +94,7 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 
 
 def _rotate(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
-    first, second = _wide(x_NHE).chunk(2, dim=-1)
+    first, second = wide(x_NHE).chunk(2, dim=-1)
     cos, sin = cos_NE.unsqueeze(1), sin_NE.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_NHE.dtype)
 
@@ -166,9 +166,9 @@ def _attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor
     document = document_ids(cu_seqlens_S, n)
     order = torch.arange(n, device=q_NHE.device)
     visible = (document[:, None] == document[None, :]) & (order[:, None] >= order[None, :])
-    scores = torch.einsum("nhe,mhe->hnm", _wide(q_NHE), _wide(k)) * scale
+    scores = torch.einsum("nhe,mhe->hnm", wide(q_NHE), wide(k)) * scale
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-    return torch.einsum("hnm,mhe->nhe", weights, _wide(v)).to(q_NHE.dtype)
+    return torch.einsum("hnm,mhe->nhe", weights, wide(v)).to(q_NHE.dtype)
 
 
 def hashed(x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def adapted_linears(
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        logits = _wide(logits_NV)
+        logits = wide(logits_NV)
         lse_N = torch.logsumexp(logits, dim=-1)
         trained_N = labels_N != IGNORE_LABEL
         index_N = torch.where(trained_N, labels_N, 0)
@@ -260,7 +260,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, dloss_N: Tensor) -> tuple[Tensor, None]:
         logits_NV, lse_N, index_N, trained_N = ctx.saved_tensors
         factor_N1 = torch.where(trained_N, dloss_N, 0.0)[:, None]
-        softmax = torch.exp(_wide(logits_NV) - lse_N[:, None])
+        softmax = torch.exp(wide(logits_NV) - lse_N[:, None])
         if logits_NV.device.type == "cpu":
             dlogits = (softmax * factor_N1).scatter_add(1, index_N[:, None], -factor_N1)
         else:

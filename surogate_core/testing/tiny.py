@@ -34,8 +34,8 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource, Source
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels import ops
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing.check import ensure
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from surogate_core.dsl.budget import chosen, seconds
 from surogate_core.dsl.footprint import Footprint, footprint
 from surogate_core.dsl.trace import Recompute, Signature, _keep_whole, _split, differentiate, trace_joint
 from surogate_core.dsl.values import flops
-from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.torch_pack import TORCH_PACK
 
 CPU = torch.device("cpu")
 N, D, F = 64, 32, 128

@@ -17,7 +17,7 @@ from tiny_qwen3 import make_engine
 from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import host_cuda, tiny
 from surogate_core.testing.recipes import built
 

@@ -16,8 +16,8 @@ from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_weights import ShardedWeights
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import tiny
 
 pytestmark = pytest.mark.gpu

@@ -19,8 +19,8 @@ from surogate_core.bundles import KernelPack
 from surogate_core.dsl.trace import Compiler, Recompute, Signature, _split, trace_joint
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import experts as ops
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable, using
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import tiny
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

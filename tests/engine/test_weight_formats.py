@@ -19,7 +19,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
-from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import tiny
 from surogate_core.testing.weight_formats import built
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import references
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import op_cases
 from surogate_core.testing.op_cases import Op, compare, random, strided
 

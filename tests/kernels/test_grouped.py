@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from surogate_core.kernels import grouped
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.experts import grouped_linears  # noqa: F401 - registers the op
 from surogate_core.kernels.native import assuming
 from surogate_core.kernels.registry import KernelTable, references, using
+from surogate_core.kernels.torch_pack import TORCH_PACK
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ENDS = torch.tensor([0, 7, 7, 20, 21, 40, 40], dtype=torch.int32)

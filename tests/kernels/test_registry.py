@@ -15,8 +15,8 @@ from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.trace import Signature, trace_joint
 from surogate_core.errors import PluginError
 from surogate_core.kernels import ops, registry
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.torch_pack import TORCH_PACK
 
 CPU = torch.device("cpu")
 

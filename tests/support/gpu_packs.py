@@ -12,7 +12,7 @@ import surogate_kernels_hopper
 import surogate_kernels_triton
 
 from surogate_core.bundles import KernelPack
-from surogate_core.kernels.attention import TORCH_PACK
+from surogate_core.kernels.torch_pack import TORCH_PACK
 
 BETWEEN = {"quantise_both", "scaled_linears"}
 """Ops of the other packs that work on the same panels as Triton's `adapted_linears`."""

@@ -13,8 +13,8 @@ from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from tiny_qwen3 import BF16, make_engine, tiny_config
 from torch import Tensor
 
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import references
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import kernels, tiny
 from surogate_core.testing.honest import HonestOps
 from surogate_core.testing.recipes import built

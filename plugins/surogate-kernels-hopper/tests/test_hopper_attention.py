@@ -6,8 +6,8 @@ import pytest
 import surogate_kernels_hopper
 import torch
 
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing.attention_suite import PackedAttention
 from surogate_core.testing.fake_gpu import a_gpu_is_there
 

@@ -22,9 +22,9 @@ from surogate_core.engine.pieces import pieces
 from surogate_core.engine.weight_plan import plain_layers, plan_panels
 from surogate_core.formats import fp8 as scaled
 from surogate_core.kernels import ops
-from surogate_core.kernels.attention import TORCH_PACK
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
+from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import tiny
 
 RECIPE = FP8Hybrid.of(FP8Options(amax_history=3), "no FP8")
