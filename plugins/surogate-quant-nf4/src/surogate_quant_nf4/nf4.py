@@ -141,7 +141,7 @@ class NF4(WeightFormat):
         device = weight_OI.device
         packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         codes, *parts = layout.parts(packed)
-        values = torch.tensor(VALUES, device=device)
+        values, map_values = _constants(device)
         flat = weight_OI.reshape(-1)
         absmax_B = parts[0] if not layout.double else torch.empty(layout.blocks, device=device)
         step = CHUNK.get(device.type, 1 << 20)
@@ -157,7 +157,7 @@ class NF4(WeightFormat):
             offset[0] = absmax_B.mean()
             rest = absmax_B - offset
             groups = pad(rest, (0, -len(rest) % GROUP)).view(-1, GROUP)
-            numbers, absmax = _quantise(groups, dynamic_map(signed=True).to(device))
+            numbers, absmax = _quantise(groups, map_values)
             absmax_codes.copy_(numbers.view(-1)[: layout.blocks])
             group_absmax.copy_(absmax)
         return packed
