@@ -485,14 +485,35 @@ def _copy_views(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
         copies[node] = graph.node_copy(node, lambda n: copies[n])
 
 
+def _of_experts(joint: fx.GraphModule) -> set[fx.Node]:
+    """The weights of experts and what is computed from them alone. Only they have three axes, or are bytes with two."""
+    found: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and (value.dim() == 3 or (value.dim() == 2 and value.dtype == torch.uint8)):
+                found.add(node)
+        elif node.op == "call_function":
+            sources = [n for n in node.all_input_nodes if n.all_input_nodes or n.op == "placeholder"]
+            if sources and found.issuperset(sources):
+                found.add(node)
+    return found
+
+
 def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
     """Mark the forward values that min-cut must let the backward compute again.
 
-    Views and concatenations of marked values are marked too, in every region.
+    Views and concatenations of marked values are marked too, in every region, and what is computed from weights of
+    experts alone: their codes under a recipe would take half as much memory in every layer as the layer's weights.
     """
     forward = _closure(_outputs(joint)[0])
     marked: set[fx.Node] = set()
+    of_experts = _of_experts(joint)
     for node in joint.graph.nodes:
+        if node in of_experts and node.op == "call_function":
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+            marked.add(node)
+            continue
         if node not in forward or node.op != "call_function":
             continue
         if _is_choice(node):

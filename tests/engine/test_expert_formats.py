@@ -20,7 +20,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import Kept, OneByOne
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.prediction import Counts, predict
 from surogate_core.testing import tiny
 from surogate_core.testing.weight_formats import built, rounded
 
@@ -74,6 +74,22 @@ def test_a_recipe_that_rounds_products_rounds_the_unpacked_experts(recipe: str) 
         return tiny.train(made, 2)
 
     assert losses(weight_format=found) == losses(source=rounded(found, tiny.random_source()))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_codes_that_a_recipe_makes_of_unpacked_experts_are_not_kept_for_the_backward(recipe: str) -> None:
+    """They would be half as large as the unpacked weights, in every layer."""
+    spec = import_module(f"surogate_recipe_{recipe}").surogate_recipe()
+
+    def kept(**changes: Any) -> list[int]:
+        rounding = spec.build(spec.options(), RecipeContext(device=torch.device("cpu"), dtype="fp32"))
+        made = tiny.assembly(LAYERS, build=Mixture, lora=tiny.lora(), recipe=rounding, compiler="inductor", **changes)
+        return list(Counts.of(made).residuals)
+
+    codes = LAYERS["num_experts"] * LAYERS["hidden_size"] * LAYERS["intermediate_size"]
+    _, *unpacked = kept(weight_format=weight_format("nf4"))
+    _, *packed = kept()
+    assert abs(unpacked[0] - packed[0]) < codes / 2, (unpacked, packed)
 
 
 @pytest.mark.slow_cases("nf4", "nvfp4")
