@@ -240,16 +240,16 @@ class Engine:
         from surogate_core.engine.graphs import capture, capture_evaluation
 
         progress("capturing CUDA graphs", 0, 1)
+        counts = self.sides.counts_first(settings.micro_batches)
         self._micro_steps, self._update, self._captured = capture(
             self.step.train,
             self.update.run,
             spoil=self.update.spoil,
             kinds=self._kinds(),
             update_on_cpu=settings.update_on_cpu,
+            forwards=[self.step.count] if counts else (),
         )
-        if self.sides.counts_first(settings.micro_batches):
-            with torch.no_grad():
-                self.step.count()
+        if counts:
             self._count = capture_evaluation(self.step.count, self._captured)
         progress("capturing CUDA graphs", 1, 1)
 
@@ -268,9 +268,9 @@ class Engine:
             found = [self._kind(True, False, True), self._kind(False, False, False)]
         else:
             share = self.sharing.share(self.settings.micro_batches)
-            steps = len(share.numbers)
+            steps, counted = len(share.numbers), self.sides.counts_first(self.settings.micro_batches)
             found = [
-                self._kind(i == 0, i == steps - 1, i == 0 or (not share.simple and i % share.unit == 0))
+                self._kind(i == 0 and not counted, i == steps - 1, i == 0 or (not share.simple and i % share.unit == 0))
                 for i in range(steps)
             ]
         return list(dict.fromkeys(found))
@@ -326,7 +326,9 @@ class Engine:
             scale = 1 / (loss_weight or 1)
             self.inputs.load(batch, self.seeds(step, number), scale)
             self.sides.load(tokens=batch.tokens, step_tokens=tokens, micro_batches=len(batches))
-            self._run_micro_step(micro_step == 0, micro_step == len(share.numbers) - 1, not self._sums_hold)
+            # A count has gathered what the first micro-step would.
+            first, last = micro_step == 0 and not counted, micro_step == len(share.numbers) - 1
+            self._run_micro_step(first, last, not self._sums_hold)
             if len(batches) == self.settings.micro_batches:
                 self.losses.keep(number)
                 self.sides.keep(number)

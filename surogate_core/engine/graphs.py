@@ -22,13 +22,19 @@ Kind = tuple[bool, bool, bool]
 
 @torch.no_grad()
 def warm_up(
-    micro_step: Callable[[bool, bool, bool], None], update: Callable[[], None], spoil: Callable[[], None]
+    micro_step: Callable[[bool, bool, bool], None],
+    update: Callable[[], None],
+    spoil: Callable[[], None],
+    forwards: Sequence[Callable[[], None]] = (),
 ) -> None:
     """Run a micro-step and an optimizer step that change nothing, to load kernels and allocate workspaces.
 
     `spoil` makes the gradients not finite between them; by contract, such an optimizer step changes nothing.
+    `forwards`: others that are captured later. They run here, where memory is not yet shared out to graphs.
     """
     micro_step(True, True, True)
+    for forward in forwards:
+        forward()
     spoil()
     update()
 
@@ -41,16 +47,17 @@ def capture(
     spoil: Callable[[], None],
     kinds: Sequence[Kind],
     update_on_cpu: bool,
+    forwards: Sequence[Callable[[], None]] = (),
 ) -> tuple[Mapping[Kind, Callable[[], None]], Callable[[], None], torch.cuda.CUDAGraph]:
     """Replays of the micro-step by kind and, if it runs on the device, of the optimizer step; and a graph whose
     memory others can share.
 
-    `spoil`: see `warm_up`.
+    `spoil`, `forwards`: see `warm_up`.
     """
     side = _side_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        warm_up(micro_step, update, spoil)
+        warm_up(micro_step, update, spoil, forwards)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

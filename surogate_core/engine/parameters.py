@@ -140,7 +140,7 @@ class Parameters:
                 self._set_master(spec.hf_name, value)
             else:
                 place = in_panel.get(spec.hf_name)
-                if how is not None and how.by_expert:
+                if how is not None and how.expert is not None:
                     place = self._of_experts(spec, value.__getitem__)
                 elif place is None:
                     place = value.to(self.device, self.dtype).contiguous()
@@ -161,7 +161,7 @@ class Parameters:
         time.
         """
         packed = self.packed[spec.hf_name]
-        assert packed.by_expert, f"{spec.hf_name}: the experts are kept together"
+        assert packed.expert is not None, f"{spec.hf_name}: the experts are kept together"
         whole = torch.zeros(packed.shape, dtype=packed.dtype, device=self.device)
 
         def keep(value: Tensor | Kept, row: Tensor) -> None:
@@ -169,6 +169,7 @@ class Parameters:
                 kept = value.tensor
             else:
                 kept = packed.pack(value.to(self.device, self.dtype).contiguous())
+            assert kept.shape == (packed.expert,), f"{spec.hf_name}: an expert has {kept.shape}, not {packed.expert}"
             row[: len(kept)].copy_(kept)
 
         for number, row in enumerate(whole):

@@ -60,8 +60,8 @@ class Packed:
     """
     rounded: bool = True
     """Whether the kept form differs from the weight in value."""
-    by_expert: bool = False
-    """Whether `pack` takes the weight of one expert; its kept form is the beginning of a row of the whole."""
+    expert: int | None = None
+    """If `pack` takes the weight of one expert: the elements of its kept form, which begins a row of the whole."""
 
     @property
     def nbytes(self) -> int:

@@ -51,5 +51,5 @@ def _packed(weight_format: WeightFormat, shape: tuple[int, ...]) -> Packed:
         unpack=weight_format.unpack_experts,
         shape=(*experts, row),
         dtype=torch.uint8,
-        by_expert=True,
+        expert=nbytes,
     )

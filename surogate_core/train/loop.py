@@ -343,8 +343,8 @@ class Loop:
         state.total_tokens += tokens
         if math.isfinite(loss):
             state.recent_losses = [*state.recent_losses, loss][-GAP_WINDOW:]
-        sides, flush = launched.result.sides(), step == self.total_steps or self._saving_due(step)
-        for event in self._sides.events(step, sides, launched.result.micro_steps, flush=flush):
+        sides = launched.result.sides()
+        for event in self._sides.events(step, sides, launched.result.micro_steps):
             self.emit(event)
         proceed = self.emit(
             StepEnd(
@@ -474,6 +474,8 @@ class Loop:
         self._keep_best()
         if self._saved_step == self.state.step:
             return
+        for event in self._sides.flush(self.state.step):
+            self.emit(event)
         started = time.perf_counter()
         controlled = asked or bool(self.stop_reason)
         reason: Literal["schedule", "signal", "control", "end", "best"] = (

@@ -54,7 +54,7 @@ class SideFigures:
         self._layers, self._losses, self._every = layers, losses or RouterLosses(), every
         self._idle: list[Tensor] = []
         self._steps = 0
-        self._loads: list[Tensor] = []
+        self._loads: dict[str, Tensor] = {}
         self._loaded_steps = 0
 
     @classmethod
@@ -65,8 +65,8 @@ class SideFigures:
         every = max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every
         return cls(layers, losses=engine.sides.losses, every=every)
 
-    def events(self, step: int, sides: Sides, micro_steps: int, *, flush: bool = False) -> Iterator[Event]:
-        """The events of a step. `flush`: the loads so far are recorded, however few steps they are of."""
+    def events(self, step: int, sides: Sides, micro_steps: int) -> Iterator[Event]:
+        """The events of a step."""
         figures = {name: _mean(total, micro_steps) for name, (role, total) in sides.items() if role == "figure"}
         terms = {name: _mean(total, micro_steps) for name, (role, total) in sides.items() if role == "loss"}
         counts = {name: total for name, (role, total) in sides.items() if role == "expert_tokens"}
@@ -76,7 +76,9 @@ class SideFigures:
             yield BlockFigures(step=step, figures=figures)
         if counts:
             yield self._routing(step, counts, sides, terms)
-            yield from self._loads_so_far(step, counts, flush)
+            self._add_loads(counts)
+            if self._every and step % self._every == 0:
+                yield from self.flush(step)
 
     def broken_router(self, sides: Sides) -> int | None:
         """The first layer whose router has probabilities that are not finite; None if there is none."""
@@ -157,25 +159,29 @@ class SideFigures:
             return None
         return sum(int((idle >= DEAD_STEPS).sum()) for idle in self._idle)
 
-    def _loads_so_far(self, step: int, counts: Mapping[str, Tensor], flush: bool) -> Iterator[ExpertLoads]:
+    def _add_loads(self, counts: Mapping[str, Tensor]) -> None:
         if not self._every:
             return
-        if not self._loads:
-            self._loads = [torch.zeros_like(total, dtype=torch.float64) for total in counts.values()]
-        for load, total in zip(self._loads, counts.values(), strict=True):
-            load.add_(total)
+        for name, total in counts.items():
+            self._loads[name] = total.double() + self._loads.get(name, 0)
         self._loaded_steps += 1
-        if flush or step % self._every == 0:
-            found = {
-                number: tuple(int(tokens) for tokens in row)
-                for name, load in zip(counts, self._loads, strict=True)
-                for number, row in zip(self._layers[name], load.tolist(), strict=True)
-            }
-            layers = tuple(sorted(found))
-            yield ExpertLoads(
-                step=step, steps=self._loaded_steps, layers=layers, tokens=tuple(found[layer] for layer in layers)
-            )
-            self._loads, self._loaded_steps = [], 0
+
+    def flush(self, step: int) -> Iterator[ExpertLoads]:
+        """The record of the loads since the last one, up to `step`, if there are any; before a checkpoint, beside which
+        they would be lost.
+        """
+        if not self._loaded_steps:
+            return
+        found = {
+            number: tuple(int(tokens) for tokens in row)
+            for name, load in self._loads.items()
+            for number, row in zip(self._layers[name], load.tolist(), strict=True)
+        }
+        layers = tuple(sorted(found))
+        yield ExpertLoads(
+            step=step, steps=self._loaded_steps, layers=layers, tokens=tuple(found[layer] for layer in layers)
+        )
+        self._loads, self._loaded_steps = {}, 0
 
 
 def _term(by_role: Mapping[str, Sequence[Tensor]], role: Role) -> float | None:

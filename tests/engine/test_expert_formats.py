@@ -148,6 +148,21 @@ def test_one_expert_at_a_time_is_in_full_precision() -> None:
         assert torch.equal(kept, expected), spec.hf_name
 
 
+def test_an_expert_of_another_size_is_refused() -> None:
+    """A shorter one would leave zeros behind it."""
+    found = weight_format("nf4")
+
+    def source(spec: TensorSpec) -> Tensor | OneByOne:
+        whole = tiny.random_source()(spec)
+        assert isinstance(whole, Tensor)
+        if EXPERT not in spec.hf_name or spec.role != "weight":
+            return whole
+        return OneByOne(lambda number: Kept(found.pack(whole[number])[: -1 if number == 3 else None]))
+
+    with pytest.raises(AssertionError, match=r"proj\.weight: an expert has torch\.Size"):
+        engine(weight_format=found, source=source)
+
+
 def test_the_plan_counts_experts_as_they_are_kept_and_one_layers_workspace() -> None:
     made = engine(weight_format=weight_format("nf4"))
     held = {h.kind: h.nbytes for h in predict(made.assembly).held}

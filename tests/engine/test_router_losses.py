@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from tiny_qwen3 import strict_offloader
 
 from surogate_core.dsl.routing import TOKENS
 from surogate_core.dsl.sides import Form, RouterLosses
+from surogate_core.engine import graphs
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.schedule import HEAD, counting_schedule, render
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
 BOTH = RouterLosses(aux=0.5, z=0.1)
@@ -82,6 +86,43 @@ def test_counting_reads_weights_from_their_store_and_keeps_nothing() -> None:
     for made in (moved, plain):
         made.train_step(batches, step=0, lr=0.1)
     tiny.ensure_same_bits(tiny.snapshot(moved), tiny.snapshot(plain), "offloaded")
+
+
+def test_counting_runs_before_memory_is_shared_out_to_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that notes what it is asked for."""
+    done: list[str] = []
+    capturing = mock.MagicMock()
+    capturing.return_value.__enter__.side_effect = lambda: done.append("graph")
+    for name in ("Stream", "stream", "current_stream", "synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty cache"))
+    monkeypatch.setattr(graphs, "_side_stream", mock.MagicMock())
+    made = engine(micro_batches=2)
+    made.settings = replace(made.settings, device=torch.device("cuda"), cuda_graphs=True)
+    for name, owner in {"train": made.step, "run": made.update, "count": made.step}.items():
+        monkeypatch.setattr(type(owner), name, lambda *args, name=name, **named: done.append(name))
+    made._capture(lambda task, completed, total: None)
+    assert done[: done.index("graph")] == ["train", "count", "run", "empty cache"]
+    assert done[done.index("graph") :] == ["graph", "train", "graph", "run", "graph", "count"]
+
+
+def test_a_counted_step_gathers_copies_once() -> None:
+    def work(fabric: VirtualFabric) -> list[int]:
+        assembly = tiny.assembly(
+            CONFIG, build=Mixture, optimizer=tiny.ADAMW, router_losses=BOTH, ranks=2, zero_level=1, micro_batches=4
+        )
+        made = Engine(assembly, tiny.random_source(), mesh=fabric.mesh())
+        assert made.sides.counts_first(4)
+        gathered = mock.Mock(side_effect=made.traffic._gather_copies)
+        made.traffic._gather_copies = gathered  # type: ignore[method-assign]
+        found = []
+        for step in range(3):
+            made.train_step(tiny.batches(step, 4), step=step, lr=1e-3)
+            found.append(gathered.call_count)
+        return found
+
+    assert in_threads(2, work) == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("form", ["step", "layer"])

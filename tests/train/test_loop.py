@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 
 from surogate_core.batch import MicroBatch
+from surogate_core.config.schema import RunConfig
 from surogate_core.data.sampler import StepLoader
+from surogate_core.events import CheckpointSaved, ExpertLoads
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.testing import tiny
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Leader
-from surogate_core.train.loop import Loop, settled_objects
+from surogate_core.train.loop import Loop, LoopState, settled_objects
 from surogate_core.train.prefetch import Prefetcher
+from surogate_core.train.sides import SideFigures
 from surogate_core.train.signals import StopSignals
 
 CPU = torch.device("cpu")
@@ -115,3 +119,32 @@ def test_a_gpu_takes_micro_batches_in_pinned_memory() -> None:
         assert not source.is_pinned()
         assert torch.equal(value, source)
     assert (taken.tokens, taken.label_tokens, taken.columns) == (given.tokens, given.label_tokens, {})
+
+
+class Saving(Loop):
+    """A loop that has taken steps whose loads are not recorded yet, and saves nothing."""
+
+    def __init__(self) -> None:
+        self.engine, self.checkpoints, self.bus = (cast(Any, mock.MagicMock()) for _ in range(3))
+        self.config, self.identity, self.leader = RunConfig(), {}, Leader(Mesh(), StopSignals())
+        self.state, self.stop_reason, self._clock = LoopState(step=3), "", mock.MagicMock()
+        self._save_asked, self._best_is_new, self._saved_step = False, False, None
+        self._sides = SideFigures({"tokens": [0]}, every=100)
+        for step in range(1, 4):
+            list(self._sides.events(step, {"tokens": ("expert_tokens", torch.tensor([[3.0, 1.0]]))}, 1))
+        self.told: list[Any] = []
+
+    def emit(self, event: Any) -> bool:
+        self.told.append(event)
+        return False
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_checkpoint_that_nobody_planned_loses_no_loads(signalled: bool) -> None:
+    """A resumed run begins a new record."""
+    loop = Saving()
+    loop._save({}, last=False, signalled=signalled)
+    first, *others = loop.told
+    assert (first.step, first.steps, first.tokens) == (3, 3, ((9, 3),))
+    assert [type(event) for event in others if isinstance(event, ExpertLoads | CheckpointSaved)] == [CheckpointSaved]
+    assert not list(loop._sides.flush(3))

@@ -103,7 +103,7 @@ def test_loads_are_summed_over_the_steps_of_a_record() -> None:
     records = [
         event
         for step in range(4, 8)
-        for event in made.events(step, sides, 1, flush=step == 7)
+        for event in (*made.events(step, sides, 1), *(made.flush(step) if step > 5 else ()))
         if isinstance(event, ExpertLoads)
     ]
     assert [(r.step, r.steps) for r in records] == [(4, 1), (6, 2), (7, 1)]
