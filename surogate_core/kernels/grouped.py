@@ -133,8 +133,8 @@ def torch_factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     return wanted if wanted.is_contiguous() else wanted.contiguous()
 
 
-def _describe(product: Any, factors: Any, product_op: Any, factors_op: Any) -> None:
-    """Fakes and FLOPs of a pair of ops."""
+def describe(product: Any, factors: Any, product_op: Any, factors_op: Any) -> None:
+    """Fakes and FLOPs of a pair of ops such as `masked_product` and `masked_factors`."""
 
     def product_flops(x_shape: Sequence[int], weights_shape: Sequence[int], *others: Any, **kwargs: Any) -> int:
         return 2 * x_shape[0] * weights_shape[1] * weights_shape[2]
@@ -150,8 +150,8 @@ def _describe(product: Any, factors: Any, product_op: Any, factors_op: Any) -> N
     register_flop_formula(factors_op)(factor_flops)
 
 
-_describe(masked_product, masked_factors, torch.ops.surogate.grouped_product, torch.ops.surogate.grouped_factors)
-_describe(torch_product, torch_factors, torch.ops.surogate.grouped_mm, torch.ops.surogate.grouped_mm_factors)
+describe(masked_product, masked_factors, torch.ops.surogate.grouped_product, torch.ops.surogate.grouped_factors)
+describe(torch_product, torch_factors, torch.ops.surogate.grouped_mm, torch.ops.surogate.grouped_mm_factors)
 
 
 def _on_gpu(x: Tensor) -> bool:

@@ -23,7 +23,7 @@ def test_a_line_for_each_variant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "found.json"
-    words = ["--small", "--loads", "zipf", "--cases", "product", "combined_full", "--out", str(out)]
+    words = ["--small", "--loads", "zipf", "--cases", "product", "factors", "combined_full", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["experts.py", *words])
     experts.main()
     found = json.loads(out.read_text())
@@ -32,5 +32,13 @@ def test_a_line_for_each_variant(
         ("product", "masked"),
         ("combined_full", "reference"),
     }
+    assert not any(row["variant"] == "unpadded" for row in found), "it is not asked for"
     assert all(row["equal"] and row["error"] < 1e-5 for row in found)
     assert capsys.readouterr().out.count("TFLOP/s") == len(found)
+
+
+def test_what_may_never_end_runs_where_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    made = experts.setup(experts.SMALL, 64, 1.0, CPU, torch.float32)
+    for names, found in (["unp"], ["torch"]), (["unpadded"], ["torch", "unpadded"]):
+        rows = experts.measure("factors", experts.factors(made), made, "even", names, 1)
+        assert [row.variant for row in rows] == found

@@ -59,6 +59,7 @@ AMPERE = {
     "combined_linear": "triton-fused",
     "cross_entropy": "cuda",
     "grouped_linears": "triton-fused",
+    "grouped_product": "triton",
     "matrix_update": "triton",
     "norm_rope": "triton",
     "nvfp4_quantised": "cuda",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -26,12 +27,12 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99
 PROGRAMS = {
     *("choose", "scan", "scatter", "tile_table"),
     *("sum_rows", "combine_backward"),
-    *("down", "up", "factors"),
+    *("down", "up", "factors", "weight_factors"),
 }
 SPILLED = 64
 """Most bytes of local memory of a thread."""
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-TOKENS, EXPERTS, CHOICES, WIDTH, INNER, RANK = 8192, 128, 8, 2048, 768, 16
+TOKENS, EXPERTS, CHOICES, WIDTH, INNER = 8192, 128, 8, 2048, 768
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,20 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """All launches of a layer with experts, forward and backward, in both forms."""
     from surogate_kernels_triton import (
         experts_adapters,
         experts_combined,
         experts_frozen,
         experts_launches,
+        experts_plain,
         experts_routing,
     )
 
     rows = TOKENS * CHOICES
-    major, minor = divmod(capability, 10)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
-    original = experts_launches.tile_for
-    monkeypatch.setattr(experts_launches, "tile_for", lambda device, *a, **n: original(torch.device("cuda"), *a, **n))
+    major = capability // 10
+    monkeypatch.setattr(experts_launches, "large", lambda device: major in (9, 10))
     monkeypatch.setattr(experts_frozen.grouped, "torch_product", lambda x, w, ends: x.new_empty(len(x), w.shape[1]))
     order, ends = torch.zeros(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
     slot, weights = empty(TOKENS, CHOICES, dtype=torch.int32), empty(TOKENS, CHOICES, dtype=torch.float32)
@@ -107,22 +107,29 @@ def everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]
         where = (order, slot) if x.shape[0] == TOKENS else (None, None)
         inputs = x.shape[1]
         w = [empty(EXPERTS, outputs, inputs)] * projections
-        a, b = [empty(EXPERTS, RANK, inputs)] * projections, [empty(EXPERTS, outputs, RANK)] * projections
+        a, b = [empty(EXPERTS, rank, inputs)] * projections, [empty(EXPERTS, outputs, rank)] * projections
         dys = [empty(rows, outputs)] * projections
         *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused, *masks)
         experts_frozen._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused, *masks)
         experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES, *masks)
         experts_adapters._rows_backward._init_fn(empty(rows, inputs), u, x, *where, ends, a, CHOICES, *masks)
-        experts_adapters._up._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
-        experts_adapters._up_backward._init_fn(dys[0], u[:, :RANK], ends, b[0], 2.0)
+        experts_adapters._up._init_fn(dys[0], u[:, :rank], ends, b[0], 2.0)
+        experts_adapters._up_backward._init_fn(dys[0], u[:, :rank], ends, b[0], 2.0)
 
     def combined(fused: bool, masks: tuple[Any, ...]) -> None:
-        x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, RANK)]
-        a, b = [empty(EXPERTS, RANK, INNER)], [empty(EXPERTS, WIDTH, RANK)]
+        x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, rank)]
+        a, b = [empty(EXPERTS, rank, INNER)], [empty(EXPERTS, WIDTH, rank)]
         backward = experts_combined._backward._init_fn
         backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, a, b, u, 2.0, fused, *masks)
 
+    def plain(inputs: int, outputs: int) -> None:
+        x, dy, w = empty(rows, inputs), empty(rows, outputs), empty(EXPERTS, outputs, inputs)
+        experts_plain._product._init_fn(x, w, ends)
+        experts_plain._product._init_fn(dy, w.transpose(1, 2), ends)
+        experts_plain._factors._init_fn(dy, x, ends)
+
     with recorded(monkeypatch) as launches:
+        plain(WIDTH, INNER)
         experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
         experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
         experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, weights)
@@ -146,10 +153,13 @@ def usage(compiled: Any, file: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize("capability", SHARED)
-def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+RANKS = [(capability, 16) for capability in SHARED] + list(itertools.product((89, 90, 100, 120), (32, 64, 128)))
+
+
+@pytest.mark.parametrize(("capability", "rank"), RANKS)
+def test_every_program_compiles(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Within the shared memory of a block, and with next to nothing outside of registers."""
-    launches = everything(capability, monkeypatch)
+    launches = everything(capability, rank, monkeypatch)
     products = {"product_copied"} if capability // 10 in (9, 10) else {"product"}
     assert {launch.program.__name__ for launch in launches} == PROGRAMS | products
     seen: set[str] = set()

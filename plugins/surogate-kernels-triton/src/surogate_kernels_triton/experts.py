@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from surogate_core.bundles import Kernel
-from surogate_kernels_triton import experts_adapters, experts_combined, experts_frozen, experts_routing
+from surogate_kernels_triton import experts_adapters, experts_combined, experts_frozen, experts_plain, experts_routing
 
 
 def kernels() -> tuple[Kernel, ...]:
@@ -12,5 +12,6 @@ def kernels() -> tuple[Kernel, ...]:
         *experts_routing.kernels(),
         *experts_frozen.kernels(),
         experts_adapters.kernel(),
+        experts_plain.kernel(),
         *experts_combined.kernels(),
     )

@@ -21,6 +21,8 @@ LEAST_RANK, MOST_RANK = 16, 128
 MOST_EXPERTS = 1024
 ROWS = 64
 """Rows of a tile of the skinny products."""
+STAGES = 4
+"""Tiles of `down` and `factors` that are being loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +56,29 @@ HOPPER_SHORT = Tile(m=128, c=128, b=64, warps=4, stages=3, copied=True)
 SHORT = 1024
 HOPPER_DROPPED = Tile(m=128, c=128, b=64, warps=8, stages=4, copied=True)
 """With dropout, whose masks need registers."""
+HOPPER_HIGH = Tile(m=128, c=128, b=64, warps=8, stages=3, copied=True)
+"""For adapters of a rank above `HIGH`, whose u and B need shared memory too."""
 SMALL = Tile(m=64, c=128, b=32, warps=4, stages=3)
 """For the others, which may have 99 KiB."""
+SMALL_HIGH = Tile(m=64, c=128, b=32, warps=8, stages=3)
+HIGH = 64
+LARGE_BLOCK, SMALL_BLOCK = 227 * 1024, 99 * 1024
+"""Bytes of shared memory that a block may have where `large` holds, and that it has elsewhere at least."""
 
 
-def tile_for(device: torch.device, inner: int, *, drops: bool = False) -> Tile:
-    """The tile for a device and an inner dimension; fixed, because equal inputs must give equal bits on every run."""
-    if device.type != "cuda":  # Triton's interpreter
-        return SMALL
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return SMALL
+def large(device: torch.device) -> bool:
+    """Whether it is an sm_90 or sm_100, whose blocks may have much shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def tile_for(device: torch.device, inner: int, *, rank: int, drops: bool = False) -> Tile:
+    """The tile for a device, an inner dimension and the rank of the adapters; fixed, because equal inputs must give
+    equal bits on every run.
+    """
+    if not large(device):
+        return SMALL_HIGH if rank > HIGH else SMALL
+    if rank > HIGH:
+        return HOPPER_HIGH
     if drops:
         return HOPPER_DROPPED
     return HOPPER_SHORT if inner <= SHORT else HOPPER
@@ -132,6 +147,17 @@ def tile_table(ends_E: Tensor, rows: int, size: int) -> Tensor:
     return table_T4
 
 
+def _depth(device: torch.device, ranks: int) -> int:
+    """Columns of x that `down` reads at a time, such that its stages fit into the shared memory of a block."""
+    columns, stages, room = 128, STAGES, LARGE_BLOCK
+    if not large(device):
+        # Elsewhere one stage is in registers.
+        stages, room = STAGES - 1, SMALL_BLOCK
+    while stages * columns * (ROWS + ranks) * 2 > room:
+        columns //= 2
+    return columns
+
+
 def down(
     x: Tensor,
     order_R: Tensor | None,
@@ -167,10 +193,10 @@ def down(
         L=rank,
         S=len(a),
         M=ROWS,
-        C=128,
+        C=_depth(x.device, rank * len(a)),
         COPY=gathered_RI is not None,
         num_warps=8 if drops else 4,
-        num_stages=4,
+        num_stages=STAGES,
     )
 
 
@@ -189,6 +215,7 @@ def up(
     """y + other + scale · u Bᵀ, in y's place unless `out_RO` is given; with `a`, B's are A's [E, L, O]."""
     outputs, rank = b[0].shape[:0:-1] if a else b[0].shape[1:]
     columns, out = 128, y_RO if out_RO is None else out_RO
+    drops = dropout is not None and dropout.p > 0
     programs.up[len(table_T4), triton.cdiv(outputs, columns)](
         y_RO,
         y_RO if other_RO is None else other_RO,
@@ -211,7 +238,7 @@ def up(
         M=ROWS,
         C=columns,
         OTHER=other_RO is not None,
-        num_warps=4,
+        num_warps=8 if drops and len(b) > 1 and rank > LEAST_RANK else 4,
     )
 
 
@@ -228,16 +255,18 @@ def factors(
     dropout: Dropout | None = None,
 ) -> None:
     """Fills `out`: [E, O, L], or [S, E, L, O] where `right_RL` has S·L columns; elements of `left` are dropped."""
-    if dropout is not None and dropout.p > 0 and len(out) > 1 and out.ndim == 4:
+    drops = dropout is not None and dropout.p > 0
+    if out.ndim == 4 and len(out) > 1 and (drops or rank > HIGH):
         for number, each in enumerate(right_RL.split(rank, dim=1)):
-            named = {"choices": choices, "rank": rank, "scale": scale, "dropout": dropout.of(number)}
+            mask = None if dropout is None else dropout.of(number)
+            named = {"choices": choices, "rank": rank, "scale": scale, "dropout": mask}
             factors(left, each, order_R, ends_E, out[number : number + 1], **named)  # type: ignore[arg-type]
         return
     masks = (dropout or no_dropout(ends_E)).named
     masks.pop("key1")
     outputs, ranks = left.shape[1], right_RL.shape[1]
     first = out.ndim == 4
-    columns = min(128, triton.next_power_of_2(outputs))
+    columns, wide = min(128, triton.next_power_of_2(outputs)), triton.next_power_of_2(ranks)
     programs.factors[triton.cdiv(outputs, columns), len(ends_E)](
         left,
         right_RL,
@@ -255,11 +284,11 @@ def factors(
         K=0 if order_R is None else choices,
         L=rank,
         RANKS=ranks,
-        WIDE=triton.next_power_of_2(ranks),
+        WIDE=wide,
         M=64,
         C=columns,
-        num_warps=4,
-        num_stages=4,
+        num_warps=8 if wide > HIGH else 4,
+        num_stages=STAGES,
     )
 
 
@@ -279,13 +308,15 @@ def grouped_sum(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: x is dy, and W's and
-    B's, which are A's, are read transposed.
+    B's, which are A's, are read transposed. Rows are gathered by an order for one pair.
     """
+    assert order_R is None or len(x) == 1
     inputs, outputs = weights[0].shape[1:] if backward else weights[0].shape[:0:-1]
-    tile = tile or tile_for(x[0].device, inputs * len(x), drops=dropout is not None and dropout.p > 0)
+    rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
+    drops = dropout is not None and dropout.p > 0
+    tile = tile or tile_for(x[0].device, inputs * len(x), rank=rank, drops=drops)
     table_T4 = tile_table(ends_E, rows, tile.m)
     y_RO = x[0].new_empty(rows, outputs)
-    rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
     unused = y_RO if u_RL is None else u_RL
     operands = (x[0], x[-1], weights[0], weights[-1])
     copied = tile.copied and inputs % tile.b == 0 and all(map(_copies, (*x, *weights)))

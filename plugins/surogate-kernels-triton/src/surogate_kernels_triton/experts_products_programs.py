@@ -158,8 +158,10 @@ def product_copied(
     """`product` where weights, and without K also x, are descriptors, whose tiles the copy engine brings.
 
     The weights are those of all experts as one matrix: [E·OUT, IN] or, with BACKWARD, [E·IN, OUT]. B divides IN.
-    Columns past OUT and rows past the expert's last belong to another expert, and are not stored.
+    Columns past OUT and rows past the expert's last belong to another expert, and are not stored. With K there is one
+    pair.
     """
+    tl.static_assert(K == 0 or PAIRS == 1)
     COLUMNS: tl.constexpr = (OUT + C - 1) // C
     tile = tl.program_id(0) // COLUMNS
     expert = tl.load(table + tile * 4)
@@ -216,3 +218,36 @@ def product_copied(
                     acc = tl.dot(value, w1.load([expert * OUT + column, start]).T, acc)
     target = y + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, acc.to(y.dtype.element_ty), mask=inside[:, None] & real)
+
+
+@triton.jit
+def weight_factors(
+    dy,
+    x,
+    ends,
+    out,
+    dy_row,
+    x_row,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+):
+    """out[e, o, i] = Σ_r dy[r, o] x[r, i] over an expert's rows, in their order; zeros without rows."""
+    COLUMNS: tl.constexpr = (IN + B - 1) // B
+    outputs = tl.program_id(0) // COLUMNS * C + tl.arange(0, C)
+    inputs = tl.program_id(0) % COLUMNS * B + tl.arange(0, B)
+    expert = tl.program_id(1)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(ends + expert)
+    acc = tl.zeros([C, B], tl.float32)
+    for start in tl.range(begin, stop, M):
+        rows = start + tl.arange(0, M)
+        inside = (rows < stop)[:, None]
+        wide = rows.to(tl.int64)[:, None]
+        g = tl.load(dy + wide * dy_row + outputs[None, :], mask=inside & (outputs < OUT)[None, :], other=0.0)
+        v = tl.load(x + wide * x_row + inputs[None, :], mask=inside & (inputs < IN)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(g), v, acc)
+    target = out + expert.to(tl.int64) * (OUT * IN) + outputs[:, None] * IN + inputs[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(outputs < OUT)[:, None] & (inputs < IN)[None, :])
