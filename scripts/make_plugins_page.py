@@ -67,7 +67,7 @@ plugins for version 1 are refused. Install a newer version of the plugin, or an 
 an installed plugin:
 
 ```text
-optimizer-adamw conforms: 14 checks hold, 0 do not
+optimizer-adamw conforms: 15 checks hold, 0 do not
 ```
 
 A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`

@@ -19,18 +19,19 @@ from surogate_core.engine.pieces import RandomSource, Source
 from surogate_core.errors import UserError
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
+from surogate_core.testing.models import balances_as_transformers
 
 TOLERANCE = 1e-5
 """Relative error of gradients and logits in fp32."""
 
 
 def checks_of(family: ModelFamily) -> Sequence[Callable[[ModelFamily], None]]:
-    """The checks below, if the family's preset `tiny` has experts."""
+    """The checks below and that of the load-balancing loss, if the family's preset `tiny` has experts."""
     try:
         model = family.build(dict(family.presets["tiny"]))
     except (KeyError, UserError):
         return ()
-    return CHECKS if isinstance(model, Model) and model.expert_slots() else ()
+    return (balances_as_transformers, *CHECKS) if isinstance(model, Model) and model.expert_slots() else ()
 
 
 def routes_every_token(family: ModelFamily) -> None:
