@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     prediction = predicted(config)
     rates = plan_fit.Rates.of(gpu)
     estimate = None
-    experts = _of_experts(config, resolved.model)
+    experts = _of_experts(config, resolved.model, prediction.kernels, device)
     if gpu is not None and not experts:  # rates are measured with dense products
         more = plan_fit.seconds_of(config, registry, prediction, rates)
         estimate = speed(config, registry, resolved.model, prediction, gpu, more=more)
@@ -151,18 +151,20 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     return MachineError.exit_code if nothing_fits else 0
 
 
-def _of_experts(config: RunConfig, model: Model) -> dict[str, Any]:
+def _of_experts(
+    config: RunConfig, model: Model, kernels: Mapping[tuple[str, str], str], device: torch.device
+) -> dict[str, Any]:
     """The fields of a plan that a model with experts has; none for another model."""
     from surogate_core.engine.pieces import distinct, pieces
     from surogate_core.run.assemble import resolve_lora
-    from surogate_core.run.experts import adapted_note
+    from surogate_core.run.experts import adapted_note, product_notes
     from surogate_core.run.router import router_notes
 
     experts = model.expert_slots()
     if not experts:
         return {}
     unused = sum(slot.unused for slots in experts.values() for slot in slots)
-    notes = router_notes(config, model)
+    notes = [*router_notes(config, model), *product_notes(kernels, model, device)]
     if (lora := resolve_lora(config, model)) is None:
         return {"unused": unused, "of_experts": tuple(notes)}
     specs = distinct(pieces(model, lora=lora, max_seqlen=0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -35,6 +35,19 @@ def expert_notes(config: RunConfig, resolved: ResolvedModel, recipe: Recipe, dev
     if slots and lora is not None:
         notes += [adapted_note(resolved.model, lora), *_peft_notes(slots, lora)]
     return notes
+
+
+def product_notes(kernels: Mapping[tuple[str, str], str], model: Model, device: torch.device) -> list[str]:
+    """A note where a GPU multiplies experts without a kernel. `kernels`: (op, dtype) → name of the chosen one."""
+    slots = next(iter(model.expert_slots().values()), ())
+    plain = [dtype for (op, dtype), name in kernels.items() if op == "grouped_product" and name == "reference"]
+    if not slots or not plain or device.type != "cuda":
+        return []
+    count, dtypes = slots[0].count, ", ".join(plain)
+    return [
+        f"experts: no kernel takes all their products in {dtypes} here, so that each of {count} experts multiplies all "
+        f"rows. Kernels take bfloat16, on sm_80 and newer with Triton (docs/kernels.md)."
+    ]
 
 
 def adapted_note(model: Model, lora: LoRA) -> str:

@@ -22,7 +22,7 @@ from surogate_core.mesh.lifeline import PeerFailed
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.run.build import Choice, build_engine
-from surogate_core.run.experts import idle_parameters
+from surogate_core.run.experts import idle_parameters, product_notes
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
@@ -247,6 +247,7 @@ class _Run:
         self.notes += reduction_notes(engine.settings, checkpoint, deterministic=self.config.deterministic)
         self.notes += slow_links(self.mesh, base.device) or ([self.mesh.note] if self.mesh.note else [])
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
+        self.notes += product_notes(engine.programs.kernels.chosen, engine.model, base.device)
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()
         if self.config.epoch_adjustment:

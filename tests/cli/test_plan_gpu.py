@@ -265,3 +265,7 @@ def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed
     assert plan["active_parameters"] == active
     assert plan["tokens_per_second"] is None
     assert "compute again" not in text
+    assert "multiplies all rows" not in text
+    assert main([*words, "torch_dtype=float32"]) == 0
+    wide = " ".join(capsys.readouterr().out.split())
+    assert "no kernel takes all their products in float32 here, so that each of 8 experts multiplies all rows" in wide

@@ -22,7 +22,7 @@ from surogate_core.files.metrics import read_metrics
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model, resolve_recipe
-from surogate_core.run.experts import expert_notes
+from surogate_core.run.experts import expert_notes, product_notes
 from surogate_core.train.loop import DivergedError
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]", "max_steps=2", "tokenizer=null")
@@ -248,6 +248,17 @@ def test_a_run_says_how_a_recipe_multiplies_experts(installed: Registry) -> None
     note, _ = notes(installed, "recipe=nvfp4")
     assert note.startswith("EMULATED NVFP4 (there is no product of experts")
     assert notes(installed, "recipe=fp8-hybrid", "model=qwen3") == []
+
+
+def test_a_run_says_where_each_expert_multiplies_all_rows(installed: Registry) -> None:
+    config = load_run_config([*QUICK, "model=qwen3-moe"], registry=installed)
+    model = resolve_model(config, installed).model
+    plain = {("grouped_product", "float32"): "reference", ("swiglu", "bfloat16"): "reference"}
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    (note,) = product_notes(plain, model, cuda)
+    assert note.startswith("experts: no kernel takes all their products in float32 here, so that each of ")
+    assert product_notes(plain, model, cpu) == []
+    assert product_notes({("grouped_product", "bfloat16"): "triton"}, model, cuda) == []
 
 
 def test_a_run_says_that_a_recipe_leaves_experts_as_they_are(installed: Registry) -> None:
