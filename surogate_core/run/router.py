@@ -86,7 +86,7 @@ def router_notes(config: RunConfig, model: Model) -> list[str]:
     if losses.aux and losses.form == "step" and counted:
         notes.append(
             "router_aux_loss_form=step: every step first runs the forward of its micro-batches to count the tokens of "
-            "each expert, one forward more. router_aux_loss_form=micro_batch does not."
+            "each expert, one more forward pass. router_aux_loss_form=micro_batch does not."
         )
     for key, (role, default) in KEYS.items():
         if getattr(config, key) is not None or not _reports(model, role) or not _in_model(model, key, default):

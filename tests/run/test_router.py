@@ -61,12 +61,12 @@ def test_a_coefficient_that_is_set_is_added_to_the_loss(losses: Losses) -> None:
     found, said = losses("router_aux_loss_coef=0.01", "router_z_loss_coef=0.001")
     assert found == RouterLosses(aux=0.01, z=0.001)
     assert "Added to the loss for the routers: router_aux_loss_coef 0.01, router_z_loss_coef 0.001." in said
-    assert "one forward more" in said
-    assert "one forward more" not in losses("router_aux_loss_coef=0.01", "gradient_accumulation_steps=1")[1]
+    assert "one more forward pass" in said
+    assert "one more forward pass" not in losses("router_aux_loss_coef=0.01", "gradient_accumulation_steps=1")[1]
     for form in ("micro_batch", "layer"):
         found, said = losses("router_aux_loss_coef=0.01", f"router_aux_loss_form={form}")
         assert found == RouterLosses(aux=0.01, form=form)  # type: ignore[arg-type]
-        assert "one forward more" not in said
+        assert "one more forward pass" not in said
     assert losses("lora=true", "train_router=true", "router_z_loss_coef=1")[0] == RouterLosses(z=1.0)
 
 
