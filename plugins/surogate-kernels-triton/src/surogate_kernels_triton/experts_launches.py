@@ -238,7 +238,7 @@ def up(
         M=ROWS,
         C=columns,
         OTHER=other_RO is not None,
-        num_warps=8 if drops and len(b) > 1 and rank > LEAST_RANK else 4,
+        num_warps=8 if drops and len(b) > 1 else 4,
     )
 
 
