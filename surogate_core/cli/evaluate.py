@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,9 +12,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.cli.sampling import switched
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.evaluation import Evaluation
     from surogate_core.run.generation import Prepared
@@ -25,8 +28,9 @@ Held-out loss, perplexity and token accuracy, with the standard error over docum
 a run's directory (`latest` is the last run's), a checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are
 keys of a run, such as sequence_len=2048 or device=cpu.
 
-  datasets=…           the rows to evaluate; without it those that the run held out
-  --config FILE.yaml   keys of a run in a file; without it the config.yaml of the first model that is a run
+  datasets=…           the rows to evaluate; without it those that the first run held out
+  --config FILE.yaml   keys of a run in a file for every model. Without it a run has those of its own config.yaml, and
+                       all models have the rows, template, length and packing of the first run
   --json               print JSON
   --output FILE        write the JSON to a file too
 
@@ -35,6 +39,9 @@ Several models are compared with the first: difference of the losses, and its st
 
 _VALUES = ("--config", "--output")
 _SWITCHES = ("--json",)
+_ROWS = frozenset({"datasets", "dataset", "validation_datasets"})
+_ELSEWHERE = ("from_scratch=false", "adapter_path=null", "output_dir=null")
+"""What a run's own configuration says of where it began and ended, and its result does not."""
 
 
 @dataclass(slots=True)
@@ -81,32 +88,47 @@ def main(argv: Sequence[str]) -> int:
 def _prepared(words: _Words) -> tuple[dict[str, Prepared], Registry]:
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.config.resolve import load_run_config
-    from surogate_core.files.runs import run_directory
-    from surogate_core.run.evaluation import held_out
+    from surogate_core.run.evaluation import held_out, shared
     from surogate_core.run.generation import named, prepare
 
-    file = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
-    keys = {word.partition("=")[0].lstrip("+~") for word in words.overrides}
-    given = file is not None or bool(keys & {"datasets", "dataset", "validation_datasets"})
-    if file is None:
-        configs = [run_directory(model) / "config.yaml" for model in words.models]
-        file = next((config for config in configs if config.is_file()), None)
-    if file is None and not given:
+    given = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
+    keys = {re.split(r"[.\[=]", word.lstrip("+~"), maxsplit=1)[0] for word in words.overrides}
+    files = {model: given or _own_config(model) for model in words.models}
+    first = next((model for model, file in files.items() if file is not None), words.models[0])
+    if files[first] is None and not keys & _ROWS:
         raise UserError(
             f"surogate eval {words.models[0]}: this is no run, so the rows to evaluate must be named. "
             f"Fix: datasets=FILE.jsonl"
         )
-    own = ["from_scratch=false", "adapter_path=null", "output_dir=null"] if file is not None else []
     found = {model: named(model) for model in words.models}
-    registry = registry_for(Arguments(overrides=words.overrides, config_file=file))
+    registry = registry_for(Arguments(overrides=words.overrides, config_file=files[first]))
+
+    def load(model: str, *more: str) -> RunConfig:
+        own = _ELSEWHERE if files[model] is not None else ()
+        overrides = [*own, *found[model].overrides, *words.overrides, *more]
+        return load_run_config(overrides, config_file=files[model], registry=registry)
+
+    rows = load(first)
+    if given is not None and not rows.validation_datasets:
+        keys |= {"datasets"}  # a file of rows, not a run that held some of them out
     prepared = {}
     for model, one in found.items():
-        overrides = [*own, *one.overrides, *words.overrides]
-        config = held_out(load_run_config(overrides, config_file=file, registry=registry), given=given)
-        prepared[model] = prepare(one, config, registry)
+        same = model == first or given is not None
+        config = load(model, *([] if same else shared(rows, run=files[model] is not None)))
+        prepared[model] = prepare(one, held_out(config, named=keys), registry)
         for note in prepared[model].notes:
             print(f"note: {model}: {note}", file=sys.stderr)
     return prepared, registry
+
+
+def _own_config(model: str) -> Path | None:
+    """The config.yaml of a run, or of the run that a checkpoint, an adapter or a model is part of."""
+    from surogate_core.files.runs import run_directory
+
+    path = run_directory(model)
+    part = path.name in ("model", "adapter") or path.name.startswith("checkpoint-")
+    places = (path, path.absolute().parent) if part else (path,)
+    return next((place / "config.yaml" for place in places if (place / "config.yaml").is_file()), None)
 
 
 def table(found: Sequence[Evaluation]) -> str:
@@ -151,7 +173,8 @@ def _parse(argv: Sequence[str]) -> _Words:
             if not equals and not words:
                 raise UserError(f"surogate eval {flag}: a value must follow. Fix: `surogate eval --help`")
             parsed.values[flag] = value if equals else words.pop(0)
-        elif word in _SWITCHES:
+        elif flag in _SWITCHES:
+            switched(flag, equals)
             parsed.json = True
         elif word.startswith("-"):
             near = get_close_matches(flag, (*_VALUES, *_SWITCHES), n=1)

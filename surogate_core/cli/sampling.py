@@ -21,6 +21,15 @@ NUMBERS: Mapping[str, Callable[[str], float]] = {
 }
 """Flags that are fields of `Sampling`."""
 
+RANGES: Mapping[str, str] = {
+    "temperature": "from 0, such as 0.7",
+    "top_k": "from 0, such as 40",
+    "top_p": "above 0 and at most 1, such as 0.9",
+    "min_p": "from 0 to 1, such as 0.05",
+    "repetition_penalty": "above 0, such as 1.1",
+}
+"""What `Sampling` takes, for messages."""
+
 
 def number(flag: str, text: str, kind: Callable[[str], float], *, least: float | None = None) -> float:
     """The value of a flag; raises `UserError`."""
@@ -32,6 +41,12 @@ def number(flag: str, text: str, kind: Callable[[str], float], *, least: float |
     if least is not None and value < least:
         raise UserError(f"{flag} {text}: must be at least {least:g}. Fix: {flag} {least:g}")
     return value
+
+
+def switched(flag: str, equals: str) -> None:
+    """Raises `UserError` if a switch has a value, as in ``--json=false``."""
+    if equals:
+        raise UserError(f"{flag}: is a switch and takes no value. Fix: {flag}, or leave it out.")
 
 
 def sampling_of(flags: Mapping[str, float], base: Sampling, *, sampled: bool = False) -> Sampling:
@@ -46,4 +61,5 @@ def sampling_of(flags: Mapping[str, float], base: Sampling, *, sampled: bool = F
         return replace(base, **values)
     except ValueError as error:
         name, _, value = str(error).partition(" is ")
-        raise UserError(f"--{name.replace('_', '-')} {value}: is out of range. Fix: see --help") from error
+        flag = f"--{name.replace('_', '-')}"
+        raise UserError(f"{flag} {value}: is out of range. Fix: a number {RANGES[name]}") from error

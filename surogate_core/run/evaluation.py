@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from surogate_core.config.grammar import encode
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import pipeline
 from surogate_core.data.sampler import EvalBatches
@@ -72,11 +74,42 @@ def evaluate(
     return _figures(name, documents, data.eval.digest, first), documents
 
 
-def held_out(config: RunConfig, *, given: bool) -> RunConfig:
-    """The configuration whose held-out rows are to be evaluated: all of `datasets` if they are `given`, otherwise what
-    the run held out.
+SHARED = (
+    "task",
+    "datasets",
+    "validation_datasets",
+    "validation_split_ratio",
+    "sequence_len",
+    "sample_packing",
+    "per_device_train_batch_size",
+    "truncation_strategy",
+    "max_length",
+    "use_chat_template",
+    "template",
+    "system",
+    "loss_scale",
+    "max_bad_rows",
+    "train_seed",
+    "eval_seed",
+)
+"""Keys that decide which tokens a model reads. All models have those of the first run."""
+PLACE = ("device", "model_dtype", "data_cache_dir")
+"""Keys of the first run for a model that is no run. It is not quantised and multiplies without a recipe."""
+
+
+def shared(config: RunConfig, *, run: bool) -> list[str]:
+    """The overrides that give another model the rows of `config`. `run`: whether that model is a run."""
+    keys = SHARED if run else (*SHARED, *PLACE)
+    values = {key: getattr(config, key) for key in keys}
+    return [f"{key}={encode(value)}" for key, value in values.items() if value is not None or key not in PLACE]
+
+
+def held_out(config: RunConfig, *, named: AbstractSet[str]) -> RunConfig:
+    """The configuration whose held-out rows are to be evaluated. `named`: the keys that the user names now.
+
+    All of `datasets` if that is named, unless `validation_datasets` is named too; otherwise what the run held out.
     """
-    if not given or config.validation_datasets:
+    if "validation_datasets" in named or not named & {"datasets", "dataset"}:
         return config
     return replace(config, validation_datasets=config.datasets)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from surogate_core.cli.evaluate import _parse, _prepared
 from surogate_core.cli.main import main
 from surogate_core.generate.losses import Document
 from surogate_core.run.evaluation import _figures, _stderr
@@ -93,7 +94,43 @@ def test_perplexity_is_that_of_transformers(hf_dir: Path, rows: Path, call: Call
     assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
     assert found["accuracy"] == pytest.approx(hits / len(losses))
-    assert found["stderr"] == pytest.approx(_stderr(means, float(np.mean(losses))), rel=1e-4)
+    sums, weights = np.array(means).T
+    residuals = sums - weights * sums.sum() / weights.sum()
+    assert found["stderr"] == pytest.approx(np.sqrt(12 / 11 * (residuals**2).sum()) / weights.sum(), rel=1e-4)
+
+
+def _a_run(place: Path, hf_dir: Path, **keys: Any) -> Path:
+    """A directory as a run of full training leaves it."""
+    place.mkdir()
+    (place / "model").symlink_to(hf_dir)
+    (place / "config.yaml").write_text(json.dumps({"lora": False, "sequence_len": 64} | keys))
+    return place
+
+
+def test_named_rows_come_before_those_that_a_run_held_out(hf_dir: Path, rows: Path, tmp_path: Path, call: Call) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
+    keys = {"datasets": [{"path": str(rows), "type": "text"}]}
+    run = _a_run(tmp_path / "run", hf_dir, **keys, validation_datasets=[{"path": str(held), "type": "text"}])
+    assert call(run)[0]["documents"] == 3
+    assert call(run / "model")[0]["documents"] == 3, "a part of a run has the run's rows"
+    assert call(run, f"datasets=[{{path: '{rows}', type: text}}]")[0]["documents"] == 12
+    assert call(run, f"validation_datasets=[{{path: '{held}', type: text}}]", f"datasets.0.path={rows}") == call(run)
+
+
+def test_runs_share_rows_and_keep_their_own_precision(hf_dir: Path, rows: Path, tmp_path: Path) -> None:
+    one = [{"path": str(rows), "type": "text"}]
+    first = _a_run(tmp_path / "q", hf_dir, datasets=one, model_dtype="fp32", qlora_bnb=True, lora=True)
+    other = [{"path": "gone.jsonl", "type": "text"}]
+    second = _a_run(tmp_path / "full", hf_dir, datasets=other, model_dtype="bf16", sequence_len=32)
+    names = [str(first), str(second), str(hf_dir)]
+    prepared, _ = _prepared(_parse([*names, "device=cpu"]))
+    quantised, full, base = (prepared[name].config for name in names)
+    assert quantised.weight_format is not None
+    assert full.weight_format is base.weight_format is None
+    assert [c.model_dtype for c in (quantised, full, base)] == ["fp32", "bf16", "fp32"]
+    assert {c.sequence_len for c in (quantised, full, base)} == {64}
+    assert quantised.datasets == full.datasets == base.datasets
 
 
 def test_the_standard_error_is_that_of_a_bootstrap() -> None:
@@ -105,6 +142,7 @@ def test_the_standard_error_is_that_of_a_bootstrap() -> None:
     found = _stderr(list(zip(sums, weights, strict=True)), sums.sum() / weights.sum())
     assert found == pytest.approx(np.std(resampled), rel=0.1)
     assert math.isnan(_stderr([(1.0, 1.0)], 1.0))
+    assert _stderr([(2.0, 2.0), (2.0, 1.0)], 4 / 3) == pytest.approx(4 / 9), "by hand"
 
 
 def test_other_tokens_are_not_compared() -> None:
@@ -137,6 +175,7 @@ def test_the_table_and_the_file(
         (("MODEL", "datasets=gone.jsonl"), "gone.jsonl"),
         (("MODEL", "--jsn"), "--jsn is not known. Fix: --json"),
         (("MODEL", "--output"), "a value must follow"),
+        (("MODEL", "--json=false"), "--json: is a switch and takes no value"),
     ],
 )
 def test_bad_input_is_one_clear_message(
