@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.api.process import contained, plain
@@ -22,7 +22,7 @@ def generate(
     *,
     max_new_tokens: int = 256,
     samples: int = 1,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     slots: int | None = None,
     engine: str = "native",
     sampling: Mapping[str, float] | None = None,
@@ -31,11 +31,12 @@ def generate(
     """Continue texts, or answer chats: ``surogate.generate(run.path, ["The chain"], sampling={"temperature": 0})``.
 
     `model`: a directory, a run, a checkpoint, an adapter or a hub id. `sampling`: `temperature`, `top_k`, `top_p`,
-    `min_p`, `repetition_penalty`, `seed`; the others are those of the model's files. `keys`: keys of the configuration,
+    `min_p`, `repetition_penalty`, `seed`; the others are those of the model's files. `stop`: a text or several that end
+    a completion. `keys`: keys of the configuration,
     such as ``device="cpu"``. Returns the `samples` of each prompt together, each with `text`, `ids`, `logprobs` and
     `reason`. Every call loads the weights. Raises `UserError` or `MachineError`.
     """
-    asked: list[Any] = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else list(prompts)
+    asked = _asked(prompts)
     with contained():
         from surogate_core.cli.arguments import Arguments, registry_for
         from surogate_core.cli.sampling import NUMBERS, sampling_of
@@ -58,8 +59,10 @@ def generate(
             max_new_tokens=max_new_tokens,
             samples=samples,
             sampling=sampling_of(flags, prepared.sampling, sampled=samples > 1),
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
+        if not asked:
+            return []
         given = [
             texts.prompt_of_text(prepared.tokenizer, one, name=f"prompt {number}")
             if isinstance(one, str)
@@ -72,5 +75,14 @@ def generate(
         return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop)
 
 
+def _asked(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str) or _is_chat(prompts):
+        return [prompts]
+    found = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping) else None
+    if found is None or not all(isinstance(one, str | list | tuple) for one in found):
+        raise UserError("prompts: is neither text nor messages. Fix: a text, a list of messages, or a list of these")
+    return found
+
+
 def _is_chat(prompts: Any) -> bool:
-    return bool(prompts) and all(isinstance(one, Mapping) for one in prompts)
+    return isinstance(prompts, list | tuple) and bool(prompts) and all(isinstance(one, Mapping) for one in prompts)

@@ -106,10 +106,12 @@ class Partner:
         """A new conversation."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
-    def undo(self) -> None:
-        """Without the last message and its answer."""
-        if self.messages and self.messages[-1]["role"] == "assistant":
-            del self.messages[-2:]
+    def undo(self) -> bool:
+        """Without the last message and its answer; whether there was one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return False
+        self.messages = self.messages[:-2]
+        return True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -183,11 +185,20 @@ def talk(partners: Sequence[Partner], system: str | None, *, most: int) -> None:
 
 
 def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
-    for partner in partners:
+    before = [partner.messages for partner in partners]
+    try:
+        for partner in partners:
+            if len(partners) > 1:
+                print(f"[{partner.name}]")
+            partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
+            print(flush=True)
+    except SurogateError:
+        # All keep the same questions.
+        for partner, messages in zip(partners, before, strict=True):
+            partner.messages = messages
         if len(partners) > 1:
-            print(f"[{partner.name}]")
-        partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
-        print(flush=True)
+            print(f"note: {partner.name} cannot answer, so the message is taken back for all.", file=sys.stderr)
+        raise
 
 
 def _command(text: str, partners: Sequence[Partner], system: str | None) -> str | None:
@@ -199,12 +210,14 @@ def _command(text: str, partners: Sequence[Partner], system: str | None) -> str 
         case "/save":
             _save(rest.strip(), partners)
         case "/undo":
-            for partner in partners:
-                partner.undo()
+            undone = [partner.undo() for partner in partners]
+            print("The last message is taken back." if any(undone) else "There is no message.", file=sys.stderr)
         case "/reset" | "/system":
             system = (rest.strip() or None) if word == "/system" else system
             for partner in partners:
                 partner.reset(system)
+            about = f" with the system message: {system}" if system else ""
+            print(f"A new conversation{about}.", file=sys.stderr)
         case _:
             near = get_close_matches(word, ("/help", "/system", "/reset", "/undo", "/save", "/quit"), n=1)
             raise UserError(f"{word}: there is no such command. Fix: {near[0] if near else '/help'}")

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.sampling import NUMBERS, number, sampling_of
+from surogate_core.cli.sampling import NUMBERS, number, sampling_of, switched
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as de
   --system TEXT        the system message of --chat
   --max-new-tokens N   largest number of tokens of a completion (256)
   --samples N          completions of each prompt (1)
-  --temperature T      0 takes the most probable token. Without these flags generation_config.json decides
+  --temperature T      0 takes the most probable token. Without these flags generation_config.json decides; if it takes
+                       the most probable token, --samples above 1, --top-k, --top-p and --min-p sample at temperature 1
   --top-k N, --top-p P, --min-p P, --repetition-penalty R
   --seed N             with equal seeds equal completions (0)
   --stop TEXT          ends a completion before this text; may be repeated
@@ -75,6 +76,10 @@ def main(argv: Sequence[str]) -> int:
     if ("--prompt" in words.texts) == ("--file" in words.texts):
         which = "both --prompt and --file are given" if "--file" in words.texts else "there is nothing to continue"
         raise UserError(f"surogate generate: {which}. Fix: --prompt TEXT, or --file PROMPTS.jsonl")
+    for flag in ("--chat", "--system"):
+        if "--file" in words.texts and flag in {*words.switches, *words.texts}:
+            fix = '{"messages": [{"role": …, "content": …}, …]} in a row is a chat'
+            raise UserError(f"surogate generate {flag}: it is for --prompt, not for --file. Fix: {fix}")
     if "--system" in words.texts and "--chat" not in words.switches:
         raise UserError("surogate generate --system: only a chat has a system message. Fix: add --chat")
     from surogate_core import logs
@@ -157,7 +162,7 @@ def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
         raise UserError(f"--file {file}: cannot be read: {reason}. Fix: name a file of JSON lines.") from error
     found = []
     shown = "standard input" if file == "-" else file
-    for place, line in enumerate(text.splitlines(), start=1):
+    for place, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         name = f"{shown}:{place}"
@@ -167,14 +172,18 @@ def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"{name}: not valid JSON: {error}. Fix: one object a line.") from error
         if isinstance(row, str):
             row = {"prompt": row}
-        if not isinstance(row, dict) or not (
-            isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
-        ):
-            raise UserError(f'{name}: has neither a text "prompt" nor a list "messages". Fix: {{"prompt": "…"}}')
-        found.append((name, row))
+        found.append((name, _checked(name, row)))
     if not found:
         raise UserError(f'--file {file}: has no prompt. Fix: one object a line, such as {{"prompt": "…"}}')
     return found
+
+
+def _checked(name: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
+        raise UserError(f'{name}: has neither a text "prompt" nor a list "messages". Fix: {{"prompt": "…"}}')
+    if "prompt" in row and "messages" in row:
+        raise UserError(f'{name}: has both "prompt" and "messages". Fix: keep one.')
+    return row
 
 
 def _wanted(words: _Words, prepared: Prepared) -> Wanted:
@@ -183,8 +192,6 @@ def _wanted(words: _Words, prepared: Prepared) -> Wanted:
     several = words.counts.get("--samples", 1) > 1
     sampling = sampling_of(words.sampling, prepared.sampling, sampled=several)
     stops = words.lists.get("--stop", [])
-    if "" in stops:
-        raise UserError("--stop: is empty. Fix: give the text before which a completion ends.")
     return Wanted(
         max_new_tokens=words.counts.get("--max-new-tokens", 256),
         samples=words.counts.get("--samples", 1),
@@ -201,6 +208,11 @@ def _show(words: _Words, texts: Sequence[Text], output: Path | None) -> None:
     as_lines = bool({"--json", "--logprobs"} & words.switches) or output is not None or len(texts) > 1
     if not as_lines:
         print(texts[0].text)
+        if not texts[0].text:
+            count = len(texts[0].ids)
+            first = count == 1 and texts[0].reason == "stop"
+            why = "ended the completion at its first token" if first else f"wrote {count} tokens that have no text"
+            print(f"note: the model {why}.", file=sys.stderr)
         return
     lines = "".join(json.dumps(_row(text, "--logprobs" in words.switches), ensure_ascii=False) + "\n" for text in texts)
     if output is None:
@@ -235,6 +247,7 @@ def _parse(argv: Sequence[str]) -> _Words:
                 fix = near[0] if near else "`surogate generate --help` shows the form"
                 raise UserError(f"surogate generate: {flag} is not known. Fix: {fix}")
             if flag in _SWITCHES:
+                switched(flag, equals)
                 parsed.switches.add(flag)
                 continue
             if not equals:

@@ -79,7 +79,9 @@ def named(word: str) -> Named:
             return Named(overrides=(f"model={encode(str(place))}",), files=place)
     stack, used = open_trained(path, key="model")
     top = stack[-1]
-    repo, revision = named_base(own_base(top, used))
+    repo, revision = named_base(
+        own_base(top, used, fix=f"surogate generate BASE --adapter {word}, with its base as BASE")
+    )
     overrides = [f"model={encode(repo)}"]
     if not Path(repo).expanduser().is_dir() and (revision or top.base_commit):
         overrides.append(f"model.revision={encode(str(revision or top.base_commit))}")

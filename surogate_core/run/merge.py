@@ -98,14 +98,25 @@ def _later_checkpoint(trained: Path, steps: Any) -> Path | None:
     return newest if later else None
 
 
+_NOTHING_TO_MERGE = (
+    "{key} {path}: a checkpoint without LoRA has nothing to merge; its masters are full weights. "
+    "Fix: let the run finish, which exports them."
+)
+_NO_ADAPTER = {
+    "--adapter": "--adapter {path}: has no adapter, all weights were trained. Fix: name it as MODEL.",
+    "model": (
+        "{path}: a checkpoint of full training has no exported model. "
+        "Fix: name the run's directory, after it has ended."
+    ),
+}
+"""What is said of a checkpoint without LoRA that is named by a key."""
+
+
 def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
     essential = checkpoint.state.get("essential", {})
     rank, alpha = essential.get("lora_rank"), essential.get("lora_alpha")
     if not essential.get("lora") or not rank or not alpha:
-        raise UserError(
-            f"{key} {checkpoint.path}: a checkpoint without LoRA has nothing to merge; its masters are full weights."
-            f" Fix: let the run finish, which exports them."
-        )
+        raise UserError(_NO_ADAPTER.get(key, _NOTHING_TO_MERGE).format(key=key, path=checkpoint.path))
     below: list[LoraAdapter] = []
     if (stacked := checkpoint.state.get("adapter")) is not None:
         below = lora_files.open_stack(Path(stacked["path"]), key=f"{key} {checkpoint.path}, whose adapter_path")
@@ -212,14 +223,14 @@ def named_base(base: str) -> tuple[str, str | None]:
     return repo, revision
 
 
-def own_base(top: LoraAdapter, used: Path) -> str:
+def own_base(top: LoraAdapter, used: Path, *, fix: str = "add --base-model DIR_OR_HUB_ID") -> str:
     """The model that the adapter was trained on; raises `UserError` if that is unknown or not here."""
     base = top.base_model
     if base is None:
-        raise UserError(f"{used}: does not say which model it was trained on. Fix: add --base-model DIR_OR_HUB_ID")
+        raise UserError(f"{used}: does not say which model it was trained on. Fix: {fix}")
     gone = not Path(base).expanduser().is_dir() and not is_hub_id(split_revision(base)[0])
     if gone:
-        raise UserError(f"{used}: was trained on {base}, which is not here now. Fix: add --base-model DIR_OR_HUB_ID")
+        raise UserError(f"{used}: was trained on {base}, which is not here now. Fix: {fix}")
     return base
 
 

@@ -16,17 +16,20 @@ def next_commands(config: RunConfig) -> tuple[tuple[str, str], ...]:
     whole = not config.lora or config.merge_adapter
     model = place / ("model" if whole else "merged")
     run = shlex.quote(str(place))
+    # An adapter on random weights cannot be loaded again.
+    loads = whole or (config.model.path is not None and not config.from_scratch)
+    read = ("read the report", f"surogate report {run}")
+    if not loads:
+        return (read,)
     merge = () if whole else (("fold the adapter in", f"surogate merge {run} --output {shlex.quote(str(model))}"),)
     # Nobody else has an adapter's base that is a directory here.
     ours = not whole and config.model.path is not None and Path(config.model.path).expanduser().is_dir()
     sent = shlex.quote(str(model)) if ours else run
-    # An adapter on random weights cannot be loaded again.
     tried = f"surogate generate {run} --prompt TEXT" if config.task == "pt" else f"surogate chat {run}"
-    loads = whole or config.model.path is not None
     return (
         *merge,
-        *((("try it", tried),) if loads else ()),
-        ("read the report", f"surogate report {run}"),
+        ("try it", tried),
+        read,
         ("publish (private)", f"surogate export {sent} --to hub://USER/NAME"),
         ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"),
     )

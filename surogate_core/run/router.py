@@ -91,7 +91,8 @@ def router_notes(config: RunConfig, model: Model) -> list[str]:
     for key, (role, default) in KEYS.items():
         if getattr(config, key) is not None or not _reports(model, role) or not _in_model(model, key, default):
             continue
-        own = f"config.json has {key} {_in_model(model, key, default):g}"
+        place = "the preset" if config.model.path is None else "config.json"
+        own = f"{place} has {key} {_in_model(model, key, default):g}"
         if model.config.get(SWITCH) and _frozen(config):
             notes.append(f"{own}, which is not part of the loss: the routers are frozen.")
         elif not model.config.get(SWITCH) and not _frozen(config):

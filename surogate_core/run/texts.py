@@ -61,6 +61,20 @@ class Wanted:
     ignore_eos: bool = False
     """Whether the model's own tokens do not end it."""
 
+    def __post_init__(self) -> None:
+        counted("max_new_tokens", self.max_new_tokens)
+        counted("samples", self.samples)
+        if not all(isinstance(one, str) for one in self.stop):
+            raise UserError('stop: is not text. Fix: stop=".", or a list of texts')
+        if "" in self.stop:
+            raise UserError("stop: is empty. Fix: give the text before which a completion ends.")
+
+
+def counted(name: str, value: Any) -> None:
+    """Raises `UserError` unless the value is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{name} {value!r}: must be a whole number of at least 1. Fix: {name}=1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
@@ -90,11 +104,16 @@ def prompt_of_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, *
     """The tokens of a conversation up to the assistant's next turn."""
     if not messages:
         raise UserError(f"{name}: has no message. Fix: give at least one.")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            state = "has no role" if isinstance(message, Mapping) else "is text" if isinstance(message, str) else None
+            what = f"messages[{place}] {state or 'is no object'}"
+            raise UserError(f'{name}: {what}. Fix: each message is {{"role": …, "content": …}}')
     chat = chat_of(tokenizer)
     try:
         text = chat.render(chat.encoder.guarded(list(messages)), add_generation_prompt=True)
     except RowError as error:
-        raise UserError(f"{name}: {error}. Fix: correct the messages, or `template`.") from error
+        raise UserError(f"{name}: {str(error).rstrip('.')}. Fix: correct the messages, or `template`.") from error
     if chat.encoder.backend is not None:
         ids = chat.encoder.encode_guarded(text)[0]
     else:
@@ -161,6 +180,8 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
 
     Raises `MachineError` if not even one fits, or if `slots` do not.
     """
+    if slots is not None:
+        counted("slots", slots)
     context = max(len(r.prompt) + r.max_new_tokens for r in requests)
     wanted = slots if slots is not None else usual_slots(weights.device, requests)
     one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context

@@ -32,6 +32,19 @@ def test_several_prompts_and_samples(hf_dir: Path) -> None:
     assert surogate.Run(hf_dir).generate([CHAT], sampling={"temperature": 0}, **KEYS) == [alone]
 
 
+def test_no_prompts_have_no_texts(hf_dir: Path) -> None:
+    assert surogate.generate(hf_dir, [], **KEYS) == []
+
+
+def test_a_stop_text_is_one_text(hf_dir: Path) -> None:
+    (whole,) = surogate.generate(hf_dir, "The chain", sampling={"temperature": 0}, device="cpu", max_new_tokens=12)
+    stop = whole.text.strip()[2:5]
+    (text,) = surogate.generate(
+        hf_dir, "The chain", stop=stop, sampling={"temperature": 0}, device="cpu", max_new_tokens=12
+    )
+    assert text.text == whole.text[: whole.text.index(stop)]
+
+
 def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ((hf_dir, ["a", ""]), "prompt 1: is empty"),
@@ -39,6 +52,20 @@ def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(surogate.UserError, match=message):
             surogate.generate(*arguments, **KEYS)
+    for values, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens 0: must be a whole number of at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens 2.5: must be"),
+        ({"samples": 0}, "samples 0: must be"),
+        ({"slots": 0}, "slots 0: must be"),
+        ({"stop": ""}, "stop: is empty"),
+        ({"stop": ["a", ""]}, "stop: is empty"),
+        ({"stop": [1]}, "stop: is not text"),
+    ):
+        with pytest.raises(surogate.UserError, match=message):
+            surogate.generate(hf_dir, "a", **(KEYS | values))
+    for prompts in (5, None, b"a", {"prompt": "a"}, ["a", 5]):
+        with pytest.raises(surogate.UserError, match="prompts: is neither text nor messages"):
+            surogate.generate(hf_dir, prompts, **KEYS)  # type: ignore[arg-type]
     with pytest.raises(surogate.UserError, match="--top-p 3: is out of range"):
         surogate.generate(hf_dir, "a", sampling={"top_p": 3}, **KEYS)
     with pytest.raises(surogate.UserError, match=r"there is no .temprature.. Fix: choose from temperature, top_k"):

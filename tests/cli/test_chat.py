@@ -12,6 +12,7 @@ import pytest
 
 from surogate_core.cli import chat
 from surogate_core.cli.main import main
+from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
 
 Call = Callable[..., tuple[str, str]]
@@ -65,6 +66,27 @@ def test_several_models_answer_in_turn(call: Call, hf_dir: Path, model_copy: Pat
     out, _ = call("Hello", models=(hf_dir, model_copy))
     answer = call("Hello")[0].rstrip("\n")
     assert out.splitlines() == [f"[{hf_dir}]", answer, f"[{model_copy}]", answer]
+
+
+def test_a_turn_that_one_model_cannot_take_is_taken_back_for_all(
+    call: Call, hf_dir: Path, model_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = chat.Partner.answer
+
+    def failing(self, text, *, most, shown):
+        if text == "Fail" and self.name == str(model_copy):
+            raise UserError("no room")
+        return answer(self, text, most=most, shown=shown)
+
+    monkeypatch.setattr(chat.Partner, "answer", failing)
+    saved = tmp_path / "chat.jsonl"
+    _, err = call("Hello", "Fail", f"/save {saved}", "/undo", "/undo", "/system Be kind.", models=(hf_dir, model_copy))
+    for row in map(json.loads, saved.read_text().splitlines()):
+        assert [message["content"] for message in row["messages"]][::2] == ["Hello"]
+        assert len(row["messages"]) == 2
+    assert f"note: {model_copy} cannot answer, so the message is taken back for all." in err
+    said = ["The last message is taken back.", "There is no message.", "A new conversation with the system message"]
+    assert all(one in err for one in said)
 
 
 def test_the_beginning_of_a_conversation_is_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

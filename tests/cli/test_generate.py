@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from surogate_core.cli.generate import _show, _Words
 from surogate_core.cli.main import main
+from surogate_core.run.texts import Text
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -72,11 +74,14 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         (("--prompt", ""), "--prompt: is empty. Fix: give the text to continue."),
         (("--chat", "--prompt", ""), "--prompt: is empty. Fix: give the message to answer."),
         (("--prompt", "word " * 400), "positions end at 256. Fix: shorten it"),
-        (("--prompt", "a", "--stop", ""), "--stop: is empty"),
+        (("--prompt", "a", "--stop", ""), "stop: is empty"),
+        (("--prompt", "a", "--json=false"), "--json: is a switch and takes no value"),
+        (("--file", "b", "--chat"), "--chat: it is for --prompt, not for --file"),
+        (("--file", "b", "--system", "c"), "--system: it is for --prompt, not for --file"),
         (("--prompt", "a", "--stop-token", "<nothing>"), "the tokenizer has no such token"),
         (("--prompt", "a", "--system", "b"), "only a chat has a system message. Fix: add --chat"),
         (("--prompt", "a", "--temperature", "warm"), "--temperature warm: is not a number"),
-        (("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: is out of range"),
+        (("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: is out of range. Fix: a number from 0"),
         (("--prompt", "a", "--top-p", "2"), "--top-p 2.0: is out of range"),
         (("--prompt", "a", "--samples", "0"), "--samples 0: must be at least 1"),
         (("--prompt", "a", "--top-q", "1"), "--top-q is not known. Fix: --top-"),
@@ -102,12 +107,40 @@ def test_bad_rows_are_named_by_their_line(call: Call, tmp_path: Path) -> None:
         '{"prompt": "a"}\n\n{"text": "b"}': f'{file}:3: has neither a text "prompt" nor a list "messages"',
         '{"prompt": ""}': f"{file}:1: is empty",
         '{"messages": []}': f"{file}:1: has no message",
+        '{"messages": ["x"]}': f'{file}:1: messages[0] is text. Fix: each message is {{"role": …, "content": …}}',
+        '{"messages": [{"content": "x"}]}': f"{file}:1: messages[0] has no role",
+        '{"prompt": 5, "messages": [{"role": "user", "content": "a"}]}': f'{file}:1: has both "prompt" and "messages"',
+        '{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}': f"{file}:1: has both",
+        '{"prompt": 5}': f'{file}:1: has neither a text "prompt"',
         "\n": "has no prompt",
     }.items():
         file.write_text(text)
         code, _, err = call("--file", str(file))
         assert code == 2
         assert message in err
+
+
+def test_a_line_ends_at_a_line_feed_only(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "The\u2028chain\x85"}\r\n{"prompt": "A"}'.encode())
+    code, out, _ = call("--file", str(file), "--temperature=0")
+    assert code == 0
+    assert [json.loads(line)["prompt"] for line in out.split("\n") if line] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "note"),
+    [
+        ("", (3,), "note: the model ended the completion at its first token.\n"),
+        ("", (3, 3), "note: the model wrote 2 tokens that have no text.\n"),
+        ("a", (3,), ""),
+    ],
+)
+def test_an_empty_answer_says_why(
+    text: str, ids: tuple[int, ...], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _show(_Words(), [Text(prompt=0, sample=0, text=text, ids=ids, logprobs=(0.0,) * len(ids), reason="stop")], None)
+    assert capsys.readouterr() == (f"{text}\n", note)
 
 
 def test_a_model_that_is_not_there(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

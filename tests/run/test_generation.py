@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import texts
 from surogate_core.run.generation import Prepared, named, prepare, with_adapter
+from surogate_core.run.merge import _of_checkpoint
+from surogate_core.train.checkpoint import Checkpoint
 
 Run = Callable[..., int]
 Open = Callable[..., Prepared]
@@ -155,6 +158,26 @@ def test_a_word_that_names_nothing(word: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no such directory"):
         named(word)
+
+
+def test_an_adapter_without_a_base_names_the_command(adapter: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "adapter"
+    shutil.copytree(adapter, copy)
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    with pytest.raises(UserError, match=f"Fix: surogate generate BASE --adapter {copy}, with its base as BASE"):
+        named(str(copy))
+
+
+def test_a_checkpoint_of_full_training_is_no_adapter(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(path=tmp_path, step=2, state={"essential": {"lora": False}}, groups=())
+    for key, message in {
+        "model": "a checkpoint of full training has no exported model. Fix: name the run's directory, after it has",
+        "--adapter": "has no adapter, all weights were trained. Fix: name it as MODEL.",
+        "--checkpoint-dir": "has nothing to merge",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            _of_checkpoint(checkpoint, key)
 
 
 def test_stop_tokens_and_sampling_are_those_of_the_files(model_copy: Path, opening: Open) -> None:

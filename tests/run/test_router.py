@@ -47,7 +47,7 @@ Losses = Callable[..., tuple[RouterLosses, str]]
 def test_a_models_coefficient_counts_only_where_transformers_adds_it(losses: Losses) -> None:
     found, said = losses()
     assert found == RouterLosses()
-    assert "config.json has router_aux_loss_coef 0.001, which is not part of the loss because output_router_log" in said
+    assert "the preset has router_aux_loss_coef 0.001, which is not part of the loss because output_router_log" in said
     assert losses(ON)[0] == RouterLosses(aux=0.001)
     assert losses(ON, "model.config.router_aux_loss_coef=0.5")[0] == RouterLosses(aux=0.5)
     assert losses(ON, "router_aux_loss_coef=0")[0] == RouterLosses()
