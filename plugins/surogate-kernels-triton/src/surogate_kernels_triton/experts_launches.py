@@ -76,7 +76,7 @@ def tile_for(device: torch.device, inner: int, *, rank: int, drops: bool = False
     equal bits on every run.
     """
     if not large(device):
-        return SMALL_HIGH if rank > HIGH else SMALL
+        return SMALL_HIGH if rank > HIGH or (drops and rank == HIGH) else SMALL
     if rank > HIGH:
         return HOPPER_HIGH
     if drops:
@@ -147,12 +147,14 @@ def tile_table(ends_E: Tensor, rows: int, size: int) -> Tensor:
     return table_T4
 
 
-def _depth(device: torch.device, ranks: int) -> int:
-    """Columns of x that `down` reads at a time, such that its stages fit into the shared memory of a block."""
+def _depth(device: torch.device, ranks: int, *, drops: bool) -> int:
+    """Columns of x that `down` reads at a time, such that its stages fit into the shared memory of a block and its
+    masks into registers.
+    """
     columns, stages, room = 128, STAGES, LARGE_BLOCK
     if not large(device):
         # Elsewhere one stage is in registers.
-        stages, room = STAGES - 1, SMALL_BLOCK
+        columns, stages, room = 32 if drops and ranks > HIGH else 128, STAGES - 1, SMALL_BLOCK
     while stages * columns * (ROWS + ranks) * 2 > room:
         columns //= 2
     return columns
@@ -193,7 +195,7 @@ def down(
         L=rank,
         S=len(a),
         M=ROWS,
-        C=_depth(x.device, rank * len(a)),
+        C=_depth(x.device, rank * len(a), drops=drops),
         COPY=gathered_RI is not None,
         num_warps=8 if drops else 4,
         num_stages=STAGES,
