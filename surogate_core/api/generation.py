@@ -43,12 +43,12 @@ def generate(
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
         from surogate_core.run import texts
-        from surogate_core.run.generation import named, prepare
+        from surogate_core.run.generation import named, prepare, rollout_of
 
         found = named(os.fspath(model))
         source = with_keywords(None, {key: plain(value) for key, value in keys.items()})
         registry = registry_for(Arguments(config_file=source))
-        spec = registry.get("rollout", engine)
+        spec = rollout_of(registry, engine)
         prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
         flags = {f"--{name.replace('_', '-')}": value for name, value in (sampling or {}).items()}
         if unknown := flags.keys() - NUMBERS:

@@ -136,7 +136,7 @@ def _partners(words: _Words) -> list[Partner]:
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.chat import chat_of
     from surogate_core.events import Progress
-    from surogate_core.run.generation import named, prepare, with_adapter
+    from surogate_core.run.generation import named, prepare, quantised_note, with_adapter
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
@@ -150,7 +150,7 @@ def _partners(words: _Words) -> list[Partner]:
         config = load_run_config([*found.overrides, *words.overrides], registry=registry)
         ready[word] = prepare(found, config, registry)
         chat_of(ready[word].tokenizer)  # without a template there is no chat
-        for note in ready[word].notes:
+        for note in (*ready[word].notes, *quantised_note(word, found, ready[word], registry)):
             print(f"note: {word}: {note}", file=sys.stderr)
     partners = []
     with shown_progress() as progress:

@@ -88,12 +88,13 @@ def main(argv: Sequence[str]) -> int:
 def _prepared(words: _Words) -> tuple[dict[str, Prepared], Registry]:
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.config.resolve import load_run_config
+    from surogate_core.files.runs import config_of_run
     from surogate_core.run.evaluation import held_out, shared
     from surogate_core.run.generation import named, prepare
 
     given = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
     keys = {re.split(r"[.\[=]", word.lstrip("+~"), maxsplit=1)[0] for word in words.overrides}
-    files = {model: given or _own_config(model) for model in words.models}
+    files = {model: given or config_of_run(model) for model in words.models}
     first = next((model for model, file in files.items() if file is not None), words.models[0])
     if files[first] is None and not keys & _ROWS:
         raise UserError(
@@ -119,16 +120,6 @@ def _prepared(words: _Words) -> tuple[dict[str, Prepared], Registry]:
         for note in prepared[model].notes:
             print(f"note: {model}: {note}", file=sys.stderr)
     return prepared, registry
-
-
-def _own_config(model: str) -> Path | None:
-    """The config.yaml of a run, or of the run that a checkpoint, an adapter or a model is part of."""
-    from surogate_core.files.runs import run_directory
-
-    path = run_directory(model)
-    part = path.name in ("model", "adapter") or path.name.startswith("checkpoint-")
-    places = (path, path.absolute().parent) if part else (path,)
-    return next((place / "config.yaml" for place in places if (place / "config.yaml").is_file()), None)
 
 
 def table(found: Sequence[Evaluation]) -> str:

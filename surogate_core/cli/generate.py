@@ -94,7 +94,7 @@ def _generate(words: _Words, model: str) -> int:
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
     from surogate_core.files.atomic import ensure_writable
-    from surogate_core.run.generation import named, prepare, with_adapter
+    from surogate_core.run.generation import named, prepare, quantised_note, rollout_of, with_adapter
     from surogate_core.run.texts import generate_texts, requests_of, settings_of, usual_slots
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
@@ -103,11 +103,12 @@ def _generate(words: _Words, model: str) -> int:
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
     overrides = [*found.overrides, *words.overrides]
     registry = registry_for(Arguments(overrides=overrides))
-    spec = registry.get("rollout", words.texts.get("--engine", "native"))
+    spec = rollout_of(registry, words.texts.get("--engine", "native"))
     prepared = prepare(found, load_run_config(overrides, registry=registry), registry)
     wanted = _wanted(words, prepared)
     requests, cut = requests_of(prepared, _prompts(words, prepared), wanted)
-    for note in (*prepared.notes, *cut):
+    quantised = quantised_note(words.texts.get("--adapter", model), found, prepared, registry)
+    for note in (*prepared.notes, *quantised, *cut):
         print(f"note: {note}", file=sys.stderr)
     with shown_progress() as progress:
 

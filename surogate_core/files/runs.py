@@ -53,6 +53,14 @@ def run_directory(name: str | Path) -> Path:
     return link.parent / target
 
 
+def config_of_run(name: str | Path) -> Path | None:
+    """The config.yaml of a run, or of the run that a checkpoint, an adapter or a model is part of; None without one."""
+    path = run_directory(name)
+    part = path.name in ("model", "adapter") or path.name.startswith("checkpoint-")
+    places = (path, path.absolute().parent) if part else (path,)
+    return next((place / "config.yaml" for place in places if (place / "config.yaml").is_file()), None)
+
+
 def latest_run(*, command: str) -> Path:
     """The directory of the run that began last; raises `UserError` for `command` if there is none."""
     found = run_directory(RUNS / LATEST)

@@ -247,9 +247,10 @@ class NativeEngine:
             tokens_N, logprobs_N = choose(logits_NV, rows, seen_NV)
             for sequence, token, logprob in zip(some, tokens_N.tolist(), logprobs_N.tolist(), strict=False):
                 if math.isnan(logprob):
+                    weight = self.weights.not_finite()
                     raise UserError(
-                        "the model's logits are not numbers. Fix: use weights of a run that did not diverge, or "
-                        "another model_dtype"
+                        f"the model's logits are not numbers: {weight or 'no weight'} has NaN or infinity. "
+                        f"Fix: use weights of a run that did not diverge, or another model_dtype"
                     )
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)

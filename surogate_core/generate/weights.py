@@ -103,6 +103,18 @@ class Weights:
 
         return run
 
+    def not_finite(self) -> str | None:
+        """The first weight, from the embedding to the head, that has NaN or infinity; None if all are finite."""
+        begin_pass(self.store)
+        for piece in (self.plan.embed, *self.plan.layers, self.plan.head):
+            pairs = zip(piece.specs, self.parameters.inputs(piece), strict=True)
+            wide = ((s.hf_name, t) for s, t in pairs if t.is_floating_point() and t.itemsize > 1)
+            found = next((name for name, tensor in wide if not bool(torch.isfinite(tensor).all())), None)
+            self.store.release(piece.key)
+            if found is not None:
+                return found
+        return None
+
     def embedded(self, ids_N: Tensor) -> Tensor:
         """[N, D]: the rows of the embedding."""
         (weight,) = self.parameters.inputs(self.plan.embed)

@@ -11,6 +11,7 @@ import torch
 
 from surogate_core.bundles import Sampling
 from surogate_core.config.grammar import encode
+from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.tokenizer import has_tokenizer, turn_end_id
 from surogate_core.dsl.declare import LoRA, Model
@@ -18,9 +19,9 @@ from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.pieces import distinct, pieces
-from surogate_core.errors import UserError
+from surogate_core.errors import SurogateError, UserError
 from surogate_core.files.paths import is_hub_id
-from surogate_core.files.runs import run_directory
+from surogate_core.files.runs import config_of_run, run_directory
 from surogate_core.generate.weights import Weights
 from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, another_base, check_merging
 from surogate_core.hf.weights import generation_config_in
@@ -86,6 +87,34 @@ def named(word: str) -> Named:
     if not Path(repo).expanduser().is_dir() and (revision or top.base_commit):
         overrides.append(f"model.revision={encode(str(revision or top.base_commit))}")
     return Named(overrides=tuple(overrides), stack=tuple(stack), files=used)
+
+
+def rollout_of(registry: Registry, name: str) -> Any:
+    """The rollout engine of a name; raises `UserError` if there is none."""
+    known = registry.names("rollout")
+    if name not in known:
+        missing = registry.explain_missing("rollout", name, known)
+        raise UserError(
+            f"--engine {name}: {missing.message} Fix: {missing.fix or next(iter(sorted(known)), 'install one')}"
+        )
+    return registry.get("rollout", name)
+
+
+def quantised_note(word: str, found: Named, prepared: Prepared, registry: Registry) -> list[str]:
+    """A note if the adapter that a word names was trained on a quantised base and this one is not quantised."""
+    file = config_of_run(word)
+    if file is None or not found.stack or prepared.config.weight_format is not None:
+        return []
+    try:
+        trained = load_run_config(found.overrides, config_file=file, registry=registry).weight_format
+    except SurogateError:
+        return []
+    if trained is None:
+        return []
+    return [
+        f"The adapter was trained on a base in {trained}, and this base is not quantised. To quantise it, set "
+        f"qlora_format={trained}."
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,30 @@ class Material:
     notes: tuple[str, ...]
 
 
+_LORA_KEYS = frozenset(
+    {
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_dtype",
+        "lora_target_modules",
+        "lora_expert_rank",
+        "train_router",
+    }
+)
+
+
+def _lora_notes(config: RunConfig) -> list[str]:
+    """A note about keys of LoRA that are not at their defaults while all weights are trained."""
+    if config.lora:
+        return []
+    usual = RunConfig()
+    found = [
+        f.name for f in fields(config) if f.name in _LORA_KEYS and getattr(config, f.name) != getattr(usual, f.name)
+    ]
+    return [f"{', '.join(found)}: no effect with lora=false."] if found else []
+
+
 def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bool = True) -> Base:
     """Find the model and its device, and check what can be checked before anything long is done.
 
@@ -113,7 +137,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     notes += [*expert_notes(config, resolved, recipe, device), *router_notes(config, resolved.model)]
     keys = weight_format_keys(config, registry, resolved.model)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
-    notes += sharing.notes(config)
+    notes += [*sharing.notes(config), *_lora_notes(config)]
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
     contents = None

@@ -88,7 +88,11 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         (("--prompt",), "--prompt: a value must follow"),
         (("--prompt", "a", "b"), "one model at a time"),
         (("--file", "gone.jsonl"), "--file gone.jsonl: cannot be read: No such file"),
-        (("--prompt", "a", "--engine", "nativ"), "nativ"),
+        (
+            ("--prompt", "a", "--engine", "nativ"),
+            "--engine nativ: there is no such rollout; known: native. Fix: native",
+        ),
+        (("--prompt", "a", "--engine", "vllm"), "--engine vllm: there is no such rollout; known: native. Fix: native"),
         (("--prompt", "a", "devise=cpu"), "devise"),
     ],
 )

@@ -141,7 +141,7 @@ def test_the_penalty_avoids_what_is_there(shared):
 def test_logits_that_are_not_numbers_are_an_error():
     source = tiny.random_source()
     made = weights(tiny.CONFIG, lora=tiny.lora(), source=lambda spec: source(spec) * float("nan"))
-    with pytest.raises(UserError, match="the model's logits are not numbers"):
+    with pytest.raises(UserError, match=r"the model.s logits are not numbers: embed\.weight has NaN"):
         opened(made, slots=1).generate(requests()[:1])
 
 

@@ -21,7 +21,7 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import texts
-from surogate_core.run.generation import Prepared, named, prepare, with_adapter
+from surogate_core.run.generation import Prepared, named, prepare, quantised_note, with_adapter
 from surogate_core.run.merge import _of_checkpoint
 from surogate_core.train.checkpoint import Checkpoint
 
@@ -178,6 +178,21 @@ def test_a_checkpoint_of_full_training_is_no_adapter(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=message):
             _of_checkpoint(checkpoint, key)
+
+
+def test_an_adapter_of_a_quantised_base_is_noted(
+    adapter: Path, opening: Open, installed: Registry, tmp_path: Path
+) -> None:
+    shutil.copytree(adapter, tmp_path / "adapter")
+    (tmp_path / "config.yaml").write_text("qlora_bnb: true\n")
+    word = str(tmp_path / "adapter")
+    found, opened = named(word), opening(Path(word))
+    (note,) = quantised_note(word, found, opened, installed)
+    assert note.startswith("The adapter was trained on a base in nf4, and this base is not quantised.")
+    quantised = opening(Path(word), note.split()[-1].rstrip("."))
+    assert quantised_note(word, found, quantised, installed) == []
+    (tmp_path / "config.yaml").write_text("lora: true\n")
+    assert quantised_note(word, found, opened, installed) == []
 
 
 def test_stop_tokens_and_sampling_are_those_of_the_files(model_copy: Path, opening: Open) -> None:
