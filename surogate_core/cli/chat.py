@@ -30,6 +30,7 @@ KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
   --context N          tokens of the longest conversation (4096, or what the model has)
   --temperature T      0 takes the most probable token. Without these flags generation_config.json decides
   --top-k N, --top-p P, --min-p P, --repetition-penalty R
+  --stop TEXT          ends an answer before this text; may be repeated
   --seed N             with equal seeds and messages equal answers (0)
 
 In the chat:
@@ -44,13 +45,14 @@ Lines of standard input are messages if it is not a terminal.
 """
 
 _COUNTS = {"--max-new-tokens": 512, "--context": 4096}
-_FLAGS = (*NUMBERS, *_COUNTS, "--system", "--adapter")
+_FLAGS = (*NUMBERS, *_COUNTS, "--system", "--adapter", "--stop")
 
 
 @dataclass(slots=True)
 class _Words:
     models: list[str] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     sampling: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict(_COUNTS))
@@ -66,6 +68,7 @@ class Partner:
     engine: RolloutEngine
     sampling: Sampling
     context: int
+    stop: tuple[str, ...] = ()
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, text: str, *, most: int, shown: Callable[[str], None]) -> str:
@@ -95,7 +98,7 @@ class Partner:
             shown(part)
 
         try:
-            generate_texts(self.engine, self.prepared.tokenizer, [request], shown=take)
+            generate_texts(self.engine, self.prepared.tokenizer, [request], self.stop, shown=take)
         except KeyboardInterrupt:
             shown(" …")
         reply = "".join(parts)
@@ -163,7 +166,16 @@ def _partners(words: _Words) -> list[Partner]:
             context = int(min(words.counts["--context"], prepared.context))
             engine = spec.open(weights, RolloutSettings(slots=1, context=context, frozen=True))
             sampling = sampling_of(words.sampling, prepared.sampling)
-            partners.append(Partner(name=word, prepared=prepared, engine=engine, sampling=sampling, context=context))
+            partners.append(
+                Partner(
+                    name=word,
+                    prepared=prepared,
+                    engine=engine,
+                    sampling=sampling,
+                    context=context,
+                    stop=tuple(words.stop),
+                )
+            )
     return partners
 
 
@@ -271,6 +283,10 @@ def _parse(argv: Sequence[str]) -> _Words:
                 parsed.counts[flag] = int(number(flag, value, int, least=1))
             elif flag == "--adapter":
                 parsed.adapters.append(value)
+            elif flag == "--stop":
+                if not value:
+                    raise UserError("--stop: is empty. Fix: give the text before which an answer ends.")
+                parsed.stop.append(value)
             else:
                 parsed.system = value
         elif equals or word.startswith(("+", "~")):

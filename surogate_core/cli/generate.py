@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,7 +43,7 @@ an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as de
   --engine NAME        the rollout engine (native)
   --json               print JSON lines: prompt, sample, text, reason, tokens
   --logprobs           the same with token ids and the log-probability of each
-  --output FILE        write the JSON lines to a file
+  --output FILE        write the JSON lines to a file; until the end FILE.partial has those that are done
 
 A completion alone is printed for one prompt with one sample; several are printed as JSON lines.
 """
@@ -120,15 +121,51 @@ def _generate(words: _Words, model: str) -> int:
         if "--slots" not in words.counts and settings.slots < usual_slots(weights.device, requests):
             print(f"note: {settings.slots} sequences at a time; more do not fit into memory.", file=sys.stderr)
         engine = spec.open(weights, settings)
-        texts = generate_texts(
-            engine,
-            prepared.tokenizer,
-            requests,
-            wanted.stop,
-            progress=lambda done, total: told("generating", done, total, "tokens"),
-        )
-    _show(words, texts, output)
+        with _kept(output) as finished:
+            texts = generate_texts(
+                engine,
+                prepared.tokenizer,
+                requests,
+                wanted.stop,
+                progress=lambda done, total: told("generating", done, total, "tokens"),
+                finished=finished,
+            )
+            if output is not None:
+                _show(words, texts, output)
+    if output is None:
+        _show(words, texts, None)
     return 0
+
+
+@contextmanager
+def _kept(output: Path | None) -> Iterator[Callable[[Text], None] | None]:
+    """Takes what is done to a file beside `output`, which stays if the command is interrupted."""
+    if output is None:
+        yield None
+        return
+    from surogate_core.files.atomic import disk_error, replace_file
+
+    partial, count = output.with_name(f"{output.name}.partial"), 0
+
+    def take(text: Text) -> None:
+        nonlocal count
+        try:
+            with partial.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_row(text, False), ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise disk_error(error, what="--output", path=partial) from error
+        count += 1
+
+    try:
+        replace_file(partial, b"", key="--output")
+        yield take
+    except BaseException:
+        if count:
+            print(f"note: the {count:,} completions that were done are in {partial}", file=sys.stderr)
+        else:
+            partial.unlink(missing_ok=True)
+        raise
+    partial.unlink(missing_ok=True)
 
 
 def _prompts(words: _Words, prepared: Prepared) -> list[Prompt]:

@@ -204,11 +204,12 @@ def generate_texts(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
     shown: Callable[[str], None] | None = None,
+    finished: Callable[[Text], None] | None = None,
 ) -> list[Text]:
     """The completions of requests as texts.
 
     `progress` receives the tokens so far and at most; `shown` the new part of the text, as soon as no later token can
-    change it, of the only request.
+    change it, of the only request; `finished` each text when it ends, without log-probabilities.
     """
     total, done = sum(r.max_new_tokens for r in requests), 0
     watches = [Watch(tokenizer, request.prompt, stop) for request in requests]
@@ -218,8 +219,13 @@ def generate_texts(
         done += 1
         watch = watches[index]
         ended = watch.take(token)
-        if ended or token in requests[index].stop_ids or len(watch.ids) >= requests[index].max_new_tokens:
+        stopped = ended or token in requests[index].stop_ids
+        if stopped or len(watch.ids) >= requests[index].max_new_tokens:
             done += requests[index].max_new_tokens - len(watch.ids)
+            if finished is not None:
+                reason: Reason = "stop" if stopped else "length"
+                one = Completion(ids=tuple(watch.ids), logprobs=(), reason=reason)
+                finished(_text(requests[index], watch, one))
         progress(done, total)
         if shown is not None:
             shown(watch.settled(ended))

@@ -89,6 +89,12 @@ def test_a_turn_that_one_model_cannot_take_is_taken_back_for_all(
     assert all(one in err for one in said)
 
 
+def test_a_stop_text_ends_an_answer(call: Call) -> None:
+    whole = call("Hello")[0].rstrip("\n")
+    stop = whole.strip()[2:4]
+    assert call("Hello", words=("--stop", stop))[0].rstrip("\n") == whole[: whole.index(stop)].rstrip("\n")
+
+
 def test_the_beginning_of_a_conversation_is_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
     prefill = NativeEngine._prefill
@@ -140,6 +146,7 @@ def test_bad_input_is_one_clear_message(
         (hf_dir, "--sytem", "x"): "--sytem is not known. Fix: --system",
         (hf_dir, "--system"): "a value must follow",
         (hf_dir, "--temperature", "-2"): "out of range",
+        (hf_dir, "--stop", ""): "--stop: is empty",
         (tmp_path / "gone",): "there is no such directory",
         (model_copy,): "has no chat template",
     }.items():

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from surogate_core.cli.generate import _show, _Words
 from surogate_core.cli.main import main
-from surogate_core.run.texts import Text
+from surogate_core.run.texts import Text, Watch
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -59,6 +60,30 @@ def test_files_of_prompts(call: Call, tmp_path: Path) -> None:
     assert lines(call(*words, "--seed", "4")[1]) != rows
     chat = lines(call("--chat", "--prompt", "Hello", "--temperature", "0", "--json")[1])
     assert chat == lines(call("--chat", "--prompt=Hello", "--temperature=0", "--json", "--engine", "native")[1])
+
+
+def test_what_is_done_is_kept_when_it_is_interrupted(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    words = ("--prompt", "The chain", "--samples=3", "--seed=3", "--slots=1", "--ignore-eos", f"--output={output}")
+    assert call(*words)[0] == 0
+    whole = lines(output.read_text())
+    assert not partial.exists()
+    output.unlink()
+    take, tokens = Watch.take, [0]
+
+    def interrupted(self: Watch, token: int) -> bool:
+        tokens[0] += 1
+        if tokens[0] == 10:
+            raise KeyboardInterrupt
+        return take(self, token)
+
+    monkeypatch.setattr(Watch, "take", interrupted)
+    with suppress(KeyboardInterrupt):
+        assert call(*words)[0] != 0
+    assert lines(partial.read_text()) == whole[:2]
+    assert not output.exists()
 
 
 def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
