@@ -9,7 +9,7 @@ docs/python.md describes it. Importing this package imports no torch.
 """
 
 from surogate_core import __version__
-from surogate_core.api import Evaluation, Paths, Report, Run, generate, load, pt, sft, train
+from surogate_core.api import Evaluation, Paths, Report, Run, evaluate, generate, load, pt, sft, train
 from surogate_core.errors import ConfigError, MachineError, PluginError, SurogateError, UserError
 from surogate_core.events import Control, Event
 
@@ -26,6 +26,7 @@ __all__ = [
     "SurogateError",
     "UserError",
     "__version__",
+    "evaluate",
     "generate",
     "load",
     "pt",

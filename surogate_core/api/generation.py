@@ -39,7 +39,7 @@ def generate(
     asked = _asked(prompts)
     with contained():
         from surogate_core.cli.arguments import Arguments, registry_for
-        from surogate_core.cli.sampling import NUMBERS, sampling_of
+        from surogate_core.cli.sampling import NUMBERS, number, sampling_of
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
         from surogate_core.run import texts
@@ -55,6 +55,7 @@ def generate(
             name = min(unknown).removeprefix("--").replace("-", "_")
             known = ", ".join(flag.removeprefix("--").replace("-", "_") for flag in NUMBERS)
             raise UserError(f"sampling: there is no {name!r}. Fix: choose from {known}")
+        flags = {flag: number(flag, str(value), NUMBERS[flag]) for flag, value in flags.items()}
         wanted = texts.Wanted(
             max_new_tokens=max_new_tokens,
             samples=samples,

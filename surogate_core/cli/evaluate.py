@@ -65,19 +65,18 @@ def main(argv: Sequence[str]) -> int:
     logs.configure()
     from surogate_core.cli.progress import shown_progress
     from surogate_core.files.atomic import ensure_writable, replace_file
-    from surogate_core.run.evaluation import evaluate
+    from surogate_core.run.evaluation import evaluate_all
 
     output = Path(words.values["--output"]).expanduser() if "--output" in words.values else None
     if output is not None:
         ensure_writable(output.parent, key="--output")
-    prepared, registry = _prepared(words)
-    found: list[Evaluation] = []
-    first = None
+    given = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
+    prepared, registry = prepared_models(words.models, words.overrides, given)
+    for model, one in prepared.items():
+        for note in one.notes:
+            print(f"note: {model}: {note}", file=sys.stderr)
     with shown_progress() as progress:
-        for name, one in prepared.items():
-            figures, documents = evaluate(name, one, registry, progress=progress, first=first)
-            first = first or (figures, documents)
-            found.append(figures)
+        found = evaluate_all(prepared, registry, progress=progress)
     text = json.dumps([_plain(one) for one in found], indent=1)
     print(text if words.json else table(found))
     if output is not None:
@@ -85,28 +84,30 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _prepared(words: _Words) -> tuple[dict[str, Prepared], Registry]:
+def prepared_models(
+    models: Sequence[str], words: Sequence[str], given: Path | None
+) -> tuple[dict[str, Prepared], Registry]:
+    """The models by name, all with the same rows. `words`: overrides. `given`: a file of keys for all of them."""
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.config.resolve import load_run_config
     from surogate_core.files.runs import config_of_run
     from surogate_core.run.evaluation import held_out, shared
     from surogate_core.run.generation import named, prepare
 
-    given = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
-    keys = {re.split(r"[.\[=]", word.lstrip("+~"), maxsplit=1)[0] for word in words.overrides}
-    files = {model: given or config_of_run(model) for model in words.models}
-    first = next((model for model, file in files.items() if file is not None), words.models[0])
+    keys = {re.split(r"[.\[=]", word.lstrip("+~"), maxsplit=1)[0] for word in words}
+    files = {model: given or config_of_run(model) for model in models}
+    first = next((model for model, file in files.items() if file is not None), models[0])
     if files[first] is None and not keys & _ROWS:
         raise UserError(
-            f"surogate eval {words.models[0]}: this is no run, so the rows to evaluate must be named. "
+            f"surogate eval {models[0]}: this is no run, so the rows to evaluate must be named. "
             f"Fix: datasets=FILE.jsonl"
         )
-    found = {model: named(model) for model in words.models}
-    registry = registry_for(Arguments(overrides=words.overrides, config_file=files[first]))
+    found = {model: named(model) for model in models}
+    registry = registry_for(Arguments(overrides=list(words), config_file=files[first]))
 
     def load(model: str, *more: str) -> RunConfig:
         own = _ELSEWHERE if files[model] is not None else ()
-        overrides = [*own, *found[model].overrides, *words.overrides, *more]
+        overrides = [*own, *found[model].overrides, *words, *more]
         return load_run_config(overrides, config_file=files[model], registry=registry)
 
     rows = load(first)
@@ -117,8 +118,6 @@ def _prepared(words: _Words) -> tuple[dict[str, Prepared], Registry]:
         same = model == first or given is not None
         config = load(model, *([] if same else shared(rows, run=files[model] is not None)))
         prepared[model] = prepare(one, held_out(config, named=keys), registry)
-        for note in prepared[model].notes:
-            print(f"note: {model}: {note}", file=sys.stderr)
     return prepared, registry
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -72,6 +72,19 @@ def evaluate(
         documents += found
         progress(Progress(task=f"{name}: evaluating", done=done, total=len(batches), unit="micro-batches"))
     return _figures(name, documents, data.eval.digest, first), documents
+
+
+def evaluate_all(
+    prepared: Mapping[str, Prepared], registry: Registry, *, progress: Callable[[Progress], None] = lambda event: None
+) -> list[Evaluation]:
+    """The figures of several models, each compared with the first."""
+    found: list[Evaluation] = []
+    first = None
+    for name, one in prepared.items():
+        figures, documents = evaluate(name, one, registry, progress=progress, first=first)
+        first = first or (figures, documents)
+        found.append(figures)
+    return found
 
 
 SHARED = (

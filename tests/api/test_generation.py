@@ -66,9 +66,11 @@ def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
     for prompts in (5, None, b"a", {"prompt": "a"}, ["a", 5]):
         with pytest.raises(surogate.UserError, match="prompts: is neither text nor messages"):
             surogate.generate(hf_dir, prompts, **KEYS)  # type: ignore[arg-type]
-    with pytest.raises(surogate.UserError, match="--top-p 3: is out of range"):
+    with pytest.raises(surogate.UserError, match=r"--top-p 3\.0: is out of range"):
         surogate.generate(hf_dir, "a", sampling={"top_p": 3}, **KEYS)
     with pytest.raises(surogate.UserError, match=r"there is no .temprature.. Fix: choose from temperature, top_k"):
         surogate.generate(hf_dir, "a", sampling={"temprature": 3}, **KEYS)
+    with pytest.raises(surogate.UserError, match="--temperature warm: is not a number"):
+        surogate.generate(hf_dir, "a", sampling={"temperature": "warm"}, **KEYS)  # type: ignore[dict-item]
     with pytest.raises(surogate.ConfigError, match="devise"):
         surogate.generate(hf_dir, "a", devise="cpu")

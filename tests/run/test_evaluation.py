@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surogate_core.cli.evaluate import _parse, _prepared
+from surogate_core.cli.evaluate import prepared_models
 from surogate_core.cli.main import main
 from surogate_core.generate.losses import Document
 from surogate_core.run.evaluation import _figures, _stderr
@@ -124,7 +124,7 @@ def test_runs_share_rows_and_keep_their_own_precision(hf_dir: Path, rows: Path, 
     other = [{"path": "gone.jsonl", "type": "text"}]
     second = _a_run(tmp_path / "full", hf_dir, datasets=other, model_dtype="bf16", sequence_len=32)
     names = [str(first), str(second), str(hf_dir)]
-    prepared, _ = _prepared(_parse([*names, "device=cpu"]))
+    prepared, _ = prepared_models(names, ["device=cpu"], None)
     quantised, full, base = (prepared[name].config for name in names)
     assert quantised.weight_format is not None
     assert full.weight_format is base.weight_format is None
