@@ -122,19 +122,29 @@ def _generate(words: _Words, model: str) -> int:
             print(f"note: {settings.slots} sequences at a time; more do not fit into memory.", file=sys.stderr)
         engine = spec.open(weights, settings)
         with _kept(output) as finished:
-            texts = generate_texts(
-                engine,
-                prepared.tokenizer,
-                requests,
-                wanted.stop,
-                progress=lambda done, total: told("generating", done, total, "tokens"),
-                finished=finished,
-            )
+            with _named(model):
+                texts = generate_texts(
+                    engine,
+                    prepared.tokenizer,
+                    requests,
+                    wanted.stop,
+                    progress=lambda done, total: told("generating", done, total, "tokens"),
+                    finished=finished,
+                )
             if output is not None:
                 _show(words, texts, output)
     if output is None:
         _show(words, texts, None)
     return 0
+
+
+@contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Puts the model's name before what is wrong with it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{model}: {error}") from error
 
 
 @contextmanager

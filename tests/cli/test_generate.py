@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from surogate_core.cli.generate import _show, _Words
 from surogate_core.cli.main import main
@@ -84,6 +85,16 @@ def test_what_is_done_is_kept_when_it_is_interrupted(
         assert call(*words)[0] != 0
     assert lines(partial.read_text()) == whole[:2]
     assert not output.exists()
+
+
+def test_weights_that_are_not_numbers_are_named(call: Call, model_copy: Path) -> None:
+    (file,) = model_copy.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    code, _, err = call("--prompt", "a", model=str(model_copy))
+    assert code == 2
+    assert f"{model_copy}: the model's logits are not numbers: model.norm.weight has NaN or infinity." in err
 
 
 def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
