@@ -247,7 +247,7 @@ def doubled(x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> list[Ten
         {"trained": True, "rank": 5},
         {"trained": True, "projections": 1, "gathered": False, "skew": 50.0},
     ],
-    ids=str,
+    ids=["product", "product of sorted rows", "trained, rank 5", "trained, sorted rows"],
 )
 def test_adapters_around_any_product(device: str, case: dict[str, Any]) -> None:
     found = layer(kernel("grouped_linears", "triton-adapters"), DTYPE[device], device, **case)
