@@ -72,7 +72,7 @@ def measure(weight_format: WeightFormat, shape: tuple[int, int, int], device: to
     moved = packed.nbytes + rooms[0].nbytes
     runs = {"all": lambda: weight_format.unpack_experts(packed, rooms[0]), "each": lambda: each(rooms[1])}
     times = {name: seconds(run, device) for name, run in runs.items()}
-    rates = {f"{name} GB/s": round(moved / taken / 1e9, 1) for name, taken in times.items()}
+    rates = {f"{name} GB/s": float(f"{moved / taken / 1e9:.3g}") for name, taken in times.items()}
     return {
         **{f"{name} ms": round(1e3 * taken, 4) for name, taken in times.items()},
         **rates,

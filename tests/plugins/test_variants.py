@@ -574,6 +574,7 @@ def test_faults_of_families_with_experts_are_named(case: str) -> None:
 def test_only_families_with_experts_have_their_checks() -> None:
     titles = {check.title for check in bundle_checks("model", _mixture())}
     assert titles - {check.title for check in bundle_checks("model", _family())} == {
+        "balances as transformers",
         "routes every token",
         "trains its routers",
         "merges its experts",
