@@ -27,7 +27,7 @@ import gpu_peers
 
 PRESET, TINY = "moe-30b-a3b", "moe-tiny"
 ROWS, MICRO_STEPS = 8, 2
-"""Of ours; a peer's line may have fewer rows and more micro-steps."""
+"""Our lines have these. A peer's line may have fewer rows and more micro-steps."""
 OURS: Mapping[str, str] = {
     "bf16": "",
     "bf16, recomputed": "--recompute",

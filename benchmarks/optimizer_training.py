@@ -46,7 +46,7 @@ class Comparison:
     """Kinds of training that are compared."""
 
     name: str
-    """Of the files."""
+    """Name of the files that are written."""
     script: str
     """The program that starts them."""
     rates: Mapping[str, tuple[float, ...]]

@@ -23,7 +23,7 @@ from surogate_core.engine.engine import Engine
 
 EXPERTS, CHOICES = 32, 4
 LOSSES = RouterLosses(aux=0.01, z=0.001)
-"""Of the routers; the held-out loss is the cross-entropy alone."""
+"""The losses of the routers. The held-out loss is the cross-entropy alone."""
 
 
 def config_of(kind: str, setting: Setting) -> dict[str, Any]:

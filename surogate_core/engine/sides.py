@@ -33,7 +33,7 @@ class _Shape:
     role: Role
     layers: tuple[Piece, ...]
     shape: tuple[int, ...]
-    """Of one layer."""
+    """The shape in one layer."""
     coefficients: tuple[float, ...]
     """By layer, of terms of the loss."""
 

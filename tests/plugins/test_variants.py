@@ -542,7 +542,7 @@ def _half(self: Any, x: Tensor, tables: Mapping[str, Tensor]) -> Any:
 
 
 def _last(self: Any, x: Tensor, tables: Mapping[str, Tensor]) -> Any:
-    """Of equal probabilities the highest number wins."""
+    """If probabilities are equal, the highest number wins."""
     h = ops.rms_norm(x, self.norm, self.eps)
     logits = h @ self.router.t() + 1e-5 * torch.arange(6)
     routes = Routes.of(logits, self.choices, renormalise=True)

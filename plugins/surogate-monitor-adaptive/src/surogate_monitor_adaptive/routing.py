@@ -66,7 +66,7 @@ class Limits:
     uneven: float
     collapsed: float
     layer: float
-    """Of the layer that is least even."""
+    """Imbalance of the least even layer."""
     underused: float
     unused: float
     narrow: float
