@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.cli.sampling import NUMBERS, number, sampling_of
+from surogate_core.cli.sampling import sampling_of
+from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
@@ -44,19 +45,15 @@ In the chat:
 Lines of standard input are messages if it is not a terminal.
 """
 
-_COUNTS = {"--max-new-tokens": 512, "--context": 4096}
-_FLAGS = (*NUMBERS, *_COUNTS, "--system", "--adapter", "--stop")
-
-
-@dataclass(slots=True)
-class _Words:
-    models: list[str] = field(default_factory=list)
-    adapters: list[str] = field(default_factory=list)
-    stop: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
-    sampling: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=lambda: dict(_COUNTS))
-    system: str | None = None
+MOST, CONTEXT = 512, 4096
+"""Tokens of an answer and of a conversation, unless flags say otherwise."""
+FLAGS = Flags(
+    command="surogate chat",
+    texts=("--system",),
+    lists=("--adapter", "--stop"),
+    counts=("--max-new-tokens", "--context"),
+    samples=True,
+)
 
 
 @dataclass(slots=True)
@@ -122,17 +119,19 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(USAGE, end="")
         return 0
-    words = _parse(argv)
+    words = FLAGS.read(argv)
     if not words.models:
         raise UserError("surogate chat: no model is named. Fix: surogate chat MODEL")
+    if "" in words.lists.get("--stop", ()):
+        raise UserError("--stop: is empty. Fix: give the text before which an answer ends.")
     from surogate_core import logs
 
     logs.configure()
-    talk(_partners(words), words.system, most=words.counts["--max-new-tokens"])
+    talk(_partners(words), words.texts.get("--system"), most=words.counts.get("--max-new-tokens", MOST))
     return 0
 
 
-def _partners(words: _Words) -> list[Partner]:
+def _partners(words: Words) -> list[Partner]:
     from surogate_core.bundles import RolloutSettings
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.cli.progress import shown_progress
@@ -144,11 +143,12 @@ def _partners(words: _Words) -> list[Partner]:
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
     ready = {}
-    if words.adapters and len(words.models) > 1:
+    adapters = words.lists.get("--adapter", [])
+    if adapters and len(words.models) > 1:
         raise UserError("surogate chat --adapter: adapters are on one model. Fix: name one MODEL")
     chosen = {word: named(word) for word in words.models}
-    if words.adapters:
-        chosen = {adapter: with_adapter(words.models[0], adapter) for adapter in words.adapters}
+    if adapters:
+        chosen = {adapter: with_adapter(words.models[0], adapter) for adapter in adapters}
     for word, found in chosen.items():
         config = load_run_config([*found.overrides, *words.overrides], registry=registry)
         ready[word] = prepare(found, config, registry)
@@ -163,7 +163,7 @@ def _partners(words: _Words) -> list[Partner]:
                 progress(Progress(task=f"{word}: {task}", done=done, total=total))
 
             weights = prepared.load(registry, progress=told)
-            context = int(min(words.counts["--context"], prepared.context))
+            context = int(min(words.counts.get("--context", CONTEXT), prepared.context))
             engine = spec.open(weights, RolloutSettings(slots=1, context=context, frozen=True))
             sampling = sampling_of(words.sampling, prepared.sampling)
             partners.append(
@@ -173,7 +173,7 @@ def _partners(words: _Words) -> list[Partner]:
                     engine=engine,
                     sampling=sampling,
                     context=context,
-                    stop=tuple(words.stop),
+                    stop=tuple(words.lists.get("--stop", ())),
                 )
             )
     return partners
@@ -262,37 +262,3 @@ def _lines() -> Iterator[str]:
         except EOFError:
             print(file=sys.stderr)
             return
-
-
-def _parse(argv: Sequence[str]) -> _Words:
-    parsed, words = _Words(), list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if word.startswith("--"):
-            if flag not in _FLAGS:
-                near = get_close_matches(flag, _FLAGS, n=1)
-                fix = near[0] if near else "`surogate chat --help` shows the form"
-                raise UserError(f"surogate chat: {flag} is not known. Fix: {fix}")
-            if not equals and not words:
-                raise UserError(f"surogate chat {flag}: a value must follow. Fix: `surogate chat --help`")
-            value = value if equals else words.pop(0)
-            if flag in NUMBERS:
-                parsed.sampling[flag] = number(flag, value, NUMBERS[flag])
-            elif flag in _COUNTS:
-                parsed.counts[flag] = int(number(flag, value, int, least=1))
-            elif flag == "--adapter":
-                parsed.adapters.append(value)
-            elif flag == "--stop":
-                if not value:
-                    raise UserError("--stop: is empty. Fix: give the text before which an answer ends.")
-                parsed.stop.append(value)
-            else:
-                parsed.system = value
-        elif equals or word.startswith(("+", "~")):
-            parsed.overrides.append(word)
-        elif word in parsed.models:
-            raise UserError(f"surogate chat: {word} is named twice. Fix: name it once.")
-        else:
-            parsed.models.append(word)
-    return parsed

@@ -7,12 +7,11 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.sampling import switched
+from surogate_core.cli.words import Flags
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,19 +36,10 @@ keys of a run, such as sequence_len=2048 or device=cpu.
 Several models are compared with the first: difference of the losses, and its standard error over pairs of documents.
 """
 
-_VALUES = ("--config", "--output")
-_SWITCHES = ("--json",)
+FLAGS = Flags(command="surogate eval", texts=("--config", "--output"), switches=("--json",))
 _ROWS = frozenset({"datasets", "dataset", "validation_datasets"})
 _ELSEWHERE = ("from_scratch=false", "adapter_path=null", "output_dir=null")
 """What a run's own configuration says of where it began and ended, and its result does not."""
-
-
-@dataclass(slots=True)
-class _Words:
-    models: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
-    values: dict[str, str] = field(default_factory=dict)
-    json: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(USAGE, end="")
         return 0
-    words = _parse(argv)
+    words = FLAGS.read(argv)
     if not words.models:
         raise UserError("surogate eval: no model is named. Fix: surogate eval MODEL datasets=FILE.jsonl")
     from surogate_core import logs
@@ -67,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core.files.atomic import ensure_writable, replace_file
     from surogate_core.run.evaluation import evaluate_all
 
-    output = Path(words.values["--output"]).expanduser() if "--output" in words.values else None
+    output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
         ensure_writable(output.parent, key="--output")
-    given = Path(words.values["--config"]).expanduser() if "--config" in words.values else None
+    given = Path(words.texts["--config"]).expanduser() if "--config" in words.texts else None
     prepared, registry = prepared_models(words.models, words.overrides, given)
     for model, one in prepared.items():
         for note in one.notes:
@@ -78,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     with shown_progress() as progress:
         found = evaluate_all(prepared, registry, progress=progress)
     text = json.dumps([_plain(one) for one in found], indent=1)
-    print(text if words.json else table(found))
+    print(text if "--json" in words.switches else table(found))
     if output is not None:
         replace_file(output, f"{text}\n".encode(), key="--output")
     return 0
@@ -152,28 +142,3 @@ def _shown(value: float | None) -> str:
 
 def _plain(one: Evaluation) -> Mapping[str, Any]:
     return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(one).items()}
-
-
-def _parse(argv: Sequence[str]) -> _Words:
-    parsed, words = _Words(), list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in _VALUES:
-            if not equals and not words:
-                raise UserError(f"surogate eval {flag}: a value must follow. Fix: `surogate eval --help`")
-            parsed.values[flag] = value if equals else words.pop(0)
-        elif flag in _SWITCHES:
-            switched(flag, equals)
-            parsed.json = True
-        elif word.startswith("-"):
-            near = get_close_matches(flag, (*_VALUES, *_SWITCHES), n=1)
-            fix = near[0] if near else "`surogate eval --help` shows the form"
-            raise UserError(f"surogate eval: {flag} is not known. Fix: {fix}")
-        elif equals or word.startswith(("+", "~")):
-            parsed.overrides.append(word)
-        elif word in parsed.models:
-            raise UserError(f"surogate eval: {word} is named twice. Fix: name it once.")
-        else:
-            parsed.models.append(word)
-    return parsed

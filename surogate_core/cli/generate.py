@@ -6,12 +6,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.sampling import NUMBERS, number, sampling_of, switched
+from surogate_core.cli.sampling import sampling_of
+from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,22 +47,14 @@ an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as de
 A completion alone is printed for one prompt with one sample; several are printed as JSON lines.
 """
 
-_COUNTS = ("--max-new-tokens", "--samples", "--slots")
-_TEXTS = ("--prompt", "--file", "--system", "--output", "--engine", "--adapter")
-_LISTS = ("--stop", "--stop-token")
-_SWITCHES = ("--chat", "--json", "--logprobs", "--ignore-eos")
-_FLAGS = (*NUMBERS, *_COUNTS, *_TEXTS, *_LISTS, *_SWITCHES)
-
-
-@dataclass(slots=True)
-class _Words:
-    model: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    sampling: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    lists: dict[str, list[str]] = field(default_factory=dict)
-    switches: set[str] = field(default_factory=set)
+FLAGS = Flags(
+    command="surogate generate",
+    texts=("--prompt", "--file", "--system", "--output", "--engine", "--adapter"),
+    lists=("--stop", "--stop-token"),
+    counts=("--max-new-tokens", "--samples", "--slots"),
+    switches=("--chat", "--json", "--logprobs", "--ignore-eos"),
+    samples=True,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,8 +62,10 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(USAGE, end="")
         return 0
-    words = _parse(argv)
-    if words.model is None:
+    words = FLAGS.read(argv)
+    if len(words.models) > 1:
+        raise UserError(f"surogate generate: {' and '.join(words.models)}: one model at a time. Fix: keep one")
+    if not words.models:
         raise UserError("surogate generate: no model is named. Fix: surogate generate MODEL --prompt TEXT")
     if ("--prompt" in words.texts) == ("--file" in words.texts):
         which = "both --prompt and --file are given" if "--file" in words.texts else "there is nothing to continue"
@@ -86,10 +79,10 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
-    return _generate(words, words.model)
+    return _generate(words, words.models[0])
 
 
-def _generate(words: _Words, model: str) -> int:
+def _generate(words: Words, model: str) -> int:
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.cli.progress import shown_progress
     from surogate_core.config.resolve import load_run_config
@@ -178,7 +171,7 @@ def _kept(output: Path | None) -> Iterator[Callable[[Text], None] | None]:
     partial.unlink(missing_ok=True)
 
 
-def _prompts(words: _Words, prepared: Prepared) -> list[Prompt]:
+def _prompts(words: Words, prepared: Prepared) -> list[Prompt]:
     from surogate_core.run.texts import prompt_of_messages, prompt_of_text
 
     tokenizer = prepared.tokenizer
@@ -234,7 +227,7 @@ def _checked(name: str, row: Any) -> dict[str, Any]:
     return row
 
 
-def _wanted(words: _Words, prepared: Prepared) -> Wanted:
+def _wanted(words: Words, prepared: Prepared) -> Wanted:
     from surogate_core.run.texts import Wanted, stop_token
 
     several = words.counts.get("--samples", 1) > 1
@@ -250,7 +243,7 @@ def _wanted(words: _Words, prepared: Prepared) -> Wanted:
     )
 
 
-def _show(words: _Words, texts: Sequence[Text], output: Path | None) -> None:
+def _show(words: Words, texts: Sequence[Text], output: Path | None) -> None:
     from surogate_core.files.atomic import replace_file
 
     as_lines = bool({"--json", "--logprobs"} & words.switches) or output is not None or len(texts) > 1
@@ -282,42 +275,3 @@ def _row(text: Text, logprobs: bool) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------ words
-
-
-def _parse(argv: Sequence[str]) -> _Words:
-    parsed, words = _Words(), list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if word.startswith("--"):
-            if flag not in _FLAGS:
-                near = get_close_matches(flag, _FLAGS, n=1)
-                fix = near[0] if near else "`surogate generate --help` shows the form"
-                raise UserError(f"surogate generate: {flag} is not known. Fix: {fix}")
-            if flag in _SWITCHES:
-                switched(flag, equals)
-                parsed.switches.add(flag)
-                continue
-            if not equals:
-                if not words:
-                    raise UserError(f"surogate generate {flag}: a value must follow. Fix: `surogate generate --help`")
-                value = words.pop(0)
-            _take(parsed, flag, value)
-        elif equals or word.startswith(("+", "~")):
-            parsed.overrides.append(word)
-        elif parsed.model is not None:
-            raise UserError(f"surogate generate: {parsed.model} and {word}: one model at a time. Fix: keep one")
-        else:
-            parsed.model = word
-    return parsed
-
-
-def _take(parsed: _Words, flag: str, value: str) -> None:
-    if flag in _LISTS:
-        parsed.lists.setdefault(flag, []).append(value)
-    elif flag in _TEXTS:
-        parsed.texts[flag] = value
-    elif flag in _COUNTS:
-        parsed.counts[flag] = int(number(flag, value, int, least=1))
-    else:
-        parsed.sampling[flag] = number(flag, value, NUMBERS[flag])

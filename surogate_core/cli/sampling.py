@@ -43,12 +43,6 @@ def number(flag: str, text: str, kind: Callable[[str], float], *, least: float |
     return value
 
 
-def switched(flag: str, equals: str) -> None:
-    """Raises `UserError` if a switch has a value, as in ``--json=false``."""
-    if equals:
-        raise UserError(f"{flag}: is a switch and takes no value. Fix: {flag}, or leave it out.")
-
-
 def sampling_of(flags: Mapping[str, float], base: Sampling, *, sampled: bool = False) -> Sampling:
     """The model's own sampling, changed by the flags. Filters ask for samples, and so does `sampled`, unless a
     temperature is given.

@@ -38,8 +38,8 @@ CRUMB = 8
 its output bytes.
 """
 
-_OUTPUTS, _INPUTS = "surogate_outputs", "surogate_inputs"
-"""Keys of a joint graph's meta: the number of the function's outputs, and of its inputs."""
+_OUTPUTS, _INPUTS, _EXPERTS = "surogate_outputs", "surogate_inputs", "surogate_experts"
+"""Keys of a joint graph's meta: number of the function's outputs, number of its inputs, places of experts' tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Signature:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
+    of_experts: bool = False
+    """Whether it is a tensor of all experts of a layer. What is computed from such tensors alone is never kept."""
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +136,7 @@ def trace_joint(function: Function, inputs: Sequence[Signature]) -> fx.GraphModu
         raise UnusedInputsError(unused)
     output.args = ([*flat[:count], *(g for g, signature in found if signature.requires_grad)],)
     joint.meta[_OUTPUTS], joint.meta[_INPUTS] = count, len(inputs)
+    joint.meta[_EXPERTS] = [i for i, signature in enumerate(inputs) if signature.of_experts]
     joint.graph.eliminate_dead_code()
     registry.rewrite(joint.graph)
     return joint
@@ -486,14 +489,11 @@ def _copy_views(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 
 
 def _of_experts(joint: fx.GraphModule) -> set[fx.Node]:
-    """The weights of experts and what is computed from them alone. Only they have three axes, or are bytes with two."""
-    found: set[fx.Node] = set()
+    """The tensors of experts and what is computed from them alone."""
+    inputs, _ = _placeholders(joint)
+    found = {inputs[place] for place in joint.meta[_EXPERTS]}
     for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and (value.dim() == 3 or (value.dim() == 2 and value.dtype == torch.uint8)):
-                found.add(node)
-        elif node.op == "call_function":
+        if node.op == "call_function":
             sources = [n for n in node.all_input_nodes if n.all_input_nodes or n.op == "placeholder"]
             if sources and found.issuperset(sources):
                 found.add(node)

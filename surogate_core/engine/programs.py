@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.batch import WEIGHTS
+from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
 from surogate_core.dsl.sides import reported
 from surogate_core.dsl.slots import Join, Panel, plain_gemm
@@ -86,7 +87,7 @@ class ProgramBuilder:
 
     def _inputs(self, piece: Piece) -> list[Signature]:
         shape, dtype = self.parameters.compute_shape, self.parameters.compute_dtype
-        return [Signature(shape(s), dtype(s), self.device, s.trainable) for s in piece.specs]
+        return [Signature(shape(s), dtype(s), self.device, s.trainable, EXPERT in s.hf_name) for s in piece.specs]
 
     def reads_rows(self, piece: Piece) -> bool:
         """Whether the piece's programs read the recipe's state, and their backward returns observations."""

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from surogate_core.cli.generate import _show, _Words
+from surogate_core.cli.generate import _show
 from surogate_core.cli.main import main
+from surogate_core.cli.words import Words
 from surogate_core.run.texts import Text, Watch
 
 Call = Callable[..., tuple[int, str, str]]
@@ -179,7 +180,7 @@ def test_a_line_ends_at_a_line_feed_only(call: Call, tmp_path: Path) -> None:
 def test_an_empty_answer_says_why(
     text: str, ids: tuple[int, ...], note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _show(_Words(), [Text(prompt=0, sample=0, text=text, ids=ids, logprobs=(0.0,) * len(ids), reason="stop")], None)
+    _show(Words(), [Text(prompt=0, sample=0, text=text, ids=ids, logprobs=(0.0,) * len(ids), reason="stop")], None)
     assert capsys.readouterr() == (f"{text}\n", note)
 
 

@@ -17,6 +17,7 @@ from surogate_core.dsl.trace import (
     Recompute,
     Signature,
     _export,
+    _of_experts,
     differentiate,
     trace_joint,
     with_gradients,
@@ -432,3 +433,16 @@ def test_an_op_is_not_repeated_for_a_small_part_of_its_results(width: int, kept:
     y = function(*leaves)
     for a, b in zip(found, [y.detach(), *torch.autograd.grad(y.sum(), leaves)], strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_only_what_is_named_so_counts_as_a_tensor_of_experts(experts: bool) -> None:
+    """A packed dense weight has as many axes as packed experts."""
+    cpu = torch.device("cpu")
+    inputs = [
+        Signature((4, 8), torch.uint8, cpu, of_experts=experts),
+        Signature((3, 8), torch.float32, cpu, requires_grad=True),
+    ]
+    joint = trace_joint(lambda packed, x: x * packed.float().sum(0), inputs)
+    found = {node.op for node in _of_experts(joint)}
+    assert found == ({"placeholder", "call_function"} if experts else set())
