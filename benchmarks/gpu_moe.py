@@ -27,7 +27,9 @@ import gpu_peers
 
 PRESET, TINY = "moe-30b-a3b", "moe-tiny"
 ROWS, MICRO_STEPS = 8, 2
-"""Our lines have these. A peer's line may have fewer rows and more micro-steps."""
+"""Our lines have these, unless they keep all activations. A peer's line may have fewer rows and more micro-steps."""
+KEPT_ROWS = 4
+"""Rows of a line of ours with adapters and without recomputation: 8 do not fit into 120 GiB in bf16."""
 OURS: Mapping[str, str] = {
     "bf16": "",
     "bf16, recomputed": "--recompute",
@@ -115,7 +117,7 @@ def work_line(line: Line) -> dict[str, Any]:
     import gpu_lora
     import torch
 
-    rows = ROWS if peer is None else peer.rows
+    rows = rows_of(line.name) if peer is None else peer.rows
     gpu_lora.ROWS, gpu_lora.MICRO_STEPS = (1, 2) if line.tiny else (rows, MICRO_STEPS * ROWS // rows)
     if line.tiny:
         gpu_lora.LENGTH = 64
@@ -140,6 +142,11 @@ def work_line(line: Line) -> dict[str, Any]:
         "imbalance": imbalance(results[-1]) if results else None,
         "gflop_per_token": gpu_lora.gflop_per_token(preset, batches, full=options.full, layers=options.layers),
     }
+
+
+def rows_of(name: str) -> int:
+    """Rows of a micro-batch of our line."""
+    return ROWS if "recomputed" in name or name.startswith("full") else KEPT_ROWS
 
 
 def _ours(options: argparse.Namespace, device: Any, batches: Sequence[Any], results: list[Any]) -> Any:
