@@ -24,7 +24,9 @@ from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, Optimize
 from surogate_core.bundles.options import Flat, NoOptions
 from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.rollouts import (
+    Arriving,
     Completion,
+    OnChosen,
     OnToken,
     Reason,
     Request,
@@ -39,6 +41,7 @@ from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 __all__ = [
     "FLAT_ALIGNMENT",
     "KINDS",
+    "Arriving",
     "Bundle",
     "Completion",
     "DatasetFormat",
@@ -59,6 +62,7 @@ __all__ = [
     "NoOptions",
     "Objective",
     "OffloaderSpec",
+    "OnChosen",
     "OnToken",
     "Optimizer",
     "OptimizerSpec",

@@ -70,6 +70,10 @@ class Completion:
 
 OnToken = Callable[[int, int], bool]
 """(number of the request in its call, token) → whether its completion ends here. Called for each token."""
+Arriving = Callable[[], Sequence[Request]]
+"""The requests that have arrived since the last call; it does not wait. Called between steps."""
+OnChosen = Callable[[int, int, float], bool]
+"""Like `OnToken`, with the token's log-probability as third argument."""
 
 
 class RolloutEngine(Protocol):
@@ -77,6 +81,13 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[Request], *, on_token: OnToken | None = None) -> list[Completion]:
         """A completion of each request. Which requests are in one call does not change what is sampled."""
+
+    def serve(self, arriving: Arriving, on_token: OnChosen) -> None:
+        """Completes requests that arrive while others run, until none runs and none arrives.
+
+        They are numbered from 0 in the order in which they arrive. Each has the tokens that `generate` gives it. A
+        completion ends when `on_token` is true, at a stop token, or at its largest number of tokens.
+        """
 
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Completion, OnToken, Reason, Request, RolloutSettings
+from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Reason, Request, RolloutSettings
 from surogate_core.dsl.sides import REAL
 from surogate_core.errors import UserError
 from surogate_core.generate.cache import Cache, CachedAttention, Places, shapes_of, with_own
@@ -122,22 +124,47 @@ class NativeEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], *, on_token: OnToken | None = None) -> list[Completion]:
         """A completion of each request, in their order."""
-        for request in requests:
-            self._check(request)
+        done: dict[int, Completion] = {}
+        take = on_token or (lambda index, token: False)
+        with self._keeping():
+            self._generate(requests, tuple, lambda index, token, logprob: take(index, token), done.__setitem__)
+        return [done[index] for index in range(len(requests))]
+
+    @torch.no_grad()
+    def serve(self, arriving: Arriving, on_token: OnChosen) -> None:
+        """Completes requests that arrive while others run, until none runs and none arrives."""
+        with self._keeping():
+            self._generate((), arriving, on_token, lambda index, completion: None)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Slots keep the prompts that they begin with, unless weights may have changed or a call fails."""
         if not self.frozen:
             self._forget()
         try:
-            return self._generate(requests, on_token)
+            yield
         except BaseException:
             self._forget()  # what a slot begins with may not be written
             raise
 
-    def _generate(self, requests: Sequence[Request], on_token: OnToken | None) -> list[Completion]:
-        waiting = deque(enumerate(requests))
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        arriving: Arriving,
+        on_token: OnChosen,
+        ended: Callable[[int, Completion], None],
+    ) -> None:
+        waiting: deque[tuple[int, Request]] = deque()
+        numbers = count()
         free = list(range(self.slots))[::-1]
         running: list[_Sequence] = []
-        done: dict[int, Completion] = {}
-        while waiting or running:
+        while True:
+            for request in (*requests, *arriving()):
+                self._check(request)
+                waiting.append((next(numbers), request))
+            requests = ()
+            if not (waiting or running):
+                return
             running += self._begin(waiting, free)
             going = []
             for sequence in self._choose(running):
@@ -146,12 +173,10 @@ class NativeEngine:
                     going.append(sequence)
                     continue
                 free.append(sequence.slot)
-                done[sequence.index] = Completion(
-                    ids=tuple(sequence.ids), logprobs=tuple(sequence.logprobs), reason=reason
-                )
+                found = Completion(ids=tuple(sequence.ids), logprobs=tuple(sequence.logprobs), reason=reason)
+                ended(sequence.index, found)
             self._decode(going)
             running = going
-        return [done[index] for index in range(len(requests))]
 
     @torch.no_grad()
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -256,9 +281,9 @@ class NativeEngine:
                 sequence.logprobs.append(logprob)
         return running
 
-    def _ended(self, sequence: _Sequence, on_token: OnToken | None) -> Reason | None:
+    def _ended(self, sequence: _Sequence, on_token: OnChosen) -> Reason | None:
         token, request = sequence.ids[-1], sequence.request
-        stopped = on_token(sequence.index, token) if on_token is not None else False
+        stopped = on_token(sequence.index, token, sequence.logprobs[-1])
         if stopped or token in request.stop_ids:
             return "stop"
         return "length" if len(sequence.ids) >= request.max_new_tokens else None

@@ -87,6 +87,25 @@ def stops(spec: RolloutEngineSpec) -> None:
     ensure(seen == [(0, token) for token in first[:3]], f"the caller saw {seen}")
 
 
+def serves(spec: RolloutEngineSpec) -> None:
+    """Requests that arrive while others run get the tokens that they get alone."""
+    requests = _requests(Sampling(temperature=2.0))
+    arrivals = [requests[:1], [], requests[1:3], [], [], requests[3:]]
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[float]] = {}
+
+    def on_token(index: int, token: int, logprob: float) -> bool:
+        tokens.setdefault(index, []).append(token)
+        logprobs.setdefault(index, []).append(logprob)
+        return False
+
+    _opened(spec, slots=2).serve(lambda: arrivals.pop(0) if arrivals else (), on_token)
+    for index, alone in enumerate(_opened(spec).generate(requests)):
+        ensure(tuple(tokens.get(index, ())) == alone.ids, f"request {index} has other tokens than alone")
+        error = max(abs(a - b) for a, b in zip(logprobs[index], alone.logprobs, strict=True))
+        ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
+
+
 def scores(spec: RolloutEngineSpec) -> None:
     """`logprobs` are those of the training forward, for documents of any length."""
     documents = tiny.documents(LENGTHS)
@@ -100,4 +119,4 @@ def scores(spec: RolloutEngineSpec) -> None:
         ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
 
 
-CHECKS = (continues_with_the_most_probable_token, samples_by_its_key, stops, scores)
+CHECKS = (continues_with_the_most_probable_token, samples_by_its_key, stops, serves, scores)
