@@ -231,8 +231,8 @@ def sft(
             model's own if its config.json has `output_router_logits: true`, and otherwise leaves it out, as
             transformers does.
         router_aux_loss_form: What the load-balancing loss is computed over: all layers and the tokens of the whole
-            step, which takes one more forward if the step has several micro-batches; all layers and each micro-
-            batch, as transformers' Trainer does; or each layer and micro-batch, summed over the layers.
+            step, which takes one more forward pass if the step has several micro-batches; all layers and each
+            micro-batch, as transformers' Trainer does; or each layer and micro-batch, summed over the layers.
         router_z_loss_coef: Coefficient of the routers' z loss, the mean of (log-sum-exp of the logits)², over the
             same tokens and layers; 0 and null as for `router_aux_loss_coef`.
         adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.
@@ -533,8 +533,8 @@ def pt(
             model's own if its config.json has `output_router_logits: true`, and otherwise leaves it out, as
             transformers does.
         router_aux_loss_form: What the load-balancing loss is computed over: all layers and the tokens of the whole
-            step, which takes one more forward if the step has several micro-batches; all layers and each micro-
-            batch, as transformers' Trainer does; or each layer and micro-batch, summed over the layers.
+            step, which takes one more forward pass if the step has several micro-batches; all layers and each
+            micro-batch, as transformers' Trainer does; or each layer and micro-batch, summed over the layers.
         router_z_loss_coef: Coefficient of the routers' z loss, the mean of (log-sum-exp of the logits)², over the
             same tokens and layers; 0 and null as for `router_aux_loss_coef`.
         adapter_path: Adapter to start from: a PEFT directory, or the output directory of a LoRA run.

@@ -199,8 +199,8 @@ class RunConfig:
     """
     router_aux_loss_form: Literal["step", "micro_batch", "layer"] = "step"
     """What the load-balancing loss is computed over: all layers and the tokens of the whole step, which takes one more
-    forward if the step has several micro-batches; all layers and each micro-batch, as transformers' Trainer does; or
-    each layer and micro-batch, summed over the layers.
+    forward pass if the step has several micro-batches; all layers and each micro-batch, as transformers' Trainer does;
+    or each layer and micro-batch, summed over the layers.
     """
     router_z_loss_coef: Annotated[float, Interval(ge=0, le=10**6)] | None = None
     """Coefficient of the routers' z loss, the mean of (log-sum-exp of the logits)², over the same tokens and layers; 0

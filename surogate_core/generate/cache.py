@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ops import wide
 from surogate_core.kernels.registry import KernelTable, using
 
 if TYPE_CHECKING:
@@ -123,13 +124,12 @@ def attention(
     keys_STKE[slots_N, positions_N] = k_NKE
     values_STKE[slots_N, positions_N] = v_NKE
     keys_GTKE, values_GTKE = keys_STKE[places.slots_G], values_STKE[places.slots_G]
-    wide = torch.float64 if q_NHE.dtype == torch.float64 else torch.float32
-    q = q_NHE.view(groups, width, kv_heads, heads // kv_heads, features).to(wide)
-    scores = torch.einsum("gwkme,gtke->gkmwt", q, keys_GTKE.to(wide)) * scale
+    q = wide(q_NHE).view(groups, width, kv_heads, heads // kv_heads, features)
+    scores = torch.einsum("gwkme,gtke->gkmwt", q, wide(keys_GTKE)) * scale
     order_T = torch.arange(keys_STKE.shape[1], device=q_NHE.device)
     visible = order_T <= positions_N.view(groups, 1, 1, width, 1)
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-    found = torch.einsum("gkmwt,gtke->gwkme", weights, values_GTKE.to(wide))
+    found = torch.einsum("gkmwt,gtke->gwkme", weights, wide(values_GTKE))
     return found.reshape(len(q_NHE), heads, -1).to(q_NHE.dtype)
 
 

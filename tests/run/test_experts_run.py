@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from run_fixtures import EMBEDDED, QUICK, RunHere
+from mixture import save_qwen3_moe
+from run_fixtures import QUICK, RunHere
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.metrics import read_metrics
-from surogate_core.files.paths import resolve_package_path
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model, resolve_recipe
 from surogate_core.run.experts import expert_notes, product_notes
@@ -37,26 +37,8 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE with a dense layer, as transformers writes it: a tensor for each expert."""
-    directory = tmp_path_factory.mktemp("moe") / "base"
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory, max_shard_size="40KB")
-    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory, dirs_exist_ok=True)
-    return directory
+    """A random Qwen3-MoE whose first layer is dense, in several files."""
+    return save_qwen3_moe(tmp_path_factory.mktemp("moe") / "base", max_shard_size="40KB")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixture import save_qwen3_moe
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -288,16 +289,7 @@ def test_an_adapter_with_trained_routers_and_a_rank_of_experts(
     tmp_path: Path, base_on: Any, run_here: Run, opening: Open, installed: Registry, hf_dir: Path
 ) -> None:
     """The whole weights of routers are used, and adapters of experts have their own rank."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    values = {"hidden_size": 32, "moe_intermediate_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4}
-    config = Qwen3MoeConfig(
-        vocab_size=1024, num_experts_per_tok=2, max_position_embeddings=256, decoder_sparse_step=1, **values, **shape
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(hf_dir).save_pretrained(tmp_path / "base")
+    save_qwen3_moe(tmp_path / "base", dense_layers=[])
     keys = ("lora_rank=4", "lora_expert_rank=2", "train_router=true", "max_steps=3", "learning_rate=0.05")
     run_here(tmp_path / "run", *base_on(tmp_path / "base"), *keys, "merge_adapter=true")
     opened = opening(tmp_path / "run" / "adapter")

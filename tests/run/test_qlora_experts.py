@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import pytest
 import quantised
 import torch
 import transformers
-from run_fixtures import EMBEDDED, QUICK, RunHere
+from mixture import save_qwen3_moe
+from run_fixtures import QUICK, RunHere
 from safetensors.torch import load_file
 
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.files.paths import resolve_package_path
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model
 
@@ -27,25 +26,7 @@ FORMATS = pytest.mark.parametrize("key", ["qlora_bnb", "qlora_fp8", "qlora_fp4"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE whose second layer is dense."""
-    directory = tmp_path_factory.mktemp("moe") / "base"
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=1024,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory, dirs_exist_ok=True)
-    return directory
+    return save_qwen3_moe(tmp_path_factory.mktemp("moe") / "base", hidden_size=64, dense_layers=[1])
 
 
 @pytest.fixture(scope="module")

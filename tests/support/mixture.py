@@ -1,14 +1,19 @@
-"""A small model with experts, for the tests of the engine: one layer with a dense feed-forward, the others sparse."""
+"""Small models with experts: one for the tests of the engine, and a Qwen3-MoE on disk for runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from run_fixtures import EMBEDDED
 from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project, project_combined
 from surogate_core.dsl.routing import router_figures, router_sides
+from surogate_core.files.paths import resolve_package_path
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny
 
@@ -54,3 +59,31 @@ class Mixture(tiny.SmallModel):
         dense, sparse = tiny.SmallBlock(self.config, max_seqlen), self.layers.block(self.config, max_seqlen)
         for i in range(self.config["num_hidden_layers"]):
             yield f"layers.{i}.", sparse if i else dense
+
+
+def save_qwen3_moe(
+    directory: Path, *, hidden_size: int = 32, dense_layers: Sequence[int] = (0,), max_shard_size: str = "5GB"
+) -> Path:
+    """A random Qwen3-MoE of two layers, as transformers writes it: a tensor for each expert. With the embedded
+    tokenizer.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 3 // 2,
+        moe_intermediate_size=hidden_size // 2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=list(dense_layers),
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=hidden_size // 2,
+        max_position_embeddings=256,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory, max_shard_size=max_shard_size)
+    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory, dirs_exist_ok=True)
+    return directory
