@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Request, Sampling
-from surogate_core.kernels.ops import hashed
+from surogate_core.kernels.decoding import choose_tokens, noisy, scaled
 
 
 def key_of(request: Request) -> tuple[int, int]:
@@ -69,20 +69,19 @@ def choose(logits_NV: Tensor, rows: Rows, seen_NV: Tensor | None = None) -> tupl
 
     `seen_NV`: the tokens that the repetition penalty applies to.
     """
+    if seen_NV is None and not rows.filters:
+        return choose_tokens(logits_NV, rows.temperature_N, rows.keys_N2, rows.positions_N)
     logits_NV = logits_NV.float()
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     scores_NV = logits_NV
     if seen_NV is not None:
         penalty_N1 = rows.penalty_N[:, None]
         penalised = torch.where(scores_NV > 0, scores_NV / penalty_N1, scores_NV * penalty_N1)
         scores_NV = torch.where(seen_NV, penalised, scores_NV)
-    greedy_N1 = rows.temperature_N[:, None] == 0
-    scores_NV = scores_NV / torch.where(greedy_N1, 1.0, rows.temperature_N[:, None])
+    scores_NV = scaled(scores_NV, rows.temperature_N)
     if rows.filters:
-        scores_NV = scores_NV.masked_fill(~kept(scores_NV, rows) & ~greedy_N1, float("-inf"))
-    noise_NV = torch.where(greedy_N1, 0.0, gumbel(rows, logits_NV.shape[1]))
-    tokens_N = (scores_NV + noise_NV).argmax(dim=-1)
-    return tokens_N, logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+        scores_NV = scores_NV.masked_fill(~kept(scores_NV, rows) & (rows.temperature_N[:, None] != 0), float("-inf"))
+    tokens_N = noisy(scores_NV, rows.temperature_N, rows.keys_N2, rows.positions_N).argmax(dim=-1)
+    return tokens_N, torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]
 
 
 def kept(scores_NV: Tensor, rows: Rows) -> Tensor:
@@ -98,14 +97,3 @@ def kept(scores_NV: Tensor, rows: Rows) -> Tensor:
     keep_NV = keep_NV & (probabilities >= rows.min_p_N[:, None] * probabilities[:, :1])
     keep_NV[:, 0] = True
     return torch.zeros_like(keep_NV).scatter(1, order_NV, keep_NV)
-
-
-def gumbel(rows: Rows, size: int) -> Tensor:
-    """[N, V] fp32 noise with which the largest sum is a sample: a function of (key, position, token) only."""
-    first_N1, second_N1 = rows.keys_N2[:, :1], rows.keys_N2[:, 1:]
-    row_N1 = hashed(first_N1 ^ hashed(second_N1 + rows.positions_N[:, None] * 0x1E3779B9))
-    tokens_1V = torch.arange(size, dtype=torch.int32, device=row_N1.device)[None]
-    bits_NV = hashed(hashed(tokens_1V ^ row_N1) ^ hashed(row_N1 + second_N1))
-    uniform_NV = ((bits_NV.long() & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
-    # Small values have the resolution, and they give the large noise that matters.
-    return -torch.log(-torch.log1p(-uniform_NV.clamp(max=1 - 2.0**-24)))

@@ -30,7 +30,10 @@ references: dict[str, Kernel] = {}
 """Op name → its reference, as the kernel of last resort."""
 
 
-OP_MODULES = ("kernels.ops", "kernels.experts", "kernels.updates", "formats.fp8", "formats.nvfp4", "formats.adamw_8bit")
+OP_MODULES = (
+    *("kernels.ops", "kernels.experts", "kernels.updates", "kernels.decoding"),
+    *("formats.fp8", "formats.nvfp4", "formats.adamw_8bit"),
+)
 """Modules of the core that define ops; importing them makes `references` complete."""
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import generation
 
 from surogate_core.bundles import Request, Sampling
-from surogate_core.generate.sampling import Rows, choose, gumbel, kept, key_of
+from surogate_core.generate.sampling import Rows, choose, kept, key_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -63,15 +63,6 @@ def test_samples_have_the_probabilities_of_the_softmax():
     shares = torch.bincount(tokens, minlength=5) / count
     assert torch.allclose(shares, torch.softmax(one[0] / 0.8, -1), atol=0.03)
     assert shares[4] == 0
-
-
-def test_noise_depends_on_key_and_position_alone():
-    one, other = Sampling(), Sampling(seed=1)
-    together = gumbel(rows(one, one, other), VOCABULARY)
-    assert torch.equal(together[:1], gumbel(rows(one), VOCABULARY))
-    assert len({tuple(row.tolist()) for row in together}) == 3
-    assert not torch.equal(gumbel(rows(one, position=1), VOCABULARY), together[:1])
-    assert torch.isfinite(gumbel(rows(one), 200_000)).all()
 
 
 def test_greedy_and_sampled_rows_share_a_batch():
