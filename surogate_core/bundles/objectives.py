@@ -23,7 +23,8 @@ class Objective:
     """Names of the per-token columns that it reads, each [N] fp32, such as ``advantages``. The task puts them into
     every micro-batch. A column ``weights`` need not be declared: the engine multiplies each token's loss by it."""
     sequence_loss: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor] | None = None
-    """For a loss that is no sum over tokens, such as one of whole sequences: (token losses [N] fp32 of the micro-batch,
-    positions_N, columns) → the summed loss, 0-d fp32. The head then runs twice: the first pass gives the token losses,
-    the gradient of this function by them gives a coefficient a token, and the second pass differentiates with those.
-    Traced as `token_loss`; a document begins where its position is 0."""
+    """For a loss that is not a sum over tokens, such as one over whole sequences: (token losses [N] fp32 of the
+    micro-batch, positions_N, columns) → the summed loss, 0-d fp32. The head then runs twice: the first pass
+    computes the token losses, this function's gradient with respect to each of them is that token's coefficient,
+    and the second pass differentiates with these coefficients. Traced like `token_loss`; a document begins where
+    its position is 0."""
