@@ -9,9 +9,9 @@ heads, E head features, M = H/K query heads of a key head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,54 @@ class Places:
         offsets = torch.arange(self.width, device=self.starts_G.device)
         return (self.starts_G[:, None] + offsets).flatten()
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[N, H, E]: every row reads its slot up to itself."""
+        function = cpu_attention if q.device.type == "cpu" else attention
+        return function(q, k, v, keys, values, self, scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Whole prompts one after the other, as in training."""
+
+    slots_N: Tensor
+    positions_N: Tensor
+    cu_seqlens_D: Tensor
+    """int32: the first row of each document, and the number of rows."""
+    longest: int
+    kernels: KernelTable
+    """The run's own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[N, H, E] by the attention of training; writes keys and values into the slots."""
+        keys[self.slots_N, self.positions_N] = k
+        values[self.slots_N, self.positions_N] = v
+        arguments = (q, k, v, self.cu_seqlens_D, self.longest, scale)
+        found: Tensor = self.kernels.choose("attention", q.dtype, *arguments).function(*arguments)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """One row of each sequence, for its last token."""
+
+    slots_N: Tensor
+    positions_N: Tensor
+    longest: int
+    """At least the largest position + 1."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[N, H, E]: every row writes its key and value, and reads its slot up to itself."""
+        places = Places(slots_G=self.slots_N, starts_G=self.positions_N, width=1)
+        return attention(q, k, v, keys[:, : self.longest], values[:, : self.longest], places, scale)
+
+
+class Reader(Protocol):
+    """The places of rows, and how they read the cache."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Write the rows' keys and values into their slots; [N, H, E]."""
+
 
 class Cache:
     """The keys and values of all layers. The last slot takes rows that do not count."""
@@ -51,7 +99,7 @@ class Cache:
     def __init__(
         self, shapes: Sequence[Sequence[Shape]], *, slots: int, context: int, dtype: torch.dtype, device: torch.device
     ):
-        self.slots, self.context = slots, context
+        self.slots, self.context, self.device = slots, context, device
 
         def empty(heads: int, features: int) -> Tensor:
             return torch.zeros(slots + 1, context, heads, features, dtype=dtype, device=device)
@@ -65,10 +113,19 @@ class Cache:
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first positions of a slot to another."""
-        for calls in self.layers:
-            for tensors in calls:
-                for tensor in tensors:
-                    tensor[target, :length] = tensor[source, :length]
+        for tensor in self._tensors():
+            tensor[target, :length] = tensor[source, :length]
+
+    def copy_prefixes(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first positions of several slots to others, none of which is a source."""
+        if sources:
+            device = self.device
+            source_G, target_G = (torch.tensor(slots, device=device) for slots in (sources, targets))
+            for tensor in self._tensors():
+                tensor[target_G, :length] = tensor[source_G, :length]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (tensor for calls in self.layers for tensors in calls for tensor in tensors)
 
 
 @dataclass(slots=True)
@@ -76,13 +133,13 @@ class CachedAttention:
     """The op `attention` while a cache is in use: each row reads its slot up to itself."""
 
     cache: Cache
-    places: Places | None = None
+    reader: Reader | None = None
     layer: int = 0
     _calls: int = 0
 
-    def begin(self, layer: int, places: Places) -> None:
+    def begin(self, layer: int, reader: Reader) -> None:
         """The layer whose attention is called next, and the places of its rows."""
-        self.layer, self.places, self._calls = layer, places, 0
+        self.layer, self.reader, self._calls = layer, reader, 0
 
     def __call__(
         self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float
@@ -90,9 +147,8 @@ class CachedAttention:
         """The op."""
         keys_STKE, values_STKE = self.cache.layers[self.layer][self._calls]
         self._calls += 1
-        assert self.places is not None
-        attend = cpu_attention if q_NHE.device.type == "cpu" else attention
-        return attend(q_NHE, k_NKE, v_NKE, keys_STKE, values_STKE, self.places, scale)
+        assert self.reader is not None
+        return self.reader.attend(q_NHE, k_NKE, v_NKE, keys_STKE, values_STKE, scale)
 
 
 def with_own(kernels: KernelTable, **own: Callable[..., Any]) -> KernelTable:

@@ -1,0 +1,167 @@
+"""How a CPU runs the layers: every row's bits depend on its own request only.
+
+There the result of a row depends on the number of rows that it is multiplied with, but not on its place among them.
+Every product therefore has one of two fixed numbers of rows, and a token's number depends on its kind only: `SEGMENT`
+rows times `SEGMENTS` for a token of a prompt, `ROWS` for a chosen one. So equal requests give equal bits, whatever else
+is in the batch and however many slots there are.
+
+Shape suffixes: N rows, D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surogate_core.dsl.sides import REAL
+from surogate_core.generate.cache import Cache, CachedAttention, Places, with_own
+from surogate_core.generate.sampling import Rows, choose
+from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
+from surogate_core.generate.weights import Weights
+from surogate_core.kernels.registry import using
+
+ROWS = 16
+"""Rows of a product while decoding."""
+SEGMENTS = 4
+"""Segments that are prefilled at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Rows that go through the layers together."""
+
+    ids_N: Tensor
+    places: Places
+    tables: Sequence[Tensor]
+
+
+class FixedRunner:
+    """Runs the layers with fixed numbers of rows, one token at a time."""
+
+    def __init__(self, weights: Weights, cache: Cache):
+        self.weights, self.cache = weights, cache
+        self._attention = CachedAttention(cache)
+        self._table = with_own(weights.programs.kernels, attention=self._attention, grouped_product=tiled_product)
+
+    def prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
+        """For each the last layer's output for its tokens from its start on, and behind them for padding."""
+        segments = [(number, start) for number, fill in enumerate(fills) for start in fill.segments()]
+        passes = []
+        for first in range(0, len(segments), SEGMENTS):
+            some = segments[first : first + SEGMENTS]
+            ids, lasts, places = [], [], []
+            for number, start in some:
+                fill = fills[number]
+                tokens = fill.ids[start : start + SEGMENT]
+                ids += [*tokens, *[0] * (SEGMENT - len(tokens))]
+                lasts += [len(fill.ids) - 1] * SEGMENT
+                places.append((fill.slot, start))
+            rest = SEGMENTS - len(some)
+            ids += [0] * (rest * SEGMENT)
+            lasts += [0] * (rest * SEGMENT)
+            places += [(self.cache.slots, 0)] * rest
+            passes.append(self._pass(ids, lasts, places, width=SEGMENT))
+        outputs = torch.cat([x_ND.view(SEGMENTS, SEGMENT, -1) for x_ND in self._run(passes)] or [torch.empty(0)])
+        found: list[list[Tensor]] = [[] for _ in fills]
+        for (number, _), x_ND in zip(segments, outputs, strict=False):
+            found[number].append(x_ND)
+        return [torch.cat(parts) for parts in found]
+
+    def advance(self, running: Sequence[Running]) -> list[Chosen]:
+        """One token of each."""
+        self._decode([sequence for sequence in running if sequence.ids])
+        found: list[Chosen] = []
+        for first in range(0, len(running), ROWS):
+            found += self._choose(running[first : first + ROWS])
+        return found
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """[N, V], in products of as many rows as are decoded at a time."""
+        parts = []
+        with using(self._table):
+            for part_ND in x_ND.split(ROWS):
+                padded = torch.nn.functional.pad(part_ND, (0, 0, 0, ROWS - len(part_ND)))
+                parts.append(self.weights.logits(padded)[: len(part_ND)])
+        return torch.cat(parts)
+
+    def _decode(self, running: Sequence[Running]) -> None:
+        """Run the layers for the last token of each."""
+        passes = []
+        for first in range(0, len(running), ROWS):
+            some = running[first : first + ROWS]
+            rest = ROWS - len(some)
+            ids = [s.ids[-1] for s in some] + [0] * rest
+            lasts = [s.length - 1 for s in some] + [0] * rest
+            places = [(s.slot, s.length - 1) for s in some] + [(self.cache.slots, 0)] * rest
+            passes.append(self._pass(ids, lasts, places, width=1))
+        for number, x_ND in enumerate(self._run(passes)):
+            for sequence, x_D in zip(running[number * ROWS :], x_ND, strict=False):
+                sequence.hidden_D = x_D
+
+    def _choose(self, some: Sequence[Running]) -> list[Chosen]:
+        padded = [*some, *[some[0]] * (ROWS - len(some))]
+        samplings = [s.request.sampling for s in padded]
+        rows = Rows.of(samplings, [s.key for s in padded], [len(s.ids) for s in padded], self.weights.device)
+        seen_NV = None
+        if any(s.repetition_penalty != 1 for s in samplings):
+            seen_NV = torch.zeros(ROWS, self.weights.plan.assembly.model.vocab_size, dtype=torch.bool)
+            for row, sequence in enumerate(padded):
+                seen_NV[row, [*sequence.request.prompt, *sequence.ids]] = True
+        tokens_N, logprobs_N = choose(self.logits(torch.stack([s.hidden_D for s in padded])), rows, seen_NV)
+        pairs = zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True)
+        return [[pair] for pair, _ in zip(pairs, some, strict=False)]
+
+    def _pass(
+        self, ids: Sequence[int], lasts: Sequence[int], places: Sequence[tuple[int, int]], *, width: int
+    ) -> _Pass:
+        device = self.weights.device
+        slots, starts = (torch.tensor(column, device=device) for column in zip(*places, strict=True))
+        where = Places(slots_G=slots, starts_G=starts, width=width)
+        return _Pass(
+            ids_N=torch.tensor(ids, device=device),
+            places=where,
+            tables=tables_of(self.weights, where.positions(), torch.tensor(lasts, device=device)),
+        )
+
+    def _run(self, passes: Sequence[_Pass]) -> list[Tensor]:
+        """The last layer's output of each. Each layer runs for all of them before the next one is fetched."""
+        if not passes:
+            return []
+        xs = [self.weights.embedded(p.ids_N) for p in passes]
+        with using(self._table):
+            for number, layer in enumerate(self.weights.layers()):
+                for index, one in enumerate(passes):
+                    self._attention.begin(number, one.places)
+                    xs[index] = layer(xs[index], one.tables)
+        return xs
+
+
+def tables_of(weights: Weights, positions_N: Tensor, lasts_N: Tensor, real_N: Tensor | None = None) -> list[Tensor]:
+    """What every block reads. A row's angles may depend on the length of its document, which is positions up to
+    `lasts_N`; so each row is asked for as a document of its first, this and its last position.
+    """
+    three = torch.stack([torch.zeros_like(positions_N), positions_N, lasts_N], dim=1).flatten().int()
+    tables = weights.plan.assembly.model.tables(three, weights.parameters.dtype)
+    borders = torch.zeros(weights.plan.assembly.settings.borders, dtype=torch.int32, device=positions_N.device)
+    found = [*(table[1::3] for table in tables.values()), borders]
+    if REAL in weights.plan.tables:
+        found.append(torch.ones_like(positions_N, dtype=torch.bool) if real_N is None else real_N)
+    return found
+
+
+def tiled_product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """The op `grouped_product` on a CPU with `ROWS` rows in every product: how many rows an expert has depends on the
+    neighbours.
+    """
+    y_RO = x_RI.new_empty(x_RI.shape[0], weights_EOI.shape[1])
+    begin = 0
+    for weight_OI, end in zip(weights_EOI, ends_E.tolist(), strict=True):
+        for first in range(begin, end, ROWS):
+            rows = x_RI[first : min(first + ROWS, end)]
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, ROWS - len(rows)))
+            y_RO[first : first + len(rows)] = (padded @ weight_OI.t())[: len(rows)]
+        begin = end
+    return y_RO

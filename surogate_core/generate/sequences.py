@@ -1,0 +1,69 @@
+"""What an engine runs: requests in their slots, and prompts to write into slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Request
+
+SEGMENT = 16
+"""Tokens of a segment of a prompt. Segments are counted from the beginning of the prompt."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request in its slot."""
+
+    index: int
+    request: Request
+    slot: int
+    key: tuple[int, int]
+    hidden_D: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The last layer's output for the last token that went through the layers."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, the prompt included."""
+        return len(self.request.prompt) + len(self.ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still get."""
+        return self.request.max_new_tokens - len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """A prompt whose keys and values are to be written into a slot, from a segment on."""
+
+    slot: int
+    ids: tuple[int, ...]
+    start: int = 0
+
+    def segments(self) -> range:
+        """The first position of each segment."""
+        return range(self.start, len(self.ids), SEGMENT)
+
+
+Chosen = Sequence[tuple[int, float]]
+"""Tokens with their log-probabilities, in order."""
+
+
+class Runner(Protocol):
+    """Runs the layers of a model over its slots."""
+
+    def prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
+        """Write the keys and values of prompts; for each the last layer's output for its tokens from its start on."""
+
+    def advance(self, running: Sequence[Running]) -> Sequence[Chosen]:
+        """The next tokens of each, at least one for some of them. The caller adds them to `ids`."""
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """[N, V] of the last layer's output of any number of rows."""
