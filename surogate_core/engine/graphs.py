@@ -1,4 +1,4 @@
-"""CUDA graphs of the micro-step, of the optimizer step and of an evaluation's forward."""
+"""CUDA graphs of the micro-step, of the optimizer step, and of forwards of evaluation and generation."""
 
 from __future__ import annotations
 
@@ -90,3 +90,24 @@ def capture_evaluation(evaluate: Callable[[], None], beside: torch.cuda.CUDAGrap
     except torch.OutOfMemoryError:
         return evaluate
     return graph.replay
+
+
+@torch.no_grad()
+def capture_forward(
+    forward: Callable[[], None], *, warm_up: Callable[[], None], beside: torch.cuda.CUDAGraph | None
+) -> torch.cuda.CUDAGraph:
+    """The graph of a forward whose results are in buffers of its own; `warm_up` runs the same work first.
+
+    `beside`: a graph that never runs at the same time and whose memory this one shares.
+    """
+    side = _side_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), capture_error_mode=_MODE):
+        forward()
+    return graph

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.decoding import slot_attention
 from surogate_core.kernels.ops import wide
 from surogate_core.kernels.registry import KernelTable, using
 
@@ -82,8 +83,7 @@ class Steps:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """[N, H, E]: every row writes its key and value, and reads its slot up to itself."""
-        places = Places(slots_G=self.slots_N, starts_G=self.positions_N, width=1)
-        return attention(q, k, v, keys[:, : self.longest], values[:, : self.longest], places, scale)
+        return slot_attention(q, k, v, keys, values, self.slots_N, self.positions_N, self.longest, scale)
 
 
 class Reader(Protocol):

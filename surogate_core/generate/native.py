@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -151,7 +151,7 @@ class NativeEngine:
                 followers.append((slot, fills[prompt].slot))
             elif self._prompts[slot] != prompt:
                 source, shared = self._longest_shared(prompt, fills)
-                if source != slot:
+                if source != slot and shared:
                     self.cache.copy_prefix(source, slot, shared)
                 if shared < len(prompt):
                     fills[prompt] = Fill(slot=slot, ids=prompt, start=shared)
@@ -161,9 +161,11 @@ class NativeEngine:
             begun.append(Running(index=index, request=request, slot=slot, key=key_of(request)))
         for fill, x_ND in zip(fills.values(), self._prefill(list(fills.values())), strict=True):
             self._last[fill.slot] = x_ND[len(fill.ids) - 1 - fill.start].clone()
-        for slot, leader in followers:
-            self.cache.copy_prefix(leader, slot, len(self._prompts[slot]))
-            self._last[slot] = self._last[leader]
+        if followers:
+            slots, leaders = zip(*followers, strict=True)
+            self.cache.copy_prefixes(leaders, slots, max(len(self._prompts[slot]) for slot in slots))
+            for slot, leader in followers:
+                self._last[slot] = self._last[leader]
         for sequence in begun:
             sequence.hidden_D = self._last[sequence.slot]
         return begun
@@ -180,7 +182,7 @@ class NativeEngine:
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt) - 1, len(other)))
             if common // SEGMENT * SEGMENT > most:
                 best, most = slot, common // SEGMENT * SEGMENT
-        return best, most
+        return (best, most) if most >= self._runner.least_shared else (0, 0)
 
     def _take(self, sequence: Running, chosen: Chosen, on_token: OnChosen) -> Reason | None:
         """Append tokens up to the one that ends it, and why that one does."""
@@ -200,5 +202,6 @@ class NativeEngine:
                 return "length"
         return None
 
-    def _prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
-        return self._runner.prefill(fills) if fills else []
+    def _prefill(self, fills: Sequence[Fill]) -> Iterable[Tensor]:
+        """See `Runner.prefill`."""
+        return self._runner.prefill(fills)

@@ -41,6 +41,8 @@ class _Pass:
 class FixedRunner:
     """Runs the layers with fixed numbers of rows, one token at a time."""
 
+    least_shared = SEGMENT
+
     def __init__(self, weights: Weights, cache: Cache):
         self.weights, self.cache = weights, cache
         self._attention = CachedAttention(cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,11 +59,16 @@ Chosen = Sequence[tuple[int, float]]
 class Runner(Protocol):
     """Runs the layers of a model over its slots."""
 
-    def prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
-        """Write the keys and values of prompts; for each the last layer's output for its tokens from its start on."""
+    least_shared: int
+    """First tokens of a prompt that are copied from another slot, if there are as many or more."""
+
+    def prefill(self, fills: Sequence[Fill]) -> Iterable[Tensor]:
+        """Write the keys and values of prompts; for each the last layer's output for its tokens from its start on, with
+        any rows behind them.
+        """
 
     def advance(self, running: Sequence[Running]) -> Sequence[Chosen]:
-        """The next tokens of each, at least one for some of them. The caller adds them to `ids`."""
+        """The next tokens of each, at least one of them has some. The caller adds them to `ids`, up to an end."""
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """[N, V] of the last layer's output of any number of rows."""

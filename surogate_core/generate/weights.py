@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Store
+from surogate_core.dsl.trace import Function
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
@@ -81,20 +82,26 @@ class Weights:
         """The device that computes."""
         return self.parameters.device
 
-    def layers(self) -> Iterator[Layer]:
-        """The layers in order, each with its weights until the next one is asked for."""
+    def layers(self, function: Callable[[Piece], Function] | None = None) -> Iterator[Layer]:
+        """The layers in order, each with its weights until the next one is asked for.
+
+        `function`: that of a layer, by default `ProgramBuilder.layer_function`.
+        """
         begin_pass(self.store)
         for piece in self.plan.layers:
-            yield self._layer(piece)
+            yield self._layer(piece, function or self._function)
             self.store.release(piece.key)
 
-    def _layer(self, piece: Piece) -> Layer:
+    def _function(self, piece: Piece) -> Function:
+        return self.programs.layer_function(piece, training=False)
+
+    def _layer(self, piece: Piece, function_of: Callable[[Piece], Function]) -> Layer:
         tensors = self.parameters.inputs(piece)
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         rows = [self.rows.rows(piece.key)] if self.rows is not None and self.programs.reads_rows(piece) else []
         seed = torch.zeros((), dtype=torch.int32, device=self.device)
         fixed = [*tensors, *(tensor for _, tensor in shared), *rows]
-        function = self.programs.layer_function(piece, training=False)
+        function = function_of(piece)
 
         def run(x_ND: Tensor, tables: Sequence[Tensor]) -> Tensor:
             y_ND = function(*fixed, x_ND, *tables, seed)

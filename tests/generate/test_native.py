@@ -17,8 +17,9 @@ from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import Source
 from surogate_core.errors import UserError
-from surogate_core.generate import native
-from surogate_core.generate.native import NativeEngine, tiled_product
+from surogate_core.generate import passes
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.passes import tiled_product
 from surogate_core.generate.weights import Weights
 from surogate_core.testing import models, tiny
 
@@ -181,15 +182,6 @@ def test_scaled_positions_are_transformers(rope):
     assert list(found.ids) == theirs[0, len(ids) :].tolist()
 
 
-def test_the_sizes_of_a_gpu_give_the_same_tokens(shared):
-    greedy = requests(sampling=Sampling(temperature=0))
-    expected = opened(shared, slots=4).generate(greedy)
-    assert native.Sizes.of(torch.device("cuda"), 4) == native.Sizes(rows=4, segments=native.GPU_SEGMENTS)
-    for sizes in (native.Sizes.of(torch.device("cuda"), 4), native.Sizes(rows=1, segments=1)):
-        made = NativeEngine(shared, RolloutSettings(slots=4, context=80), sizes=sizes)
-        assert [c.ids for c in made.generate(greedy)] == [c.ids for c in expected]
-
-
 def test_a_tiled_product_is_the_plain_one():
     x, w = torch.randn(50, 8), torch.randn(4, 6, 8)
     ends = torch.tensor([20, 20, 37, 50], dtype=torch.int32)
@@ -199,7 +191,7 @@ def test_a_tiled_product_is_the_plain_one():
     other = torch.cat([x[5:9], x[20:37]])
     found = tiled_product(other, w, torch.tensor([4, 4, 21, 21], dtype=torch.int32))
     assert torch.equal(found[:4], tiled_product(x, w, ends)[5:9])
-    assert native.ROWS == 16
+    assert passes.ROWS == 16
 
 
 def test_log_probabilities_of_documents(engine, shared):

@@ -1,0 +1,428 @@
+"""How a GPU runs the layers: whole prompts packed as in training, then blocks of steps that need nothing of the host.
+
+A step embeds the last token of each row, runs the layers, chooses the next token and feeds it back. All that it reads
+and writes is in buffers of fixed addresses, so a CUDA graph of it is replayed for every token. The host reads the
+tokens of a block at once, and drops those behind an end.
+
+Shape suffixes: N rows, S slots, D features, V vocabulary, B steps of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from surogate_core.engine.assembly import Assembly
+from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Steps, with_own
+from surogate_core.generate.passes import tables_of
+from surogate_core.generate.programs import Layers
+from surogate_core.generate.sampling import Rows, choose
+from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
+from surogate_core.generate.weights import Weights
+from surogate_core.kernels.registry import using
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import Sampling
+
+BLOCK = 8
+"""Steps between two looks at the tokens."""
+FEWEST = 16
+"""Rows of the smallest step. Row counts are this times a power of two."""
+SHORTEST = 256
+"""Positions of the shortest step. Lengths are powers of two, up to the slots' own."""
+SPARE = 4
+"""A captured step serves fewer rows or shorter sequences, down to one in SPARE."""
+PREFILL_ROWS = 8192
+"""Tokens of prompts that go through the layers together, unless one prompt has more."""
+BATCH_ROWS = 65536
+"""Tokens of prompts for which each layer is fetched once."""
+SCORES = 2**27
+"""Elements of keys that are read at a time for the segments of prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a step is captured for."""
+
+    rows: int
+    longest: int
+    filters: bool
+    """Whether some row keeps only some tokens."""
+    penalty: bool
+    """Whether some row has a repetition penalty."""
+
+    def serves(self, other: Kind) -> bool:
+        """Whether it does the work of the other at little more cost."""
+        return (
+            (self.filters, self.penalty) == (other.filters, other.penalty)
+            and other.rows <= self.rows <= SPARE * other.rows
+            and other.longest <= self.longest <= SPARE * other.longest
+        )
+
+
+def why_eager(assembly: Assembly) -> str | None:
+    """Why steps are not captured in CUDA graphs; None if they are."""
+    settings = assembly.settings
+    if settings.device.type != "cuda":
+        return "the device is no GPU"
+    if not settings.cuda_graphs:
+        return "use_cuda_graphs is off"
+    if assembly.offloader.moves("weights") or assembly.experts_apart:
+        return f"weights are offloaded to the {assembly.offloader.place}"
+    if settings.ranks > 1 and (settings.shard_weights or settings.zero_level >= 3):
+        return "the GPUs share out the weights"
+    return None
+
+
+class State:
+    """The buffers of a step, for as many rows as there are slots."""
+
+    def __init__(self, rows: int, dummy: int, device: torch.device):
+        self.dummy, self.device = dummy, device
+        self.ids_N, self.slots_N, self.positions_N, self.live_N, self.top_k_N = torch.zeros(
+            5, rows, dtype=torch.int64, device=device
+        )
+        self.temperature_N, self.top_p_N, self.min_p_N, self.penalty_N = torch.ones(4, rows, device=device)
+        self.keys_N2 = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self.numbers_N = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.tokens_BN = torch.zeros(BLOCK, rows, dtype=torch.int64, device=device)
+        self.logprobs_BN = torch.zeros(BLOCK, rows, device=device)
+        self.done = torch.zeros(1, dtype=torch.int64, device=device)
+        """Steps of the block so far."""
+        self.clear()
+
+    def clear(self) -> None:
+        """No row counts."""
+        self.slots_N.fill_(self.dummy)
+        for tensor in (self.ids_N, self.positions_N, self.live_N, self.numbers_N, self.done):
+            tensor.zero_()
+
+    def load(self, running: Sequence[Running], rows: int) -> None:
+        """The rows of these sequences; the others do not count."""
+        rest = rows - len(running)
+        samplings = [s.request.sampling for s in running]
+        one = samplings[0]
+        ints = torch.tensor(
+            [
+                [s.ids[-1] for s in running] + [0] * rest,
+                [s.slot for s in running] + [self.dummy] * rest,
+                [s.length - 1 for s in running] + [0] * rest,
+                [1] * len(running) + [0] * rest,
+            ],
+            device=self.device,
+        )
+        for target, values in zip((self.ids_N, self.slots_N, self.positions_N, self.live_N), ints, strict=True):
+            target[:rows] = values
+        chosen = Rows.of(
+            samplings + [one] * rest,
+            [s.key for s in running] + [(0, 0)] * rest,
+            [len(s.ids) for s in running] + [0] * rest,
+            self.device,
+        )
+        for target, values in (
+            (self.temperature_N, chosen.temperature_N),
+            (self.top_k_N, chosen.top_k_N),
+            (self.top_p_N, chosen.top_p_N),
+            (self.min_p_N, chosen.min_p_N),
+            (self.penalty_N, chosen.penalty_N),
+            (self.keys_N2, chosen.keys_N2),
+            (self.numbers_N, chosen.positions_N),
+        ):
+            target[:rows] = values
+
+    def rows(self, count: int, *, filters: bool) -> Rows:
+        """How the first rows choose, as views."""
+        return Rows(
+            temperature_N=self.temperature_N[:count],
+            top_k_N=self.top_k_N[:count],
+            top_p_N=self.top_p_N[:count],
+            min_p_N=self.min_p_N[:count],
+            penalty_N=self.penalty_N[:count],
+            keys_N2=self.keys_N2[:count],
+            positions_N=self.numbers_N[:count],
+            filters=filters,
+        )
+
+    def advance(self, count: int, tokens_N: Tensor, logprobs_N: Tensor, last: int) -> None:
+        """Feed the chosen tokens back. A row stays at position `last`; one that does not count stays at 0."""
+        self.tokens_BN[:, :count].index_copy_(0, self.done, tokens_N[None])
+        self.logprobs_BN[:, :count].index_copy_(0, self.done, logprobs_N[None])
+        self.ids_N[:count] = tokens_N
+        self.positions_N[:count].add_(self.live_N[:count]).clamp_(max=last)
+        self.numbers_N[:count].add_(1)
+        self.done.add_(1)
+
+
+class SteppedRunner:
+    """Runs the layers in blocks of steps."""
+
+    least_shared = SHORTEST
+
+    def __init__(self, weights: Weights, cache: Cache):
+        self.weights, self.cache = weights, cache
+        assembly = weights.plan.assembly
+        self.eager = why_eager(assembly)
+        """Why steps are not captured, or None."""
+        self._attention = CachedAttention(cache)
+        self._table = with_own(weights.programs.kernels, attention=self._attention)
+        self._layers = Layers(weights, self._attention, compiled=assembly.settings.compiler == "inductor")
+        self._state = State(_rows(cache.slots), cache.slots, weights.device)
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self._loaded: tuple[list[Running], int] = ([], 0)
+        """The sequences whose rows the buffers have, and how many rows."""
+        self._seen_SV: Tensor | None = None
+        """For each slot the tokens that a repetition penalty applies to."""
+
+    # -------------------------------------------------------------------------- prompts
+
+    def prefill(self, fills: Sequence[Fill]) -> Iterator[Tensor]:
+        """The last layer's output for the tokens of each prompt from its start on."""
+        self._loaded = ([], 0)
+        begin = 0
+        while begin < len(fills):
+            end, rows = begin, 0
+            while end < len(fills) and (end == begin or rows + len(fills[end].ids) <= BATCH_ROWS):
+                rows += len(fills[end].ids)
+                end += 1
+            yield from self._prefill(fills[begin:end])
+            begin = end
+
+    def _prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
+        whole = [number for number, fill in enumerate(fills) if not fill.start]
+        parts = [number for number, fill in enumerate(fills) if fill.start]
+        passes = [*self._packed(fills, whole), *self._segmented(fills, parts)]
+        xs = [self.weights.embedded(one.ids_N) for one in passes]
+        tables = [tables_of(self.weights, one.positions_N, one.lasts_N, one.real_N) for one in passes]
+        with using(self._table):
+            for number, layer in enumerate(self._layers.of(None)):
+                for index, one in enumerate(passes):
+                    self._attention.begin(number, one.reader)
+                    xs[index] = layer(xs[index], tables[index])
+        found: list[list[Tensor]] = [[] for _ in fills]
+        for one, x_ND in zip(passes, xs, strict=True):
+            for number, rows in one.rows:
+                found[number].append(x_ND[rows])
+        return [torch.cat(tensors) for tensors in found]
+
+    def _packed(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
+        """Passes of whole prompts."""
+        group: list[int] = []
+        for number in [*chosen, None]:
+            rows = sum(len(fills[n].ids) for n in group)
+            if group and (number is None or rows + len(fills[number].ids) > PREFILL_ROWS):
+                yield self._documents(fills, group)
+                group = []
+            if number is not None:
+                group.append(number)
+
+    def _documents(self, fills: Sequence[Fill], group: Sequence[int]) -> _Pass:
+        lengths = [len(fills[n].ids) for n in group]
+        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        rest = -ends[-1] % FEWEST
+        device = self.weights.device
+        sizes = torch.tensor([*lengths, rest], device=device)
+        slots = torch.tensor([*(fills[n].slot for n in group), self.cache.slots], device=device)
+        starts = torch.tensor(ends, device=device)
+        total = ends[-1] + rest
+        positions_N = torch.arange(total, device=device) - starts.repeat_interleave(sizes, output_size=total)
+        borders = [*ends, total] if rest else ends
+        return _Pass(
+            ids_N=torch.tensor([i for n in group for i in fills[n].ids] + [0] * rest, device=device),
+            positions_N=positions_N,
+            lasts_N=(sizes - 1).repeat_interleave(sizes, output_size=total),
+            real_N=torch.arange(total, device=device) < ends[-1],
+            reader=Documents(
+                slots_N=slots.repeat_interleave(sizes, output_size=total),
+                positions_N=positions_N,
+                cu_seqlens_D=torch.tensor(borders, dtype=torch.int32, device=device),
+                longest=max(*lengths, rest),
+                kernels=self.weights.programs.kernels,
+            ),
+            rows=[(n, slice(begin, end)) for n, begin, end in zip(group, ends, ends[1:], strict=False)],
+        )
+
+    def _segmented(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
+        """Passes of prompts whose first tokens are in their slots already."""
+        segments = [(number, start) for number in chosen for start in fills[number].segments()]
+        widest = max((k * (e + f) for calls in self.cache.layers for k, e, f in _shapes(calls)), default=1)
+        size = max(1, SCORES // (self.cache.context * widest))
+        for first in range(0, len(segments), size):
+            yield self._segments(fills, segments[first : first + size])
+
+    def _segments(self, fills: Sequence[Fill], some: Sequence[tuple[int, int]]) -> _Pass:
+        device = self.weights.device
+        ids, lasts, rows = [], [], []
+        for place, (number, start) in enumerate(some):
+            tokens = fills[number].ids[start : start + SEGMENT]
+            ids += [*tokens, *[0] * (SEGMENT - len(tokens))]
+            lasts += [len(fills[number].ids) - 1] * SEGMENT
+            rows.append((number, slice(place * SEGMENT, place * SEGMENT + len(tokens))))
+        places = Places(
+            slots_G=torch.tensor([fills[number].slot for number, _ in some], device=device),
+            starts_G=torch.tensor([start for _, start in some], device=device),
+            width=SEGMENT,
+        )
+        return _Pass(
+            ids_N=torch.tensor(ids, device=device),
+            positions_N=places.positions(),
+            lasts_N=torch.tensor(lasts, device=device),
+            real_N=None,
+            reader=places,
+            rows=rows,
+        )
+
+    # ---------------------------------------------------------------------------- steps
+
+    def advance(self, running: Sequence[Running]) -> list[Chosen]:
+        """The first token of those that have none, otherwise a block of tokens of each."""
+        new = [sequence for sequence in running if not sequence.ids]
+        if not new:
+            return self._block(running)
+        found = {id(sequence): pair for sequence, pair in zip(new, self._first(new), strict=True)}
+        return [[found[id(sequence)]] if id(sequence) in found else [] for sequence in running]
+
+    def _first(self, new: Sequence[Running]) -> list[tuple[int, float]]:
+        """The token after each prompt."""
+        samplings = [s.request.sampling for s in new]
+        rows = Rows.of(samplings, [s.key for s in new], [0] * len(new), self.weights.device)
+        slots_N = torch.tensor([s.slot for s in new], device=self.weights.device)
+        seen_NV = None
+        if _penalised(samplings):
+            seen_SV = self._seen()
+            for sequence in new:
+                seen_SV[sequence.slot] = False
+                seen_SV[sequence.slot, torch.tensor(sequence.request.prompt, device=seen_SV.device)] = True
+            seen_NV = seen_SV[slots_N]
+        with using(self._table):
+            x_ND = torch.stack([s.hidden_D for s in new])
+            tokens_N, logprobs_N = choose(self.weights.logits(x_ND), rows, seen_NV)
+        if seen_NV is not None:
+            self._seen()[slots_N, tokens_N] = True
+        return list(zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True))
+
+    def _seen(self) -> Tensor:
+        if self._seen_SV is None:
+            vocabulary = self.weights.plan.assembly.model.vocab_size
+            shape = (self.cache.slots + 1, vocabulary)
+            self._seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.weights.device)
+        return self._seen_SV
+
+    def _block(self, running: Sequence[Running]) -> list[Chosen]:
+        """A block of tokens of each."""
+        steps = min(BLOCK, max(sequence.remaining for sequence in running))
+        samplings = [s.request.sampling for s in running]
+        kind = Kind(
+            rows=_rows(len(running)),
+            longest=_longest(max(s.length for s in running) + steps - 1, self.cache.context),
+            filters=any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in samplings),
+            penalty=_penalised(samplings),
+        )
+        run, rows = self._prepared(kind)
+        state = self._state
+        if self._loaded != (list(running), rows):
+            state.load(running, rows)
+            self._loaded = (list(running), rows)
+        state.done.zero_()
+        for _ in range(steps):
+            run()
+        count = len(running)
+        tokens = state.tokens_BN[:steps, :count].t().tolist()
+        logprobs = state.logprobs_BN[:steps, :count].t().tolist()
+        return [list(zip(*pair, strict=True)) for pair in zip(tokens, logprobs, strict=True)]
+
+    def step(self, kind: Kind) -> None:
+        """The next token of every row, on the device alone."""
+        state, count = self._state, kind.rows
+        slots_N, positions_N = state.slots_N[:count], state.positions_N[:count]
+        tables = tables_of(self.weights, positions_N, positions_N, state.live_N[:count] > 0)
+        x_ND = self.weights.embedded(state.ids_N[:count])
+        reader = Steps(slots_N=slots_N, positions_N=positions_N, longest=kind.longest)
+        with using(self._table):
+            for number, layer in enumerate(self._layers.of(count)):
+                self._attention.begin(number, reader)
+                x_ND = layer(x_ND, tables)
+            seen_NV = self._seen()[slots_N] if kind.penalty else None
+            rows = state.rows(count, filters=kind.filters)
+            tokens_N, logprobs_N = choose(self.weights.logits(x_ND), rows, seen_NV)
+        if kind.penalty:
+            self._seen().index_put_((slots_N, tokens_N), torch.ones((), dtype=torch.bool, device=x_ND.device))
+        state.advance(count, tokens_N, logprobs_N, self.cache.context - 1)
+
+    def _prepared(self, kind: Kind) -> tuple[Callable[[], None], int]:
+        """What runs a step of this kind, and its number of rows."""
+        if self.eager is not None:
+            return lambda: self.step(kind), kind.rows
+        known = [one for one in self._graphs if one.serves(kind)]
+        if not known:
+            self._capture(kind)
+            if self.eager is not None:
+                return lambda: self.step(kind), kind.rows
+            known = [kind]
+        best = min(known, key=lambda one: (one.rows, one.longest))
+        return self._graphs[best].replay, best.rows
+
+    def _capture(self, kind: Kind) -> None:
+        """Capture a step. The rows of the buffers are lost."""
+        from surogate_core.engine.graphs import capture_forward
+
+        self._loaded = ([], 0)
+        self._state.clear()
+        if kind.penalty:
+            self._seen()
+        beside = next(iter(self._graphs.values()), None)
+
+        def run() -> None:
+            self._state.done.zero_()
+            self.step(kind)
+
+        try:
+            self._graphs[kind] = capture_forward(lambda: self.step(kind), warm_up=run, beside=beside)
+        except torch.OutOfMemoryError:
+            self.eager = "no memory is left for CUDA graphs"
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """[N, V]: the head."""
+        with using(self._table):
+            return self.weights.logits(x_ND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Rows of prompts that go through the layers together."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    lasts_N: Tensor
+    """The last position of each row's prompt."""
+    real_N: Tensor | None
+    reader: Reader
+    rows: Sequence[tuple[int, slice]]
+    """Number of a prompt → its rows, in order."""
+
+
+def _shapes(calls: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, int, int]]:
+    return ((keys.shape[2], keys.shape[3], values.shape[3]) for keys, values in calls)
+
+
+def _rows(count: int) -> int:
+    """Rows of a step for so many sequences."""
+    rows = FEWEST
+    while rows < count:
+        rows *= 2
+    return rows
+
+
+def _longest(needed: int, context: int) -> int:
+    """Positions that a step reads at most."""
+    longest = SHORTEST
+    while longest < needed:
+        longest *= 2
+    return min(longest, context)
+
+
+def _penalised(samplings: Sequence[Sampling]) -> bool:
+    return any(s.repetition_penalty != 1 for s in samplings)

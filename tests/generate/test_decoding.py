@@ -1,0 +1,181 @@
+"""Blocks of steps, as a GPU runs them, on a CPU: the exact runner's tokens, and nothing that waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
+from surogate_core.generate import decoding
+from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
+from surogate_core.testing import tiny
+
+PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
+GREEDY = Sampling(temperature=0)
+SAMPLINGS = {
+    "plain": Sampling(temperature=1.5),
+    "filters": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    "penalty": Sampling(temperature=1.2, repetition_penalty=1.5, top_p=0.9),
+}
+
+
+def weights(**changes: Any) -> Weights:
+    return Weights.load(tiny.assembly(lora=tiny.lora(), **changes), tiny.random_source())
+
+
+@pytest.fixture(scope="module")
+def shared() -> Weights:
+    return weights()
+
+
+def opened(shared: Weights, *, slots: int = 6, context: int = 80, stepped: bool = True) -> NativeEngine:
+    return NativeEngine(shared, RolloutSettings(slots=slots, context=context), stepped=stepped)
+
+
+def requests(sampling: Sampling, *, new: int = 2 * BLOCK + 1, **changes: Any) -> list[Request]:
+    return [
+        Request(prompt=tuple(ids), max_new_tokens=new + number, number=number, sampling=sampling, **changes)
+        for number, ids in enumerate(PROMPTS)
+    ]
+
+
+def same(found: list[Completion], expected: list[Completion]) -> None:
+    assert [(c.ids, c.reason) for c in found] == [(c.ids, c.reason) for c in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_tokens_are_those_of_the_exact_runner(shared, name):
+    asked = requests(SAMPLINGS[name])
+    asked[1] = replace(asked[1], sampling=GREEDY)
+    expected = opened(shared, stepped=False).generate(asked)
+    assert len({c.ids for c in expected}) == len(asked)
+    for slots in (1, 3, 6):
+        same(opened(shared, slots=slots).generate(asked), expected)
+
+
+def test_a_mixture_of_experts():
+    config = {**qwen3_moe().presets["tiny"], "vocab_size": 61, "num_hidden_layers": 2}
+    made = Weights.load(tiny.assembly(config, build=qwen3_moe().build, lora=tiny.lora()), tiny.random_source())
+    asked = requests(GREEDY)
+    same(opened(made, slots=4).generate(asked), opened(made, stepped=False).generate(asked))
+
+
+def test_tokens_behind_an_end_are_dropped(shared):
+    free = opened(shared).generate(requests(SAMPLINGS["plain"]))
+    place = BLOCK // 2 + 1  # inside of the first block
+    stop = free[0].ids[place]
+    asked = requests(SAMPLINGS["plain"])
+    asked[0] = replace(asked[0], stop_ids=frozenset({stop}))
+    seen: list[tuple[int, int]] = []
+
+    def on_token(index: int, token: int) -> bool:
+        seen.append((index, token))
+        return index == 1 and sum(i == 1 for i, _ in seen) == BLOCK + 3
+
+    found = opened(shared, slots=2).generate(asked, on_token=on_token)
+    cut = free[0].ids.index(stop) + 1
+    assert found[0].ids == free[0].ids[:cut]
+    assert found[0].reason == found[1].reason == "stop"
+    assert found[1].ids == free[1].ids[: BLOCK + 3]
+    # The slots of both are filled again, and the caller sees exactly the tokens that count, in order.
+    same(found[2:], free[2:])
+    for index, completion in enumerate(found):
+        assert tuple(token for i, token in seen if i == index) == completion.ids
+
+
+def test_the_last_tokens_of_a_full_slot(shared):
+    asked = [Request(prompt=tuple(PROMPTS[2]), max_new_tokens=new, sampling=GREEDY) for new in (8, 1, 2)]
+    # A block goes past the end of every slot.
+    same(opened(shared, slots=2, context=48).generate(asked), opened(shared, stepped=False).generate(asked))
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what reads a value on the host, and shapes that depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_a_step_reads_nothing_on_the_host(shared, name):
+    engine = opened(shared)
+    runner = engine._runner
+    assert isinstance(runner, SteppedRunner)
+    sampling = SAMPLINGS[name]
+    engine.generate(requests(sampling, new=2))
+    kind = Kind(rows=16, longest=80, filters=sampling.top_p < 1, penalty=sampling.repetition_penalty != 1)
+    with torch.no_grad(), NoHost():
+        runner._state.done.zero_()
+        for _ in range(BLOCK):
+            runner.step(kind)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoHost():
+        runner._state.done.item()
+
+
+def test_one_traced_program_serves_prompts_steps_and_all_layers(shared):
+    asked = requests(GREEDY)
+    engine = opened(shared, slots=3)
+    runner = engine._runner
+    assert isinstance(runner, SteppedRunner)
+    runner._layers.compiled = True
+    same(engine.generate(asked), opened(shared, stepped=False).generate(asked))
+    assert list({rows for _, rows in runner._layers._programs}) == [16]
+    assert len(runner._layers._programs) == 1
+    assert len(runner._layers._by_key) == 2
+
+
+def test_prompts_are_prefilled_in_several_passes_and_shared(shared, monkeypatch):
+    monkeypatch.setattr(decoding, "PREFILL_ROWS", 40)
+    monkeypatch.setattr(decoding, "BATCH_ROWS", 50)
+    monkeypatch.setattr(decoding, "SCORES", 1)
+    monkeypatch.setattr(SteppedRunner, "least_shared", 16)
+    asked = requests(SAMPLINGS["plain"], new=5)
+    asked += [replace(one, sample=1) for one in asked]
+    # These begin as others that are in slots already.
+    asked += [Request(prompt=(*PROMPTS[2][:33], *more), max_new_tokens=4, sampling=GREEDY) for more in ((1, 2), (3,))]
+    same(opened(shared, slots=7).generate(asked), opened(shared, stepped=False).generate(asked))
+
+
+def test_log_probabilities_of_documents(shared):
+    found = opened(shared, slots=2).logprobs(PROMPTS[:4])
+    for one, other in zip(found, opened(shared, slots=2, stepped=False).logprobs(PROMPTS[:4]), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_kinds_of_steps():
+    small = Kind(rows=16, longest=256, filters=False, penalty=False)
+    assert replace(small, rows=64, longest=1024).serves(small)
+    assert not small.serves(replace(small, rows=32))
+    assert not replace(small, rows=128).serves(small)
+    assert not replace(small, longest=2048).serves(small)
+    assert not replace(small, filters=True).serves(small)
+    assert [decoding._rows(n) for n in (1, 16, 17, 256)] == [16, 16, 32, 256]
+    assert [decoding._longest(n, 4096) for n in (5, 257, 3000)] == [256, 512, 4096]
+    assert decoding._longest(5, 80) == 80
+
+
+def test_the_reasons_to_run_without_graphs(shared, installed):
+    assembly = shared.plan.assembly
+    assert why_eager(assembly) == "the device is no GPU"
+
+    def on_gpu(**changes: Any) -> Any:
+        settings = replace(assembly.settings, device=torch.device("cuda"), **{"cuda_graphs": True, **changes})
+        return replace(assembly, settings=settings)
+
+    assert why_eager(on_gpu()) is None
+    assert why_eager(on_gpu(cuda_graphs=False)) == "use_cuda_graphs is off"
+    assert why_eager(on_gpu(ranks=2, shard_weights=True)) == "the GPUs share out the weights"
+    offloaded = replace(on_gpu(), offloader=installed.get("offload", "host"))
+    assert why_eager(offloaded) == "weights are offloaded to the host"
