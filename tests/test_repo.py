@@ -280,7 +280,7 @@ FLOORS = (
     {"launch"},
     {"builtin"},
     {"run"},
-    {"testing"},
+    {"testing", "serve"},
     {"cli"},
     {"api"},
     {"__main__"},

@@ -13,6 +13,7 @@ COMMANDS = (
     "generate",
     "chat",
     "eval",
+    "serve",
     "tokenize",
     "merge",
     "export",

@@ -29,6 +29,7 @@ usage:
   surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
   surogate chat MODEL [MODEL …]                a chat in the terminal
   surogate eval MODEL [MODEL …] datasets=FILE  held-out loss and perplexity; several models are compared in pairs
+  surogate serve MODEL [--adapter DIR …]       a server of the OpenAI API
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
   surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
@@ -110,6 +111,7 @@ def _dispatch(arguments: list[str]) -> int:
         "generate": _generate,
         "chat": _chat,
         "eval": _evaluate,
+        "serve": _serve,
         "tokenize": _tokenize,
         "merge": _merge,
         "export": _export,
@@ -148,6 +150,12 @@ def _evaluate(arguments: list[str]) -> int:
     from surogate_core.cli import evaluate
 
     return evaluate.main(arguments)
+
+
+def _serve(arguments: list[str]) -> int:
+    from surogate_core.cli import serve
+
+    return serve.main(arguments)
 
 
 def _tokenize(arguments: list[str]) -> int:

@@ -184,16 +184,26 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
         counted("slots", slots)
     context = max(len(r.prompt) + r.max_new_tokens for r in requests)
     wanted = slots if slots is not None else usual_slots(weights.device, requests)
+    least = 1 if slots is None else slots
+    fix = "fewer --slots, a lower --max-new-tokens, or a shorter prompt"
+    return RolloutSettings(slots=fitting_slots(weights, context, wanted, least=least, fix=fix), context=context)
+
+
+def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1, fix: str) -> int:
+    """The slots of a context whose keys and values fit into the free memory, at most `wanted`.
+
+    Raises `MachineError` with `fix` if fewer than `least` fit.
+    """
     one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
     room = free_memory(weights.device)
     fitting = wanted if room is None or not one else min(wanted, int(SHARE * room / one) - 1)
-    if fitting < (wanted if slots is not None else 1):
-        needed, free = human_bytes(one * (wanted + 1 if slots is not None else 2)), human_bytes(int(room or 0))
+    if fitting < least:
+        needed, free = human_bytes(one * (least + 1)), human_bytes(int(room or 0))
         raise MachineError(
-            f"The keys and values of {max(1, slots or 1)} sequences of {context:,} tokens need {needed}, and "
-            f"{free} are free. Fix: fewer --slots, a lower --max-new-tokens, or a shorter prompt."
+            f"The keys and values of {least} sequences of {context:,} tokens need {needed}, and {free} are free. "
+            f"Fix: {fix}."
         )
-    return RolloutSettings(slots=fitting, context=context)
+    return fitting
 
 
 def generate_texts(

@@ -1,0 +1,301 @@
+"""Requests of the OpenAI API: the body of a request, checked field by field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+MOST_CHOICES = 128
+"""Largest `n`."""
+MOST_COMPLETIONS = 1024
+"""Largest number of completions of a request: prompts times `n`."""
+MOST_STOPS = 16
+
+SAMPLING = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 100.0),
+    "seed": (-(2**63), 2**64 - 1),
+}
+"""Fields of `Sampling` with the smallest and the largest value that is taken."""
+WHOLE = ("top_k", "seed")
+
+OWN = {
+    True: ("messages", "max_completion_tokens", "top_logprobs"),
+    False: ("prompt", "best_of", "echo", "suffix"),
+}
+"""Whether a request is a chat → the fields that only such a request has."""
+SHARED = (
+    *SAMPLING,
+    "model",
+    "max_tokens",
+    "n",
+    "stop",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "response_format",
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+)
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+    "prediction",
+)
+"""Fields that change no answer."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+}
+"""Fields that are not offered, with the values that ask for nothing."""
+
+HINTS = {
+    "presence_penalty": "use repetition_penalty",
+    "frequency_penalty": "use repetition_penalty",
+    "top_logprobs": "leave it out; logprobs gives the log-probability of the chosen token",
+}
+
+
+class RequestError(Exception):
+    """A request that gets an error instead of an answer, in the form of the OpenAI API."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error."""
+        kinds = {429: "rate_limit_error", 401: "authentication_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request."""
+
+    chat: bool
+    model: str | None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Texts or tokens to continue; empty for a chat."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Only what the request has."""
+    logprobs: bool = False
+    echo: bool = False
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
+    ignore_eos: bool = False
+
+
+def read(body: bytes, *, chat: bool) -> Ask:
+    """What a body asks for; raises `RequestError`."""
+    fields = _Fields(_parsed(body), chat=chat)
+    fields.check_names()
+    given = {name: value for name in SAMPLING if (value := fields.sampling(name)) is not None}
+    n = fields.whole("n", 1, least=1, most=MOST_CHOICES)
+    assert n is not None
+    limit = fields.whole("max_tokens", None, least=1)
+    if chat:
+        limit = fields.whole("max_completion_tokens", limit, least=1)
+    prompts = () if chat else fields.prompts()
+    if n * len(prompts) > MOST_COMPLETIONS:
+        raise RequestError(f"{len(prompts)} prompts with n = {n}: at most {MOST_COMPLETIONS} completions.", param="n")
+    if fields.whole("best_of", n, least=1) != n:
+        raise RequestError("best_of is not offered. Fix: leave it out, or set n.", param="best_of")
+    logprobs, echo = fields.logprobs(), fields.flag("echo")
+    if logprobs and echo:
+        raise RequestError("echo with logprobs is not offered. Fix: leave one of them out.", param="echo")
+    options = fields.of_type("stream_options", dict, "an object")
+    return Ask(
+        chat=chat,
+        model=fields.of_type("model", str, "text"),
+        prompts=prompts,
+        messages=fields.messages() if chat else (),
+        n=n,
+        max_tokens=limit,
+        stop=fields.stops(),
+        sampling=given,
+        logprobs=logprobs,
+        echo=echo,
+        stream=fields.flag("stream"),
+        usage=bool((options or {}).get("include_usage")),
+        ignore_eos=fields.flag("ignore_eos"),
+    )
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body.decode("utf-8"))
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError("the body has half of a surrogate pair, which is not text.") from error
+    except UnicodeDecodeError as error:
+        raise RequestError("the body is not UTF-8.") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply.") from error
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise RequestError("the body is not a JSON object.")
+    return found
+
+
+class _Fields:
+    """The fields of a body."""
+
+    def __init__(self, values: Mapping[str, Any], *, chat: bool):
+        self.values = {name: value for name, value in values.items() if value is not None}
+        self.chat = chat
+
+    def check_names(self) -> None:
+        """Refuse fields that are unknown, or that ask for what is not offered."""
+        known = (*SHARED, *OWN[self.chat], *IGNORED)
+        for name in self.values:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                fix = f" Fix: {near[0]}" if near else ""
+                raise RequestError(
+                    f"{name[:100]}: there is no such field.{fix}", param=name[:100], code="unknown_parameter"
+                )
+        for name, neutral in NEUTRAL.items():
+            if name in self.values and self.values[name] not in neutral:
+                fix = HINTS.get(name, "leave it out")
+                raise RequestError(f"{name} is not offered. Fix: {fix}.", param=name, code="unsupported_parameter")
+
+    def of_type(self, name: str, kind: type, what: str) -> Any:
+        """A field of a type; None without one."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise RequestError(f"{name}: must be {what}.", param=name)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A boolean; false without one."""
+        return bool(self.of_type(name, bool, "true or false"))
+
+    def whole(self, name: str, default: int | None, *, least: int, most: int = 2**31) -> int | None:
+        """A whole number."""
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise RequestError(f"{name}: must be a whole number from {least} to {most}.", param=name)
+        return value
+
+    def sampling(self, name: str) -> float | None:
+        """A field of `Sampling`; None without one."""
+        value, (least, most) = self.values.get(name), SAMPLING[name]
+        if value is None:
+            return None
+        kinds = int if name in WHOLE else int | float
+        fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+        if not fits or not least <= value <= most or (name == "top_p" and value == 0):
+            what = "a whole number" if name in WHOLE else "a number"
+            raise RequestError(f"{name}: must be {what} from {least:g} to {most:g}.", param=name)
+        return max(0, value) if name == "top_k" else value
+
+    def logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        if self.chat:
+            return self.flag("logprobs")
+        value = self.values.get("logprobs", False)
+        if value is not False and value is not True and value != 0:
+            raise RequestError(
+                "logprobs: other tokens than the chosen one have no log-probability here. Fix: logprobs: 0, which "
+                "gives that of the chosen token.",
+                param="logprobs",
+                code="unsupported_parameter",
+            )
+        return value is not False
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        value = self.values.get("stop", ())
+        found = (value,) if isinstance(value, str) else value
+        fits = isinstance(found, list | tuple) and len(found) <= MOST_STOPS
+        if not fits or not all(isinstance(one, str) and one for one in found):
+            raise RequestError(
+                f"stop: must be text, or a list of at most {MOST_STOPS} texts, none empty.", param="stop"
+            )
+        return tuple(found)
+
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """The prompts of a completion."""
+        value = self.values.get("prompt")
+        if isinstance(value, str):
+            return (value,)
+        if isinstance(value, list) and value:
+            if all(map(_is_token, value)):
+                return (tuple(value),)
+            if all(isinstance(one, str) for one in value):
+                return tuple(value)
+            if all(isinstance(one, list) and one and all(map(_is_token, one)) for one in value):
+                return tuple(map(tuple, value))
+        raise RequestError("prompt: must be text, a list of texts, or a list of token ids.", param="prompt")
+
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages of a chat, whose contents are texts."""
+        value = self.values.get("messages")
+        if not isinstance(value, list) or not value:
+            raise RequestError("messages: must be a list with at least one message.", param="messages")
+        return tuple(_message(place, one) for place, one in enumerate(value))
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _message(place: int, message: Any) -> Mapping[str, Any]:
+    param = f"messages[{place}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f'{param}: must be an object with "role" and "content".', param=param)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(content, f"{param}.content")
+    if not isinstance(content, str):
+        raise RequestError(f"{param}.content: must be text.", param=f"{param}.content")
+    return {**message, "content": content}
+
+
+def _joined(parts: Sequence[Any], param: str) -> str:
+    """The text of a content that is a list of parts."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            shown = kind if isinstance(kind, str) and kind != "text" else "this part"
+            raise RequestError(f"{param}: {shown[:50]} is not text, and the models here read text only.", param=param)
+        texts.append(part["text"])
+    return "".join(texts)

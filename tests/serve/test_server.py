@@ -1,0 +1,238 @@
+"""The server of the OpenAI API, over a tiny model."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.bundles import RolloutSettings, Sampling
+from surogate_core.config.resolve import load_run_config
+from surogate_core.generate.native import NativeEngine
+from surogate_core.plugins.registry import load_plugins
+from surogate_core.run.generation import named, prepare
+from surogate_core.run.texts import Prompt, Wanted, generate_texts, prompt_of_messages, prompt_of_text, requests_of
+from surogate_core.serve.models import Served
+from surogate_core.serve.server import MOST_BYTES, Server
+from surogate_core.serve.worker import Worker
+
+TOKEN = "a-token-of-the-test"
+HELLO = [{"role": "user", "content": "Hello"}]
+CONTEXT = 160
+
+
+@dataclass(slots=True)
+class Live:
+    """A running server."""
+
+    server: Server
+    engine: NativeEngine
+    served: Served
+
+    def ask(self, path: str, body: Any = None, *, method: str = "", **headers: str) -> tuple[int, Any]:
+        """(status, JSON) of a request with the token."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        try:
+            headers = {"Authorization": f"Bearer {TOKEN}", **headers}
+            connection.request(method or ("GET" if body is None else "POST"), path, data, headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read() or b"null")
+        finally:
+            connection.close()
+
+    def complete(self, **body: Any) -> Any:
+        """The answer to a completion, of a chat if it has messages."""
+        status, found = self.ask("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+        assert status == 200, found
+        return found
+
+    def stream(self, **body: Any) -> list[Any]:
+        """The events of a streamed completion."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        connection.request("POST", path, json.dumps({**body, "stream": True}).encode(), headers)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        *events, end = [line for line in answer.read().decode().split("\n\n") if line]
+        assert end == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def expected(self, prompt: Prompt, wanted: Wanted) -> list[Any]:
+        """The texts that `generate` gives."""
+        requests, _ = requests_of(self.served.prepared, [prompt], wanted)
+        engine = NativeEngine(self.engine.weights, RolloutSettings(slots=4, context=CONTEXT))
+        return generate_texts(engine, self.served.tokenizer, requests, wanted.stop)
+
+
+@pytest.fixture(scope="module")
+def live(hf_dir: Path) -> Iterator[Live]:
+    registry, found = load_plugins(), named(str(hf_dir))
+    prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=registry), registry)
+    engine = NativeEngine(prepared.load(registry), RolloutSettings(slots=4, context=CONTEXT, frozen=True))
+    served = Served(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT)
+    server = Server({"tiny": served}, Worker(engine, slots=4), token=TOKEN)
+    yield Live(server=server, engine=engine, served=served)
+    server.close()
+
+
+def test_a_completion_is_that_of_generate(live: Live) -> None:
+    prompt = prompt_of_text(live.served.tokenizer, "The chain", name="prompt")
+    (text,) = live.expected(prompt, Wanted(max_new_tokens=12, sampling=Sampling(temperature=0)))
+    found = live.complete(model="tiny", prompt="The chain", max_tokens=12, temperature=0, logprobs=0)
+    (choice,) = found["choices"]
+    assert choice["text"] == text.text
+    assert choice["finish_reason"] == text.reason
+    assert found["object"] == "text_completion"
+    assert found["usage"] == {
+        "prompt_tokens": len(prompt.ids),
+        "completion_tokens": len(text.ids),
+        "total_tokens": len(prompt.ids) + len(text.ids),
+    }
+    ends = text.reason == "stop"
+    assert choice["logprobs"]["token_logprobs"] == list(text.logprobs)[: len(text.ids) - ends]
+    assert live.complete(prompt=list(prompt.ids), max_tokens=12, temperature=0)["choices"][0]["text"] == text.text
+    echoed = live.complete(prompt="The chain", max_tokens=12, temperature=0, echo=True)
+    assert echoed["choices"][0]["text"] == "The chain" + text.text
+    assert live.complete(prompt="The chain", temperature=0, ignore_eos=True)["usage"]["completion_tokens"] == 16
+
+
+def test_a_chat_with_samples_and_a_seed(live: Live) -> None:
+    prompt = prompt_of_messages(live.served.tokenizer, HELLO, name="messages")
+    wanted = Wanted(max_new_tokens=10, samples=3, sampling=Sampling(temperature=1.5, top_p=0.9, seed=5))
+    texts = live.expected(prompt, wanted)
+    body = {"messages": HELLO, "n": 3, "max_tokens": 10, "temperature": 1.5, "top_p": 0.9}
+    found = live.complete(**body, seed=5)
+    assert [c["message"] for c in found["choices"]] == [{"role": "assistant", "content": t.text} for t in texts]
+    assert [c["finish_reason"] for c in found["choices"]] == [t.reason for t in texts]
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    same = live.complete(**{**body, "messages": [{"role": "user", "content": parts}]}, seed=5)
+    assert same["choices"] == found["choices"]
+    assert live.complete(**body)["choices"] != live.complete(**body)["choices"], "without a seed samples differ"
+
+
+def test_streams_say_the_same_in_parts(live: Live) -> None:
+    body = {"messages": HELLO, "n": 2, "max_tokens": 10, "temperature": 1.5, "seed": 5, "logprobs": True}
+    whole = live.complete(**body)
+    *events, last = live.stream(**body, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert [t for c in own if c["logprobs"] for t in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == [choice["finish_reason"]]
+    assert len({event["id"] for event in events}) == 1
+    body = {"prompt": ["The chain", "A wheel"], "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    whole, events = live.complete(**body), live.stream(**body)
+    for choice in whole["choices"]:
+        own = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        assert [o for c in own for o in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+
+
+def test_stop_texts_end_a_completion(live: Live) -> None:
+    text = live.complete(prompt="The chain", max_tokens=20, temperature=0, ignore_eos=True)["choices"][0]["text"]
+    stop = text.strip()[3:5]
+    (choice,) = live.complete(prompt="The chain", max_tokens=20, temperature=0, stop=["\x00", stop])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+    events = live.stream(prompt="The chain", max_tokens=20, temperature=0, stop=stop)
+    assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+
+
+def test_clients_at_the_same_time_get_what_they_get_alone(live: Live) -> None:
+    bodies = [
+        {"prompt": f"Number {i}", "max_tokens": 6 + i, "temperature": 1.5, "seed": i, "n": 1 + i % 2} for i in range(8)
+    ]
+    alone = [live.complete(**body)["choices"] for body in bodies]
+    together: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        together[number] = live.complete(**bodies[number])["choices"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[number] for number in range(len(bodies))] == alone
+
+
+def test_models_and_health(live: Live) -> None:
+    status, found = live.ask("/v1/models")
+    assert status == 200
+    (entry,) = found["data"]
+    assert (entry["id"], entry["object"], entry["max_model_len"]) == ("tiny", "model", CONTEXT)
+    assert live.ask("/v1/models/tiny") == (200, entry)
+    assert live.ask("/v1/models/none")[0] == 404
+    assert live.ask("/health", Authorization="none") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}é"])
+def test_a_request_without_the_token_is_refused(live: Live, given: str) -> None:
+    for path, body in (("/v1/models", None), ("/v1/completions", {"prompt": "a"}), ("/anything", None)):
+        status, found = live.ask(path, body, Authorization=given.encode("latin-1").decode("latin-1"))
+        assert status == 401
+        assert found["error"]["code"] == "invalid_api_key"
+        assert TOKEN not in json.dumps(found)
+
+
+def test_a_client_that_goes_away_stops_its_completion(live: Live) -> None:
+    for stream in (False, True):
+        body = {"prompt": "The chain", "max_tokens": 140, "ignore_eos": True, "n": 64, "temperature": 1.0}
+        data = json.dumps({**body, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", live.server.port)) as connection:
+            connection.sendall(head.encode() + data)
+            until(lambda: live.server.worker.counts()[0] == 4)
+        until(lambda: live.server.worker.counts() == (0, 0))
+    assert live.complete(prompt="The chain", max_tokens=1)
+
+
+def until(holds: Any) -> None:
+    """Wait for something that happens soon."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_connections_are_kept(live: Live) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", live.server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for body in (b'{"prompt": "a", "max_tokens": 2}', b"{", b'{"prompt": "a", "max_tokens": 2}'):
+        connection.request("POST", "/v1/completions", body, headers)
+        used = connection.sock
+        answer = connection.getresponse()
+        assert answer.status == (400 if body == b"{" else 200)
+        answer.read()
+        assert connection.sock is used
+    connection.close()
+
+
+def test_bodies_that_are_too_long_are_not_read(live: Live) -> None:
+    headers = {"Content-Length": str(MOST_BYTES + 1)}
+    status, found = live.ask("/v1/completions", b"", method="POST", **headers)
+    assert status == 413
+    assert "at most" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [("/v1/completions", "GET", 405), ("/v1/models", "POST", 405), ("/", "GET", 404), ("/v1/embeddings", "POST", 404)],
+)
+def test_paths_and_methods(live: Live, path: str, method: str, status: int) -> None:
+    found, answer = live.ask(path, {} if method == "POST" else None, method=method)
+    assert found == status
+    assert answer["error"]["message"]
