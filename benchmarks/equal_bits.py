@@ -89,7 +89,7 @@ def runs(case: str, world: int, *, exact: bool, largest: bool) -> list[Run]:
 def train_all(work: dict[str, Any], mesh: Mesh) -> None:
     """Take every training of this world in turn. Rank 0 writes a line after each."""
     torch.set_num_threads(1)
-    lines = Path(work["place"], f"world-{mesh.world}")
+    lines = Path(work["lines"])
     bench_ranks.connect(mesh, work["fabric"], _device(work))
     copies = bench_ranks.count_copies()
     for number, (training, run) in enumerate(work["jobs"]):
@@ -171,11 +171,11 @@ def _shown(figures: Sequence[str]) -> str:
 
 def in_world(world: int, left: list[Run], place: str, options: argparse.Namespace) -> Iterator[tuple[Run, Any]]:
     """Each training of a world with its result. One that fails ends its group; a new group takes the next cases."""
-    lines = Path(place, f"world-{world}")
+    lines = options.out.absolute() / f"equal_bits.world-{world}.jsonl"
     while left:
         lines.write_text("")
         jobs = [(asdict(training_of(run.case, options)), asdict(run)) for run in left]
-        work = {"jobs": jobs, "steps": options.steps, "device": options.device, "place": place}
+        work = {"jobs": jobs, "steps": options.steps, "device": options.device, "place": place, "lines": str(lines)}
         work["fabric"] = fabric_of(options)
         group = bench_ranks.begin(work, world, script=__file__, cache=options.cache)
         group.go()

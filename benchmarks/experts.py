@@ -1,7 +1,7 @@
 """Kernels of experts alone, in TFLOP/s or GB/s, with the shapes of Qwen3-30B-A3B: each variant by its name.
 
     python benchmarks/experts.py [--tokens 8192 16384] [--loads even zipf] [--out experts.json]
-    python benchmarks/experts.py --cases gate_up_full combined_full layer --variants triton-wide triton-fused
+    python benchmarks/experts.py --cases gate_up_full combined_full layer --variants triton-fused triton-adapters
     python benchmarks/experts.py --cases product --tiles 128x256x64w8s3c 128x128x64w4s4
     python benchmarks/experts.py --small                 # tiny, on a CPU, references alone
     TRITON_INTERPRET=1 python benchmarks/experts.py --small    # and Triton's programs in its interpreter
@@ -149,7 +149,7 @@ def setup(shape: Shape, tokens: int, skew: float, device: torch.device, dtype: t
 
 # --------------------------------------------------------------------------- kernels
 
-LINEARS = ("triton-wide", "triton-fused", "triton-adapters")
+LINEARS = ("triton-fused", "triton-adapters")
 OPS = ("route", "combine", "grouped_linears", "combined_linear", "swiglu")
 
 

@@ -98,6 +98,8 @@ def environment(before: Mapping[str, str], rank: int, world: int, gpus: Sequence
     if gpus:
         found[VISIBLE] = rotated(gpus, rank)
     if world > 1:
+        # A rank that ends early would have the last word with a warning about its process group.
+        found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         found.setdefault(THREADS, str(threads(world)))
         if LOOPBACK.exists():
             # NCCL would listen on the first network and gloo on that of this machine's name: neither may work.

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="neither a GPU nor the interpreter"
 )
-variants = pytest.mark.parametrize("variant", ["triton-wide", "triton-fused", "triton-adapters"])
+variants = pytest.mark.parametrize("variant", ["triton-fused", "triton-adapters"])
 SIZES = {**CONFIG, "hidden_size": 32, "intermediate_size": 48}
 OPS = {"route": "triton", "combine": "triton"}
 ODD = ("combined_linear", "triton-adapters")
@@ -56,15 +55,10 @@ def linears(variant: str) -> dict[str, str]:
 def pack(variant: str) -> KernelPack:
     """The kernels of experts, on any device and in any dtype."""
     import surogate_kernels_triton
-    from surogate_kernels_triton import experts_combined, experts_frozen
 
     names = {**OPS, **linears(variant)}
     kernels = [k for k in surogate_kernels_triton.kernels() if names.get(k.op) == k.name]
     anywhere = [replace(k, supports=lambda device, dtype: True) for k in kernels]
-    if INTERPRETED:
-        # torch's grouped products take fp32 on a CPU.
-        takes = {"grouped_linears": experts_frozen.takes, "combined_linear": experts_combined.takes}
-        anywhere = [replace(k, takes=partial(takes[k.op], True)) if k.name == "triton-wide" else k for k in anywhere]
     return KernelPack(name="triton", kernels=lambda: anywhere)
 
 

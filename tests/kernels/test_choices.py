@@ -69,7 +69,7 @@ AMPERE = {
     "swiglu": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}
-GROUPED = {"combined_linear": "triton-wide", "grouped_linears": "triton-wide", "grouped_product": "torch-grouped"}
+GROUPED = {"grouped_product": "torch-grouped"}
 HOPPER = ADA | GROUPED | {"attention": "hopper", "scaled_linears": "hopper"}
 REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm"]
 ON_HOPPER = ["surogate_kernels_cuda.gated", "surogate_kernels_hopper.scaled_gated", "surogate_kernels_triton.norm"]

@@ -10,8 +10,8 @@ def kernels() -> tuple[Kernel, ...]:
     """All of them."""
     return (
         *experts_routing.kernels(),
-        *experts_frozen.kernels(),
+        experts_frozen.kernel(),
         experts_adapters.kernel(),
         experts_plain.kernel(),
-        *experts_combined.kernels(),
+        experts_combined.kernel(),
     )

@@ -1,6 +1,6 @@
 """The op `grouped_linears` for any product of the weights: that of a recipe, or the plain one of trained weights.
 
-The rows of tokens are gathered by the program that computes u = x Aᵀ, and u Bᵀ is added to what the product gives.
+u = x Aᵀ is computed from the rows of tokens, which the product reads sorted; u Bᵀ is added to what the product gives.
 Suffixes as in `surogate_core.kernels.experts`; S adapted projections of one input.
 """
 
@@ -38,11 +38,10 @@ def _rows(
     (x,) = launches.rows_apart([x])
     rows = x.shape[0] if order_R is None else len(order_R)
     u_RL = x.new_empty(rows, len(a) * a[0].shape[1])
-    gathered_RI = None if order_R is None else x.new_empty(rows, x.shape[1])
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
     dropout = launches.Dropout.made(seed, p, salts)
-    launches.down(x, order_R, table_T4, a, u_RL, gathered_RI, choices=choices, dropout=dropout)
-    return [u_RL] if gathered_RI is None else [u_RL, gathered_RI]
+    launches.down(x, order_R, table_T4, a, u_RL, choices=choices, dropout=dropout)
+    return [u_RL] if order_R is None else [u_RL, x.index_select(0, order_R // choices)]
 
 
 @_rows.register_fake
@@ -83,7 +82,7 @@ def _rows_backward(
     launches.factors(x, du_RL, order_R, ends_E, da, choices=choices, rank=rank, dropout=dropout)
     total_RI = dx_RI.new_empty(*dx_RI.shape)
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
-    launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True, out_RO=total_RI, dropout=dropout)
+    launches.up(dx_RI, du_RL, a, table_T4, 1.0, a=True, out_RO=total_RI, dropout=dropout)
     return total_RI if slot_NK is None else sum_rows(total_RI, slot_NK, None), da
 
 
@@ -110,7 +109,7 @@ def _up(y_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float)
     (y_RO,), (u_RL,) = launches.rows_apart([y_RO]), launches.rows_apart([u_RL])
     out_RO = y_RO.new_empty(*y_RO.shape)
     table_T4 = launches.tile_table(ends_E, len(y_RO), launches.ROWS)
-    launches.up(y_RO, None, u_RL, [b_EOL], table_T4, scale, out_RO=out_RO)
+    launches.up(y_RO, u_RL, [b_EOL], table_T4, scale, out_RO=out_RO)
     return out_RO
 
 
@@ -125,7 +124,7 @@ def _up_backward(dy_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, sca
     (dy_RO,), (u_RL,) = launches.rows_apart([dy_RO]), launches.rows_apart([u_RL])
     du_RL, db = u_RL.new_empty(*u_RL.shape), torch.empty_like(b_EOL, dtype=torch.float32)
     table_T4 = launches.tile_table(ends_E, len(dy_RO), launches.ROWS)
-    launches.down(dy_RO, None, table_T4, [b_EOL], du_RL, None, choices=1, scale=scale, transposed=True)
+    launches.down(dy_RO, None, table_T4, [b_EOL], du_RL, choices=1, scale=scale, transposed=True)
     launches.factors(dy_RO, u_RL, None, ends_E, db, choices=1, rank=u_RL.shape[1], scale=scale)
     return du_RL, db
 

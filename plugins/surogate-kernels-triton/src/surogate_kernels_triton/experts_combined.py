@@ -2,13 +2,12 @@
 
 With d = dout of a row's token, w the row's weight and M = W + scale·B A of its expert: the row's y is x Mᵀ, so that
 dx = w · (d M) and dw = d · y = (d M) · x. The backward therefore needs no y, and reads d from the tokens. Suffixes as
-in `surogate_core.kernels.experts`. The forms are those of `experts_frozen`.
+in `surogate_core.kernels.experts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels import grouped
 from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import experts_frozen as frozen
@@ -36,14 +34,13 @@ def _forward(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
-    fused: bool,
     seed: Tensor | None,
     p: float,
     salts: Sequence[int],
 ) -> list[Tensor]:
     """The sum of each token's rows and, with an adapter, u [R, L]."""
     dropout = launches.Dropout.made(seed, p, salts)
-    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], a, b, scale, 1, fused, dropout)
+    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], a, b, scale, 1, dropout)
     return [sum_rows(y_RO, slot_NK, weights_NK), *u]
 
 
@@ -57,7 +54,6 @@ def _(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
-    fused: bool,
     seed: Tensor | None,
     p: float,
     salts: Sequence[int],
@@ -78,7 +74,6 @@ def _backward(
     b: Sequence[Tensor],
     u: Sequence[Tensor],
     scale: float,
-    fused: bool,
     seed: Tensor | None,
     p: float,
     salts: Sequence[int],
@@ -88,19 +83,11 @@ def _backward(
     rows, choices, dropout = len(x_RI), weights_NK.shape[1], launches.Dropout.made(seed, p, salts)
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS) if a else None
     du_RL = x_RI.new_empty(rows, a[0].shape[1]) if a else None
-    dout_RO = None if fused else x_RI.new_empty(rows, dout_NO.shape[1])
     if du_RL is not None and table_T4 is not None:
         named = {"choices": choices, "scale": scale, "transposed": True}
-        launches.down(dout_NO, order_R, table_T4, b, du_RL, dout_RO, **named)  # type: ignore[arg-type]
-    elif dout_RO is not None:
-        torch.index_select(dout_NO, 0, order_R // choices, out=dout_RO)
-    if dout_RO is None:
-        rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dropout": dropout}
-        dx_RI = launches.grouped_sum([dout_NO], [w_EOI], du_RL, a, order_R, ends_E, rows, **rest)
-    else:
-        dx_RI = grouped.torch_product(dout_RO, w_EOI.transpose(1, 2), ends_E)
-        if du_RL is not None and table_T4 is not None:
-            launches.up(dx_RI, None, du_RL, a, table_T4, 1.0, a=True, dropout=dropout)
+        launches.down(dout_NO, order_R, table_T4, b, du_RL, **named)  # type: ignore[arg-type]
+    rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dropout": dropout}
+    dx_RI = launches.grouped_sum([dout_NO], [w_EOI], du_RL, a, order_R, ends_E, rows, **rest)
     dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, weights_NK, sorted_rows=True)
     found = [dx_RI, dweights_NK]
     if du_RL is not None:
@@ -125,7 +112,6 @@ def _(
     b: Sequence[Tensor],
     u: Sequence[Tensor],
     scale: float,
-    fused: bool,
     seed: Tensor | None,
     p: float,
     salts: Sequence[int],
@@ -171,12 +157,10 @@ def _backward_bytes(
     b: Sequence[Tensor],
     u: Sequence[Tensor],
     scale: float,
-    fused: bool,
     *rest: Any,
 ) -> int:
-    """dx before it is weighted, rows of dout, and du and u with and without weights."""
-    wide = w_EOI.shape[2] + (0 if fused else w_EOI.shape[1])
-    return len(x_RI) * x_RI.itemsize * (wide + sum(3 * each.shape[1] for each in a))
+    """dx before it is weighted, and du and u with and without weights."""
+    return len(x_RI) * x_RI.itemsize * (w_EOI.shape[2] + sum(3 * each.shape[1] for each in a))
 
 
 class _Combined(Function):
@@ -188,17 +172,16 @@ class _Combined(Function):
         weights_NK: Tensor,
         w_EOI: Tensor,
         scale: float,
-        fused: bool,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapter: Tensor,
     ) -> Tensor:
         order_R, slot_NK, ends_E = where
         a = [launches.padded(t.to(x_RI.dtype), 1).contiguous() for t in adapter[:1]]
         b = [launches.padded(t.to(x_RI.dtype), 2).contiguous() for t in adapter[1:]]
-        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, w_EOI, a, b, scale, fused, *masks)
+        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, w_EOI, a, b, scale, *masks)
         seed = [] if masks[0] is None else [masks[0]]
         ctx.save_for_backward(*seed, x_RI, order_R, ends_E, weights_NK, w_EOI, *a, *b, *u)
-        ctx.rest, ctx.masks = (scale, fused), (len(seed), *masks[1:])
+        ctx.scale, ctx.masks = scale, (len(seed), *masks[1:])
         ctx.rank = adapter[0].shape[1] if adapter else 0
         return out_NO
 
@@ -209,13 +192,12 @@ class _Combined(Function):
         seed = ctx.saved_tensors[0] if ctx.masks[0] else None
         *inputs, a, b, u = saved if ctx.rank else (*saved, None, None, None)
         sides = [[t] if t is not None else [] for t in (a, b, u)]
-        dx, dweights, *more = _backward(dout_NO, *inputs, *sides, *ctx.rest, seed, *ctx.masks[1:])
+        dx, dweights, *more = _backward(dout_NO, *inputs, *sides, ctx.scale, seed, *ctx.masks[1:])
         gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
-        return dx, None, dweights, None, None, None, None, *gradients
+        return dx, None, dweights, None, None, None, *gradients
 
 
 def combined_linear(
-    fused: bool,
     x_RI: Tensor,
     order_R: Tensor,
     slot_NK: Tensor,
@@ -230,12 +212,11 @@ def combined_linear(
     scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
     weights_NK = weights_NK.float().contiguous()
     masks = launches.masks(seed, [adapter])
-    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], scale, fused, masks, *tensors[1:])
+    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], scale, masks, *tensors[1:])
     return found
 
 
 def takes(
-    fused: bool,
     x_RI: Tensor,
     order_R: Tensor,
     slot_NK: Tensor,
@@ -246,20 +227,17 @@ def takes(
     product: GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
-    """What the form of `grouped_linears` takes; otherwise the reference calls that op and `combine`."""
-    return frozen.takes(fused, x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
+    """What the kernel of `grouped_linears` takes; otherwise the reference calls that op and `combine`."""
+    return frozen.takes(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """The kernels; the first is preferred where both can run."""
-    return tuple(
-        Kernel(
-            op="combined_linear",
-            name=f"triton-{name}",
-            function=partial(combined_linear, fused),
-            supports=partial(frozen.supports, fused),
-            takes=partial(takes, fused),
-            priority=priority,
-        )
-        for name, fused, priority in frozen.FORMS
+def kernel() -> Kernel:
+    """The kernel."""
+    return Kernel(
+        op="combined_linear",
+        name=frozen.NAME,
+        function=combined_linear,
+        supports=frozen.supports,
+        takes=takes,
+        priority=frozen.PRIORITY,
     )

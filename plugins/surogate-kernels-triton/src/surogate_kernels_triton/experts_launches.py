@@ -166,7 +166,6 @@ def down(
     table_T4: Tensor,
     a: Sequence[Tensor],
     u_RL: Tensor,
-    gathered_RI: Tensor | None,
     *,
     choices: int,
     scale: float = 1.0,
@@ -183,7 +182,6 @@ def down(
         a[0],
         a[-1],
         u_RL,
-        u_RL if gathered_RI is None else gathered_RI,
         scale=scale,
         x_row=x.stride(0),
         u_row=u_RL.stride(0),
@@ -196,7 +194,6 @@ def down(
         S=len(a),
         M=ROWS,
         C=_depth(x.device, rank * len(a), drops=drops),
-        COPY=gathered_RI is not None,
         num_warps=8 if drops else 4,
         num_stages=STAGES,
     )
@@ -204,32 +201,29 @@ def down(
 
 def up(
     y_RO: Tensor,
-    other_RO: Tensor | None,
     u_RL: Tensor,
     b: Sequence[Tensor],
     table_T4: Tensor,
     scale: float,
     *,
+    out_RO: Tensor,
     a: bool = False,
-    out_RO: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> None:
-    """y + other + scale · u Bᵀ, in y's place unless `out_RO` is given; with `a`, B's are A's [E, L, O]."""
+    """out = y + scale · u Bᵀ; with `a`, B's are A's [E, L, O]."""
     outputs, rank = b[0].shape[:0:-1] if a else b[0].shape[1:]
-    columns, out = 128, y_RO if out_RO is None else out_RO
+    columns = 128
     drops = dropout is not None and dropout.p > 0
     programs.up[len(table_T4), triton.cdiv(outputs, columns)](
         y_RO,
-        y_RO if other_RO is None else other_RO,
-        out,
+        out_RO,
         u_RL,
         b[0],
         b[-1],
         table_T4,
         scale=scale,
         y_row=y_RO.stride(0),
-        other_row=0 if other_RO is None else other_RO.stride(0),
-        out_row=out.stride(0),
+        out_row=out_RO.stride(0),
         u_row=u_RL.stride(0),
         **(dropout or no_dropout(table_T4)).named,
         OUT=outputs,
@@ -239,7 +233,6 @@ def up(
         S=len(b),
         M=ROWS,
         C=columns,
-        OTHER=other_RO is not None,
         num_warps=8 if drops and len(b) > 1 else 4,
     )
 

@@ -213,7 +213,6 @@ def down(
     a0,
     a1,
     u,
-    gathered,
     seed,
     key0,
     key1,
@@ -230,12 +229,11 @@ def down(
     S: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    COPY: tl.constexpr,
     DROP: tl.constexpr,
 ):
-    """u[r, s·L + l] = scale · Σ_i x[r, i] A_s[e, l, i]; with K, row r of x is that of its token, copied with COPY.
+    """u[r, s·L + l] = scale · Σ_i x[r, i] A_s[e, l, i]; with K, row r of x is that of its token.
 
-    With DROP, elements of x are dropped; the copy has all.
+    With DROP, elements of x are dropped.
 
     `A_L`, `A_I`: strides of A, so that B is read as an A too.
     """
@@ -258,9 +256,6 @@ def down(
         value = tl.load(
             x + source[:, None] * x_row + columns[None, :], mask=inside[:, None] & (columns < IN)[None, :], other=0.0
         )
-        if COPY:
-            target = rows.to(tl.int64)[:, None] * IN + columns[None, :]
-            tl.store(gathered + target, value, mask=inside[:, None] & (columns < IN)[None, :])
         place = base + columns[:, None] * A_I + ranks[None, :] * A_L
         mine = value
         if DROP:
@@ -282,7 +277,6 @@ def down(
 @triton.jit
 def up(
     y,
-    other,
     out,
     u,
     b0,
@@ -295,7 +289,6 @@ def up(
     inverse,
     scale,
     y_row,
-    other_row,
     out_row,
     u_row,
     OUT: tl.constexpr,
@@ -305,12 +298,11 @@ def up(
     S: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    OTHER: tl.constexpr,
     DROP: tl.constexpr,
 ):
-    """out[r, o] = y[r, o] + other[r, o] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l]; `B_L`, `B_O`: strides of B.
+    """out[r, o] = y[r, o] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l]; `B_L`, `B_O`: strides of B.
 
-    out may be y or other. With DROP, elements of each product are dropped.
+    With DROP, elements of each product are dropped.
     """
     tile = tl.program_id(0)
     expert = tl.load(table + tile * 4)
@@ -336,10 +328,6 @@ def up(
             acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
     value = tl.load(y + rows[:, None] * y_row + columns[None, :], mask=inside & real, other=0.0)
     acc = acc * scale + value.to(tl.float32)
-    if OTHER:
-        acc += tl.load(other + rows[:, None] * other_row + columns[None, :], mask=inside & real, other=0.0).to(
-            tl.float32
-        )
     target = out + rows[:, None] * out_row + columns[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside & real)
 
