@@ -1,30 +1,42 @@
 """Speed of the rollout engine `native` with random weights of a preset: chosen tokens a second, prefill included.
 
     python benchmarks/generate.py [--model qwen3-0.6b] [--sequences 256] [--prompt 64] [--new 256] [--out found.json]
-    python benchmarks/generate.py --cases bf16 lora nf4 fp8 transformers
-    python benchmarks/generate.py --small           # tiny, on a CPU
+    python benchmarks/generate.py --model qwen3-8b --sequences 128 --cases bf16 lora nf4 fp8 transformers
+    python benchmarks/generate.py --cases bf16 --operations      # layers operation by operation, not compiled
+    python benchmarks/generate.py --small                        # tiny, on a CPU
 
 Cases: `bf16`, `lora` (rank 16 on every projection, not merged), `nf4` and `fp8` (the base in that weight format), and
-`transformers` (its `generate` with SDPA and the same shape). Prompts differ, tokens are sampled at temperature 1 and
-nothing stops early. A time is that of the second of two calls.
+`transformers` (its `generate` with SDPA and the same shape). Prompts differ, tokens are sampled at temperature 1 (with
+`--top-k` and `--top-p` from the most probable ones), and nothing stops early. Each case runs in a process of its own;
+one that fails costs only itself.
+
+`tokens_per_second` is that of the fastest call after the first. `first_token` is the time of one request for one token,
+`first_call` the time of the first such call of the process after loading, which compiles and captures. `step`: the
+median time of a captured step by CUDA events, with all sequences at half of their length; `steps` without the host
+would give `roof` tokens a second. `memory`: GiB of the GPU at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from bench import adapters, assemble, registry
 
-from surogate_core.bundles import Request, RolloutSettings
+from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.pieces import RandomSource
+from surogate_core.generate.decoding import SteppedRunner
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 
@@ -33,15 +45,35 @@ FORMATS: Mapping[str, str | None] = {"bf16": None, "lora": None, "nf4": "nf4", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One case's figures."""
+    """One case's figures; times in seconds."""
 
     case: str
     model: str
     sequences: int
     prompt: int
     new: int
-    seconds: float
-    tokens_per_second: float
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    load: float | None = None
+    first_call: float | None = None
+    first_token: float | None = None
+    step: float | None = None
+    roof: float | None = None
+    memory: float | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+    eager: str | None = None
+    """Why steps were not captured."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is timed."""
+
+    generate: Callable[[int, int], int]
+    """(sequences, new tokens) → chosen tokens; it returns when they are on the host."""
+    figures: Callable[[], dict[str, Any]] = dict
+    """What is known after the calls."""
 
 
 def prompts(count: int, length: int, vocabulary: int) -> torch.Tensor:
@@ -49,23 +81,74 @@ def prompts(count: int, length: int, vocabulary: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
 
 
-def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, device: torch.device) -> Callable[[], int]:
-    """A call that generates, and returns the number of chosen tokens."""
+def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, device: torch.device) -> Case:
+    """The engine `native`."""
     family = registry().get("model", words.model.partition("-")[0])
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    settings = EngineSettings(device=device, tokens=64, borders=2, max_seqlen=1, dtype=dtype)
+    on_gpu = device.type == "cuda"
+    settings = EngineSettings(
+        device=device,
+        tokens=64,
+        borders=2,
+        max_seqlen=1,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        compiler="inductor" if on_gpu and not words.operations else "fx",
+        cuda_graphs=not words.no_graphs,
+    )
     lora = adapters(16, targets=("all",) if case == "lora" else ())
     assembly = assemble(family.build(config), settings, lora=lora, weight_format=FORMATS[case])
     weights = Weights.load(assembly, RandomSource(seed=0, std=0.02, device=device))
-    engine = NativeEngine(
-        weights, RolloutSettings(slots=min(words.sequences, words.slots), context=words.prompt + words.new)
-    )
+    slots = min(words.sequences, words.slots)
+    engine = NativeEngine(weights, RolloutSettings(slots=slots, context=words.prompt + words.new))
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
-    requests = [Request(prompt=tuple(one), max_new_tokens=words.new, number=n) for n, one in enumerate(ids)]
-    return lambda: sum(len(completion.ids) for completion in engine.generate(requests))
+    sampling = Sampling(top_k=words.top_k, top_p=words.top_p)
+
+    def generate(sequences: int, new: int) -> int:
+        requests = [
+            Request(prompt=tuple(one), max_new_tokens=new, number=number, sampling=sampling)
+            for number, one in enumerate(ids[:sequences])
+        ]
+        return sum(len(completion.ids) for completion in engine.generate(requests))
+
+    def figures() -> dict[str, Any]:
+        runner = engine._runner
+        tables = [assembly.kernels]
+        step = None
+        if isinstance(runner, SteppedRunner):
+            tables += [runner._table, runner._layers.table]
+            step = step_seconds(runner, slots, words.prompt + words.new // 2)
+        return {
+            "kernels": {" ".join(key): name for table in tables for key, name in table.chosen.items()},
+            "eager": getattr(runner, "eager", None),
+            "step": step,
+            "roof": slots / step if step else None,
+        }
+
+    return Case(generate=generate, figures=figures)
 
 
-def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: torch.device) -> Callable[[], int]:
+def step_seconds(runner: SteppedRunner, slots: int, length: int) -> float | None:
+    """Median time of the largest captured step with all slots at this length; None if none was captured."""
+    kinds = [kind for kind in runner._graphs if kind.rows >= slots and kind.longest > length]
+    if not kinds:
+        return None
+    state, graph = runner._state, runner._graphs[min(kinds, key=lambda kind: (kind.rows, kind.longest))]
+    state.clear()
+    state.slots_N[:slots] = torch.arange(slots, device=state.device)
+    state.positions_N[:slots] = length
+    runner._loaded = ([], 0)
+    times = []
+    for _ in range(20):
+        state.done.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
+
+
+def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: torch.device) -> Case:
     """The same by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,31 +159,45 @@ def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: t
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa").eval()
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).to(device)
 
-    def run() -> int:
+    def generate(sequences: int, new: int) -> int:
         found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=words.new,
+            ids[:sequences],
+            attention_mask=torch.ones_like(ids[:sequences]),
+            max_new_tokens=new,
             do_sample=True,
-            top_k=0,
+            top_k=words.top_k,
+            top_p=words.top_p,
             eos_token_id=None,
             pad_token_id=0,
         )
         return int(found[:, ids.shape[1] :].numel())
 
-    return run
+    return Case(generate=generate)
+
+
+def timed(run: Callable[[], int]) -> tuple[float, int]:
+    """(seconds, tokens) of a call; both engines read their tokens on the host, so the device is done."""
+    began = time.perf_counter()
+    tokens = run()
+    return time.perf_counter() - began, tokens
 
 
 def measure(case: str, words: argparse.Namespace) -> Found:
-    """The case's speed."""
+    """The case's figures."""
     device = torch.device("cuda" if torch.cuda.is_available() and not words.small else "cpu")
     family, _, preset = words.model.partition("-")
     config = dict(registry().get("model", family).presets[preset])
-    run = transformers(config, words, device) if case == "transformers" else native(case, config, words, device)
-    run()
     began = time.perf_counter()
-    tokens = run()  # both read their tokens on the host, so the device is done
-    seconds = time.perf_counter() - began
+    made = transformers(config, words, device) if case == "transformers" else native(case, config, words, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    load = time.perf_counter() - began
+    first_call, _ = timed(lambda: made.generate(1, 1))
+    first_token = median(timed(lambda: made.generate(1, 1))[0] for _ in range(5))
+    if case != "transformers":  # compiles and captures what the timed calls need
+        made.generate(words.sequences, words.new)
+    calls = [timed(lambda: made.generate(words.sequences, words.new)) for _ in range(words.calls)]
+    seconds, tokens = min(calls)
     return Found(
         case=case,
         model=words.model,
@@ -109,34 +206,79 @@ def measure(case: str, words: argparse.Namespace) -> Found:
         new=words.new,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
+        load=load,
+        first_call=first_call,
+        first_token=first_token,
+        memory=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        **made.figures(),
     )
 
 
-def main() -> None:
+def apart(case: str, words: argparse.Namespace, arguments: list[str]) -> Found:
+    """The case's figures, from a process of its own."""
+    with tempfile.TemporaryDirectory() as parent:
+        file = Path(parent) / "found.json"
+        line = [sys.executable, __file__, *arguments, "--cases", case, "--within", "--out", str(file)]
+        done = subprocess.run(line, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode == 0:
+            return Found(**json.loads(file.read_text(encoding="utf-8"))[0])
+    print(done.stderr[-4000:], file=sys.stderr)
+    lines = done.stderr.strip().splitlines()
+    return Found(
+        case=case,
+        model=words.model,
+        sequences=words.sequences,
+        prompt=words.prompt,
+        new=words.new,
+        error=lines[-1] if lines else f"exit status {done.returncode}",
+    )
+
+
+def shown(found: Found) -> str:
+    """A line."""
+    if found.error is not None:
+        return f"{found.case:14} {found.model}: {found.error[:200]}"
+    parts = [f"{found.tokens_per_second:10,.0f} tok/s, {found.seconds:.2f} s"]
+    if found.step is not None:
+        parts.append(f"step {found.step * 1e3:.2f} ms ({found.roof:,.0f} tok/s)")
+    if found.first_token is not None:
+        parts.append(f"first token {found.first_token * 1e3:.0f} ms ({found.first_call:.2f} s at first)")
+    if found.memory is not None:
+        parts.append(f"{found.memory:.1f} GiB")
+    if found.eager is not None:
+        parts.append(f"no graphs: {found.eager}")
+    return f"{found.case:14} {found.model}: {', '.join(parts)}"
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Measure the cases."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="family-preset")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--slots", type=int, default=256, help="sequences that are decoded together")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens of a completion")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--calls", type=int, default=2, help="timed calls; the fastest counts")
     parser.add_argument("--cases", nargs="+", default=["bf16", "lora", "transformers"])
+    parser.add_argument("--operations", action="store_true", help="do not compile layers")
+    parser.add_argument("--no-graphs", action="store_true", help="do not capture steps")
+    parser.add_argument("--within", action="store_true", help="all cases in this process")
     parser.add_argument("--small", action="store_true", help="qwen3-tiny, few tokens, on a CPU")
     parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
+    words = parser.parse_args(arguments)
     if words.small:
         words.model, words.sequences, words.prompt, words.new = "qwen3-tiny", 4, 20, 8
     if unknown := set(words.cases) - {*FORMATS, "transformers"}:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
     found = []
     for case in words.cases:
-        one = measure(case, words)
-        found.append(one)
-        print(f"{case:14} {one.model}: {one.tokens_per_second:10,.0f} tok/s, {one.seconds:.2f} s", flush=True)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    if words.out is not None:
-        words.out.write_text(json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8")
+        found.append(measure(case, words) if words.within else apart(case, words, arguments))
+        print(shown(found[-1]), flush=True)
+        if words.out is not None:
+            words.out.write_text(json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from surogate_core.dsl.trace import Function, Signature, without_gradients
 from surogate_core.engine.pieces import Piece
 from surogate_core.generate.cache import CachedAttention, with_own
 from surogate_core.generate.weights import Layer, Weights
-from surogate_core.kernels.registry import using
+from surogate_core.kernels.registry import KernelTable, using
 
 _active: list[CachedAttention] = []
 """The attention of the runner whose programs run, at the end."""
@@ -48,10 +48,15 @@ class Layers:
     attention: CachedAttention
     compiled: bool
     """Whether programs are made by the run's compiler; otherwise operations run one by one."""
+    table: KernelTable = field(init=False)
+    """The kernels of programs."""
     _programs: dict[Any, Function] = field(default_factory=dict)
     """(signature of a layer, rows) → its program."""
     _by_key: dict[tuple[str, int], Function] = field(default_factory=dict)
     """(key of a piece, rows) → its program."""
+
+    def __post_init__(self) -> None:
+        self.table = with_own(self.weights.programs.kernels, attention=_traced_attention)
 
     def of(self, rows: int | None) -> Iterator[Layer]:
         """The layers in order for this number of rows; None for any, which never compiles."""
@@ -77,7 +82,7 @@ class Layers:
         programs, plan = self.weights.programs, self.weights.plan
         task = f"compiling {type(piece.block).__name__} for generation"
         programs.progress(task, 0, 1)
-        with using(with_own(programs.kernels, attention=_traced_attention)):
+        with using(self.table):
             call = without_gradients(
                 programs.layer_function(piece, training=False),
                 self._inputs(piece, rows),
