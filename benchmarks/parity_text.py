@@ -88,7 +88,7 @@ def texts(endings: Sequence[str], limit: int) -> tuple[list[str], list[str]]:
     return train, held
 
 
-def train_tokenizer(samples: Sequence[str], vocabulary: int) -> Tokenizer:
+def train_tokenizer(samples: Sequence[str], vocabulary: int, special: Sequence[str] = (END,)) -> Tokenizer:
     """Byte-level BPE; every digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -97,7 +97,7 @@ def train_tokenizer(samples: Sequence[str], vocabulary: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
