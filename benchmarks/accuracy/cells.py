@@ -44,11 +44,11 @@ def cells(groups: Sequence[str] = GROUPS, seeds: Sequence[int] = SEEDS) -> Itera
     for seed in seeds:
         if "lora" in groups:
             for recipe, base in product(RECIPES, BASES):
-                keys = {"recipe": recipe} | ({} if base == "bf16" else {"qlora_format": base})
+                keys: dict[str, Any] = {"recipe": recipe} | ({} if base == "bf16" else {"qlora_format": base})
                 yield Cell(row=f"{base} {recipe}", group="lora", seed=seed, keys=keys)
         if "options" in groups:
-            for row, keys in OPTIONS.items():
-                yield Cell(row=row, group="options", seed=seed, keys=keys)
+            for row, own in OPTIONS.items():
+                yield Cell(row=row, group="options", seed=seed, keys=own)
         if "full" in groups:
             for recipe in RECIPES:
                 yield Cell(row=f"full {recipe}", group="full", seed=seed, keys={"recipe": recipe, "lora": False})

@@ -1,7 +1,7 @@
 """Real text of a Linux machine with Python: sources, documentation, manual pages, licences and headers.
 
-Files are read in an order that their names decide. A text is left out if it was seen before, or if most of its long lines
-were. A hash of its content decides whether it is held out.
+The names of the files decide their order. A text is left out if it was seen before, or if most of its long lines were.
+A hash of its content decides whether it is held out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ KINDS: Mapping[str, Sequence[str]] = {
     "licences": ("copyright", "LICENSE", "COPYING", "NOTICE", "AUTHORS", "README"),
 }
 """Kind of text → endings of its files, without ``.gz``."""
-PLACES = ("/usr/share/doc", "/usr/share/man", "/usr/share/common-licenses", "/usr/share/perl", "/usr/include", "/usr/src")
+PLACES = (
+    "/usr/share/doc",
+    "/usr/share/man",
+    "/usr/share/common-licenses",
+    "/usr/share/perl",
+    "/usr/include",
+    "/usr/src",
+)
 HELD_OUT = 64
 """One text in this many is held out."""
 SIZES = (256, 400_000)

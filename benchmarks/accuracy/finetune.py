@@ -1,7 +1,8 @@
 """`finetune`: the cells of the table, each in a process of its own with a JSON file as its result.
 
-A call runs the cells that have no result yet, several at a time, and starts none that would not end within `--minutes`.
-Every cell trains the same rows for the same number of steps; the seed decides the adapters' start and the order of rows.
+A call runs the cells that have no result yet, several at a time, and starts none that would not end within
+`--minutes`. Every cell trains the same rows for the same number of steps. The seed decides the adapters' initial values
+and the order of the rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -21,7 +21,7 @@ from typing import Any
 from accuracy.cells import GROUPS, SEEDS, Cell, cells
 from accuracy.problems import final_number
 
-LORA = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "learning_rate": 1e-3}
+LORA: Mapping[str, Any] = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "learning_rate": 1e-3}
 FULL = {"learning_rate": 2e-4}
 SETTINGS = ("length", "rows", "steps")
 
@@ -42,14 +42,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cell", help=argparse.SUPPRESS)
 
 
-TINY = {"steps": 2, "rows": 2, "length": 128, "problems": 4, "new_tokens": 8, "together": 1, "seeds": [1]}
+TINY = {"steps": 2, "rows": 2, "length": 256, "problems": 4, "new_tokens": 8, "together": 1, "seeds": [1]}
 """Options of a trial on a CPU."""
 
 
 def run(given: argparse.Namespace) -> None:
     """Run a cell, or those that have no result yet."""
     if given.cell is not None:
-        return _run_cell(next(c for c in cells() if c.name == given.cell), given)
+        _run_cell(next(c for c in cells(seeds=given.seeds) if c.name == given.cell), given)
+        return
     results = given.out / "cells"
     results.mkdir(parents=True, exist_ok=True)
     wanted = [c for c in cells(given.groups, given.seeds) if given.only is None or c.row in given.only]
@@ -68,7 +69,9 @@ def work(waiting: Sequence[Cell], command: Sequence[str], results: Path, *, seco
     going: dict[subprocess.Popen[bytes], tuple[Cell, float]] = {}
     while left or going:
         now = time.monotonic() - began
-        while left and len(going) < together and (not longest or now + 1.2 * longest < seconds) and now < seconds:
+        if now + 1.2 * longest >= seconds:
+            left = []  # for the next call
+        while left and len(going) < together:
             cell = left.pop(0)
             with (results / f"{cell.name}.log").open("ab") as log:
                 words = [*command, "--cell", cell.name]
@@ -81,8 +84,6 @@ def work(waiting: Sequence[Cell], command: Sequence[str], results: Path, *, seco
         if now > seconds:
             for process in going:
                 process.terminate()
-        if left and not going and longest:
-            break
         time.sleep(0.1)
 
 
@@ -135,7 +136,7 @@ def write_result(place: Path, result: Mapping[str, Any]) -> None:
     """Write a result file whole or not at all."""
     partial = place.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(partial, place)
+    partial.replace(place)
 
 
 def measured(model: str, given: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +154,8 @@ def measured(model: str, given: argparse.Namespace, keys: Mapping[str, Any]) -> 
         rows = [{"path": str(data / file), "type": "conversation"}]
         more = {"sequence_len": given.length, "per_device_train_batch_size": given.rows}
         (figures,) = surogate.evaluate(model, datasets=rows, **more, **keys)
-        result[name] = {"loss": figures.loss, "stderr": figures.stderr, "documents": figures.documents}
+        stderr = None if math.isnan(figures.stderr) else figures.stderr
+        result[name] = {"loss": figures.loss, "stderr": stderr, "documents": figures.documents}
     with (data / "tune-held.jsonl").open(encoding="utf-8") as file_:
         rows = [json.loads(line) for line in islice(file_, given.problems)]
     texts = surogate.generate(

@@ -1,4 +1,4 @@
-"""`parcel`: splits a directory into numbered parts of a size, or joins them, so that a model fits through small transfers."""
+"""`parcel`: splits a directory into numbered parts, or joins them, so that a model fits through small transfers."""
 
 from __future__ import annotations
 

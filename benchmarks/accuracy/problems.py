@@ -1,8 +1,8 @@
 """Generated word problems with answers that are worked out step by step.
 
-A problem is a story about one quantity: it begins with a number, one to four operations change it, and the question asks
-for the result. Pre-training and fine-tuning have wordings of their own. A held-out problem shares its operations and
-numbers with no trained one, so none is a trained problem in other words.
+A problem is a story about one quantity: it begins with a number, one to four operations change it, and the question
+asks for the result. Pre-training and fine-tuning have wordings of their own. A held-out problem shares its operations
+and numbers with no trained one, so none is a trained problem in other words.
 """
 
 from __future__ import annotations
@@ -139,7 +139,10 @@ def problem(random: np.random.Generator, use: Use) -> Problem:
 
 
 def distinct(use: Use, *, seed: int, seen: set[bytes]) -> Iterator[Problem]:
-    """Problems without end, none with the operations and numbers of another one or of `seen`, to which they are added."""
+    """Problems without end, none with the operations and numbers of another one or of `seen`.
+
+    Their digests are added to `seen`.
+    """
     for made in problems(use, seed=seed, avoid=seen):
         seen.add(made.key)
         yield made

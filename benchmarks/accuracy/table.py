@@ -19,7 +19,9 @@ ORDER = ("anchor", "lora", "options", "full")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--to", type=Path, help="directory of accuracy.md, accuracy.json and accuracy.svg; OUT without it")
+    parser.add_argument(
+        "--to", type=Path, help="directory of accuracy.md, accuracy.json and accuracy.svg; OUT without it"
+    )
 
 
 TINY: dict[str, int] = {}
