@@ -89,6 +89,11 @@ def surogate_rollout_engine() -> Offer[b.RolloutEngineSpec]:
     """Rollout engines: how prompts are continued with the weights of a run."""
 
 
+@hookspec
+def surogate_export_format() -> Offer[b.ExportFormat]:
+    """Export formats: a trained model as a file for another program."""
+
+
 # --------------------------------------------------------------------- where and who watches
 
 

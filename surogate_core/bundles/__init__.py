@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
+from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
 from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
 from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
@@ -46,6 +47,9 @@ __all__ = [
     "Completion",
     "DatasetFormat",
     "Evaluation",
+    "ExportFormat",
+    "ExportJob",
+    "Exported",
     "Fabric",
     "FabricContext",
     "FabricSpec",
@@ -102,6 +106,7 @@ Bundle = (
     | KernelPack
     | TaskSpec
     | RolloutEngineSpec
+    | ExportFormat
     | Launcher
     | FabricSpec
     | MonitorSpec
@@ -118,6 +123,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),
     "rollout": ("surogate_rollout_engine", RolloutEngineSpec),
+    "export": ("surogate_export_format", ExportFormat),
     "launcher": ("surogate_launcher", Launcher),
     "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),

@@ -1,4 +1,4 @@
-"""`surogate export`: the result of a run, to the Hugging Face hub or to another directory."""
+"""`surogate export`: the result of a run, to the Hugging Face hub, to a directory, or as another program's file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import UserError
+from surogate_core.cli.words import Flags, Words
+from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.files.runs import latest_run, run_directory
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import ExportFormat
 
 USAGE = """\
 usage: surogate export [RUN] --to hub://USER/NAME [--public] [--base-model HUB_ID] [--overwrite] [--dry-run]
        surogate export [RUN] --to DIR [--dry-run]
+       surogate export [MODEL] --format gguf --to FILE.gguf [--type TYPE] [--ollama Modelfile] [KEY=VALUE …]
 
   RUN                  a run's directory, or an export in it such as RUN/merged; without it the latest run
   --to hub://USER/NAME upload as one commit of a repository on the Hugging Face hub; a new one is private
@@ -24,11 +30,21 @@ usage: surogate export [RUN] --to hub://USER/NAME [--public] [--base-model HUB_I
   --message TEXT       the commit's message
   --dry-run            list what would be sent; nothing is written and nothing is sent
 
+  --format NAME        write one file for another program. MODEL is a run, a Hugging Face directory, an adapter, a
+                       checkpoint with an adapter, or a hub id; adapters are folded in. A plugin offers the format and
+                       its flags. gguf, for llama.cpp and Ollama, has:
+  --type TYPE          auto (the model's dtype), f32, f16, bf16 or q8_0 (8 bits with a scale for 32 weights)
+  --ollama FILE        write a Modelfile too: the chat template, stop texts and parameters for `ollama create`
+  --adapter DIR        an adapter, a run or a checkpoint to fold into MODEL
+
 The token is that of `hf auth login` or HF_TOKEN. Paths of this machine and secrets are left out of what is sent.
 """
 
 _VALUES = ("--to", "--base-model", "--message")
 _SWITCHES = ("--public", "--overwrite", "--dry-run")
+_FORMAT = "--format"
+_DIRECTORIES = "hf"
+"""The format of a run's exports: Hugging Face directories, which are copied or uploaded."""
 
 
 @dataclass(slots=True)
@@ -43,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(USAGE, end="")
         return 0
-    words = _parse(argv)
+    chosen, rest = _chosen_format(argv)
+    if chosen not in (None, _DIRECTORIES):
+        return _convert(chosen, rest)
+    words = _parse(rest)
     target = words.values.get("--to")
     if not target:
         raise UserError("surogate export: --to missing. Fix: --to hub://USER/NAME, or --to DIR")
@@ -56,6 +75,87 @@ def main(argv: Sequence[str]) -> int:
     if "://" in target:
         raise UserError(f"--to {target}: only hub:// and directories are known. Fix: --to hub://USER/NAME")
     return _copy(words, export, Path(target).expanduser())
+
+
+def _chosen_format(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of ``--format``, and the other words."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == _FORMAT:
+            before, after = words[:place], words[place + 1 :]
+            if not equals and not after:
+                raise UserError(f"surogate export {_FORMAT}: a value must follow. Fix: {_FORMAT} gguf")
+            return (value, [*before, *after]) if equals else (after[0], [*before, *after[1:]])
+    return None, words
+
+
+def _convert(name: str, argv: Sequence[str]) -> int:
+    from surogate_core import logs
+    from surogate_core.bundles.options import field_types
+    from surogate_core.cli.arguments import Arguments, registry_for
+    from surogate_core.cli.progress import shown_progress
+    from surogate_core.events import Progress
+    from surogate_core.files.atomic import human_bytes
+    from surogate_core.run.conversion import convert, format_of, place_of
+
+    logs.configure()
+    keys = [word for word in argv if "=" in word and not word.startswith("-")]
+    registry = registry_for(Arguments(overrides=keys))
+    spec = format_of(registry, name)
+    switches = [field for field, hint in field_types(spec.options).items() if hint is bool]
+    own = {field: f"--{field.replace('_', '-')}" for field in field_types(spec.options)}
+    flags = Flags(
+        command=f"surogate export --format {name}",
+        texts=("--to", "--adapter", *(flag for field, flag in own.items() if field not in switches)),
+        switches=tuple(own[field] for field in switches),
+    )
+    words = flags.read(argv)
+    model = _model_of(words, flags.command)
+    target = words.texts.get("--to", "")
+    if not target or "://" in target:
+        what = f"--to {target}: only files and directories are known" if target else "--to missing"
+        raise UserError(f"{flags.command}: {what}. Fix: --to FILE{spec.suffix}")
+    options = _options(spec, words, own)
+    with shown_progress() as progress:
+
+        def told(done: int, total: int) -> None:
+            progress(Progress(task=f"writing {name}", done=done >> 20, total=total >> 20, unit="MiB"))
+
+        done = convert(
+            model,
+            spec,
+            options,
+            place_of(target, spec, model),
+            registry,
+            adapter=words.texts.get("--adapter"),
+            overrides=words.overrides,
+            progress=told,
+        )
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    others = "".join(f", with {path}" for path in done.others)
+    print(f"{model} is in {done.file} ({human_bytes(done.file.stat().st_size)}){others}")
+    return 0
+
+
+def _model_of(words: Words, command: str) -> str:
+    if len(words.models) > 1:
+        raise UserError(f"{command}: {' and '.join(words.models)}: one model at a time. Fix: keep one")
+    return words.models[0] if words.models else str(latest_run(command=command))
+
+
+def _options(spec: ExportFormat, words: Words, own: dict[str, str]) -> Any:
+    """The format's options, from its flags."""
+    from surogate_core.config.typed import Builder
+
+    values: dict[str, Any] = {field: words.texts[flag] for field, flag in own.items() if flag in words.texts}
+    values.update({field: True for field, flag in own.items() if flag in words.switches})
+    builder = Builder(lambda key: "", lambda key, known: Problem(key=key, message="is not known."))
+    found = builder.dataclass(spec.options, values, "--")
+    if found is None:
+        raise ConfigError(builder.problems)
+    return found
 
 
 def _push(words: _Words, export: Path, target: str) -> int:

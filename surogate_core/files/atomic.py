@@ -185,3 +185,27 @@ def replaced_directory(final: Path, *, what: str, needed: int | None = None, fix
         raise translated from error
     # The next `recover` deletes what cannot be deleted now.
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def replaced_file(final: Path, *, what: str, fix: str = "") -> Iterator[Path]:
+    """Yield a name to write that becomes `final` when the block ends, and vanishes if it fails.
+
+    A former `final` stays until the new one is complete and synced. Errors as in `replaced_directory`.
+    """
+    temporary = sibling(final, "tmp")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(final)
+        sync_directory(final.parent)
+    except BaseException as error:
+        translated = disk_error(error, what=what, path=final, fix=fix) if isinstance(error, OSError) else None
+        with suppress(OSError):
+            temporary.unlink()
+        if translated is None:
+            raise
+        raise translated from error

@@ -206,12 +206,17 @@ def merge(
         generation_config=generation_config_in(used) or model.generation_config(),
     )
     modules = {module for adapter in stack for module in adapter.modules}
-    warnings = (
+    return Merged(used=used, base=base, weights=len(modules), warnings=merge_warnings(base, model, top, used, trained))
+
+
+def merge_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path, trained: Path) -> tuple[str, ...]:
+    """Warnings about the adapter of `used`, part of `trained`, on a base that it may not have been trained on."""
+    facts = exported_facts(used)
+    return (
         *_base_warnings(base, model, top, used),
         *_later_warnings(trained, used, facts),
         *_dtype_warnings(base, model, used, facts),
     )
-    return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
 
 
 def named_base(base: str) -> tuple[str, str | None]:

@@ -29,6 +29,7 @@ _MODULES = {
     "kernels": "kernels",
     "offload": "offloaders",
     "rollout": "rollouts",
+    "export": "exports",
     "launcher": "launchers",
     "fabric": "fabrics",
 }

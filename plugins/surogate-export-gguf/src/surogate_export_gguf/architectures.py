@@ -1,0 +1,189 @@
+"""The families of models that the format has: their names and figures in a GGUF file, and what they lack there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import gguf
+
+from surogate_core.bundles import ExportJob
+from surogate_core.dsl.rope import Rope, longest_covered
+from surogate_core.errors import UserError
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_QK = re.compile(r"\.attn_([qk])\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family as llama.cpp computes it."""
+
+    arch: gguf.MODEL_ARCH
+    biases: frozenset[str] = frozenset()
+    """Projections that may have a bias."""
+    interleaved: bool = False
+    """Whether RoPE turns neighbouring features, so that rows of q and k are in another order than Hugging Face's."""
+    has_frequency_factors: bool = False
+    """Whether RoPE's frequencies may have a factor each, as Llama 3's have."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        arch=gguf.MODEL_ARCH.LLAMA,
+        biases=frozenset(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")),
+        interleaved=True,
+        has_frequency_factors=True,
+    ),
+    "qwen2": Family(arch=gguf.MODEL_ARCH.QWEN2, biases=frozenset(("attn_q", "attn_k", "attn_v"))),
+    "qwen3": Family(arch=gguf.MODEL_ARCH.QWEN3),
+    "qwen3_moe": Family(arch=gguf.MODEL_ARCH.QWEN3MOE),
+}
+"""``model_type`` of a ``config.json`` → family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the file."""
+
+    name: str
+    parts: tuple[str, ...]
+    """The model's tensors that it is made of: one, or one for each expert."""
+    shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has the type of the file; vectors and routers are f32."""
+        return len(self.shape) > 1 and ".ffn_gate_inp." not in self.name
+
+
+class Architecture:
+    """The model of a job, as GGUF describes it. Raises `UserError` for what llama.cpp does not compute."""
+
+    def __init__(self, job: ExportJob):
+        self.config = job.config
+        kind = str(job.config.get("model_type"))
+        if kind not in FAMILIES:
+            raise UserError(
+                f"--format gguf: models of type {kind!r} are not available; {', '.join(FAMILIES)} are. "
+                f"Fix: `surogate merge`, then a converter that knows this type."
+            )
+        self.family = FAMILIES[kind]
+        self.name: str = gguf.MODEL_ARCH_NAMES[self.family.arch]
+        self.heads, self.kv_heads = (
+            int(job.config["num_attention_heads"]),
+            int(job.config.get("num_key_value_heads") or job.config["num_attention_heads"]),
+        )
+        self.head_dim = int(job.config.get("head_dim") or job.config["hidden_size"] // self.heads)
+        self.vocab_size = job.shapes["model.embed_tokens.weight"][0]
+        self.layers = int(job.config["num_hidden_layers"])
+        self._check()
+        self.tensors = self._tensors(job.shapes)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """The rotary embedding."""
+        return Rope(self.config, self.head_dim)
+
+    def _check(self) -> None:
+        config, kind = self.config, self.rope.kind
+        if self.name == "qwen2" and self.heads * self.head_dim != config["hidden_size"]:
+            raise _not_there("head_dim", "another width of attention than hidden_size, which qwen2 lacks")
+        if self.name == "qwen3moe" and not config.get("norm_topk_prob"):
+            raise _not_there("norm_topk_prob", "false; qwen3moe always divides the experts' weights by their sum")
+        if kind not in ("default", "linear", "yarn", "llama3"):
+            raise _not_there("rope_scaling", f"{kind}, which llama.cpp lacks")
+        if kind == "llama3" and not self.family.has_frequency_factors:
+            raise _not_there("rope_scaling", f"llama3, which {self.name} lacks")
+        if kind == "yarn" and not self.rope.parameters.get("truncate", True):
+            raise _not_there("rope_scaling", "yarn with truncate=false, which llama.cpp lacks")
+
+    def _tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Tensor]:
+        """The tensors of the file in the order of the model's."""
+        names = gguf.get_tensor_name_map(self.family.arch, self.layers)
+        parts: dict[str, list[str]] = {}
+        for name in shapes:
+            found = names.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+            if found is None or (found.endswith(".bias") and found.split(".")[-2] not in self.family.biases):
+                raise UserError(
+                    f"--format gguf: {name} has no place in a {self.name} file. "
+                    f"Fix: `surogate merge` writes a Hugging Face directory with it."
+                )
+            parts.setdefault(found, []).append(name)
+        made = []
+        for name, own in parts.items():
+            own.sort(key=_number_of_expert)
+            one = shapes[own[0]]
+            made.append(Tensor(name, tuple(own), (len(own), *one) if _EXPERT.search(own[0]) else one))
+        return made
+
+    def heads_of(self, name: str) -> int:
+        """The heads whose rows of a tensor must be reordered; 0 for none."""
+        found = _QK.search(name) if self.family.interleaved else None
+        return 0 if found is None else self.heads if found[1] == "q" else self.kv_heads
+
+    def add_to(self, writer: gguf.GGUFWriter) -> None:
+        """Write the figures."""
+        config = self.config
+        writer.add_vocab_size(self.vocab_size)
+        writer.add_block_count(self.layers)
+        if (longest := longest_covered(config)) < 2**31:
+            writer.add_context_length(int(longest))
+        writer.add_embedding_length(int(config["hidden_size"]))
+        writer.add_feed_forward_length(int(config["intermediate_size"]))
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_heads)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_layer_norm_rms_eps(float(config.get("rms_norm_eps") or 1e-6))
+        if self.name == "qwen3moe":
+            experts = config.get("num_local_experts") or config["num_experts"]
+            writer.add_expert_count(int(experts))
+            writer.add_expert_used_count(int(config["num_experts_per_tok"]))
+            writer.add_expert_feed_forward_length(int(config["moe_intermediate_size"]))
+        self._add_rope(writer)
+
+    def _add_rope(self, writer: gguf.GGUFWriter) -> None:
+        rope, parameters = self.rope, self.rope.parameters
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_freq_base(float(rope.theta))
+        if rope.kind == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(float(parameters["factor"]))
+        if rope.kind == "yarn":
+            original = self.config.get("original_max_position_embeddings")
+            original = original or parameters.get("original_max_position_embeddings")
+            original = original or self.config["max_position_embeddings"]
+            factor = float(parameters.get("factor") or self.config["max_position_embeddings"] / original)
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(factor)
+            writer.add_rope_scaling_orig_ctx_len(int(original))
+            writer.add_rope_scaling_yarn_beta_fast(float(parameters.get("beta_fast") or 32))
+            writer.add_rope_scaling_yarn_beta_slow(float(parameters.get("beta_slow") or 1))
+            # llama.cpp multiplies this by 0.1 ln(factor) + 1, the usual amplitude.
+            writer.add_rope_scaling_attn_factors(rope.amplitude / _usual_amplitude(factor))
+
+    def frequency_factors(self) -> Any:
+        """[E/2] fp32: what each RoPE frequency of Llama 3 is divided by; None without."""
+        if self.rope.kind != "llama3":
+            return None
+        plain = {k: v for k, v in self.config.items() if k not in ("rope_scaling", "rope_parameters")}
+        unscaled = Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
+        return (unscaled / self.rope.frequencies()).numpy()
+
+
+def _number_of_expert(name: str) -> int:
+    found = _EXPERT.search(name)
+    return int(found[1]) if found else 0
+
+
+def _usual_amplitude(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _not_there(key: str, what: str) -> UserError:
+    return UserError(f"--format gguf: config.json: `{key}` is {what}. Fix: serve the model with transformers or vLLM.")

@@ -1,0 +1,157 @@
+"""The tokenizer in a GGUF file: byte-level BPE whose way of splitting texts llama.cpp knows by a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+
+from surogate_core.data.tokenizer import turn_end_id
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BYTES, _GPT2_BYTES = ("bytes", False), ("bytes", True)
+_DIGITS = ("digits", True)
+
+SPLITS: Mapping[tuple[Any, ...], str] = {
+    (False, ("split", _WORDS + r"\p{N}" + _REST), _BYTES): "qwen2",
+    (True, ("split", _WORDS + r"\p{N}{1,3}" + _REST), _BYTES): "llama-bpe",
+    (False, ("split", _WORDS + r"\p{N}{1,3}" + _REST), _BYTES): "smaug-bpe",
+    (False, _GPT2_BYTES): "gpt-2",
+    (False, ("split", _GPT2), _BYTES): "gpt-2",
+    (False, _DIGITS, _GPT2_BYTES): "smollm",
+}
+"""(whether whole words come before merges, the steps of the pre-tokenizer) → ``tokenizer.ggml.pre``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokenizer of a file."""
+
+    pre: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    merges: tuple[str, ...]
+    ids: Mapping[str, int]
+    """Role, such as ``eos`` → token id."""
+    adds_bos: bool
+    adds_eos: bool
+    template: str | list[dict[str, str]] | None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
+        """The vocabulary for `size` rows of an embedding; raises `UserError` for a tokenizer that llama.cpp lacks."""
+        if not tokenizer.is_fast:
+            raise _refusal("has no tokenizer.json")
+        values = json.loads(tokenizer.backend_tokenizer.to_str())
+        pre, merges = _pre(values), _merges(values)
+        tokens = {i: token for token, i in values["model"]["vocab"].items()}
+        types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
+        for added in values["added_tokens"]:
+            tokens[added["id"]] = added["content"]
+            types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        if (largest := max(tokens)) >= size:
+            raise _refusal(f"has token ids up to {largest}, and the embedding has {size} rows")
+        adds_bos, adds_eos = _added(tokenizer)
+        return cls(
+            pre=pre,
+            tokens=tuple(tokens.get(i, f"[PAD{i}]") for i in range(size)),
+            types=tuple(int(types.get(i, gguf.TokenType.UNUSED)) for i in range(size)),
+            merges=merges,
+            ids=_ids(tokenizer),
+            adds_bos=adds_bos,
+            adds_eos=adds_eos,
+            template=_template(tokenizer),
+        )
+
+    def add_to(self, writer: gguf.GGUFWriter) -> None:
+        """Write it."""
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        writer.add_token_merges(self.merges)
+        for role, i in self.ids.items():
+            getattr(writer, f"add_{role}_token_id")(i)
+        writer.add_add_bos_token(self.adds_bos)
+        writer.add_add_eos_token(self.adds_eos)
+        if self.template is not None:
+            writer.add_chat_template(self.template)
+
+
+def _refusal(why: str) -> UserError:
+    return UserError(
+        f"--format gguf: the tokenizer {why}. "
+        f"Fix: serve the model with transformers or vLLM, which read it; `surogate merge` writes its directory."
+    )
+
+
+def _pre(values: Mapping[str, Any]) -> str:
+    """llama.cpp's name of how texts are split."""
+    model, normalizer = values["model"], values.get("normalizer")
+    if model["type"] != "BPE":
+        raise _refusal(f"is of type {model['type']}; only byte-level BPE is available")
+    if model.get("byte_fallback"):
+        raise _refusal("is BPE over characters (SentencePiece); only byte-level BPE is available")
+    if wrong := [k for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(k)]:
+        raise _refusal(f"has `{wrong[0]}`, which llama.cpp lacks")
+    # llama.cpp does not normalise. Most text is in the form NFC already.
+    if normalizer is not None and normalizer["type"] != "NFC":
+        raise _refusal(f"normalises texts by {normalizer['type']}, which llama.cpp lacks")
+    steps = _steps(values.get("pre_tokenizer"))
+    found = SPLITS.get((bool(model.get("ignore_merges")), *steps))
+    if found is None:
+        raise _refusal(f"splits texts in a way that llama.cpp has no name for: {steps}")
+    return found
+
+
+def _steps(step: Mapping[str, Any] | None) -> tuple[Any, ...]:
+    if step is None:
+        return ()
+    kind = step["type"]
+    if kind == "Sequence":
+        return tuple(inner for one in step["pretokenizers"] for inner in _steps(one))
+    if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+        return (("split", step["pattern"]["Regex"]),)
+    if kind == "Digits":
+        return (("digits", step["individual_digits"]),)
+    if kind == "ByteLevel" and not step["add_prefix_space"]:
+        return (("bytes", step["use_regex"]),)
+    return ((kind, json.dumps(step, sort_keys=True)),)
+
+
+def _merges(values: Mapping[str, Any]) -> tuple[str, ...]:
+    merges = values["model"]["merges"]
+    return tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in merges)
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+    """Whether the tokenizer puts its beginning and its end of text around a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    bos = bool(whole) and whole[0] == tokenizer.bos_token_id and whole[0] != plain[0]
+    eos = bool(whole) and whole[-1] == tokenizer.eos_token_id and whole[-1] != plain[-1]
+    if list(whole[bos : len(whole) - eos]) != list(plain):
+        raise _refusal("puts other tokens around texts than its beginning and its end of text")
+    return bos, eos
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    roles = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    roles |= {"unk": tokenizer.unk_token_id, "eot": turn_end_id(tokenizer)}
+    return {role: i for role, i in roles.items() if i is not None}
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]] | None:
+    found = tokenizer.chat_template
+    if isinstance(found, dict):
+        return [{"name": name, "template": template} for name, template in found.items()]
+    return found or None
