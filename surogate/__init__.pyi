@@ -129,6 +129,10 @@ def sft(
     data_cache_dir: _Path | None = ...,
     train_seed: int = ...,
     eval_seed: int = ...,
+    sample_prompts: list[Mapping[str, Any]] = ...,
+    sample_max_new_tokens: int = ...,
+    sample_temperature: float = ...,
+    sample_steps: Literal["auto"] | int = ...,
     epoch_adjustment: bool = ...,
     monitor: _Choices = ...,
     report_to: str | list[str] | None = ...,
@@ -294,6 +298,13 @@ def sft(
         data_cache_dir: Directory of tokenised shards; null is the user's cache directory.
         train_seed: Seed of weights, adapters, dropout and the order of rows.
         eval_seed: Seed of the held-out split.
+        sample_prompts: Prompts that the model continues during training: texts, mappings with `prompt` or
+            `messages`, and paths of .jsonl files with such rows. If the data is rendered with a chat template, a
+            text is a user's message.
+        sample_max_new_tokens: Largest number of tokens of a sample.
+        sample_temperature: Temperature of samples; 0 takes the most probable token.
+        sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
+            end.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
         monitor: The monitors that receive the run's events.
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
@@ -431,6 +442,10 @@ def pt(
     data_cache_dir: _Path | None = ...,
     train_seed: int = ...,
     eval_seed: int = ...,
+    sample_prompts: list[Mapping[str, Any]] = ...,
+    sample_max_new_tokens: int = ...,
+    sample_temperature: float = ...,
+    sample_steps: Literal["auto"] | int = ...,
     epoch_adjustment: bool = ...,
     monitor: _Choices = ...,
     report_to: str | list[str] | None = ...,
@@ -596,6 +611,13 @@ def pt(
         data_cache_dir: Directory of tokenised shards; null is the user's cache directory.
         train_seed: Seed of weights, adapters, dropout and the order of rows.
         eval_seed: Seed of the held-out split.
+        sample_prompts: Prompts that the model continues during training: texts, mappings with `prompt` or
+            `messages`, and paths of .jsonl files with such rows. If the data is rendered with a chat template, a
+            text is a user's message.
+        sample_max_new_tokens: Largest number of tokens of a sample.
+        sample_temperature: Temperature of samples; 0 takes the most probable token.
+        sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
+            end.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
         monitor: The monitors that receive the run's events.
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.

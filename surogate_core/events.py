@@ -226,14 +226,20 @@ class EvalEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples(Event):
-    """Texts that the model generated after an evaluation. The report shows them; no built-in monitor emits them yet."""
+    """Texts that the model generated for `sample_prompts`."""
 
     step: int
     """Optimizer steps done."""
     prompts: tuple[str, ...]
-    """The prompts, in the user's order."""
+    """The prompts, in the user's order; of a conversation its last message."""
     texts: tuple[str, ...]
     """What the model generated for each prompt."""
+    ended: tuple[bool, ...] = ()
+    """For each text whether the model ended it, rather than `sample_max_new_tokens`."""
+    tokens: int = 0
+    """Generated tokens, of all texts together."""
+    seconds: float = 0.0
+    """Wall time of generating."""
 
     def __post_init__(self) -> None:
         _mask(self, "prompts", "texts")

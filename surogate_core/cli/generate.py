@@ -172,16 +172,11 @@ def _kept(output: Path | None) -> Iterator[Callable[[Text], None] | None]:
 
 
 def _prompts(words: Words, prepared: Prepared) -> list[Prompt]:
-    from surogate_core.run.texts import prompt_of_messages, prompt_of_text
+    from surogate_core.run.texts import prompt_of_messages, prompt_of_row, prompt_of_text
 
     tokenizer = prepared.tokenizer
     if "--file" in words.texts:
-        return [
-            prompt_of_text(tokenizer, row["prompt"], name=name)
-            if "prompt" in row
-            else prompt_of_messages(tokenizer, row["messages"], name=name)
-            for name, row in _rows(words.texts["--file"])
-        ]
+        return [prompt_of_row(tokenizer, row, name=name) for name, row in _rows(words.texts["--file"])]
     text = words.texts["--prompt"]
     name = "--prompt"
     if text == "-":
@@ -194,37 +189,13 @@ def _prompts(words: Words, prepared: Prepared) -> list[Prompt]:
     return [prompt_of_messages(tokenizer, [*system, {"role": "user", "content": text}], name=name)]
 
 
-def _rows(file: str) -> list[tuple[str, dict[str, Any]]]:
+def _rows(file: str) -> list[tuple[str, str | dict[str, Any]]]:
     """(name, row) of each line of JSON."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise UserError(f"--file {file}: cannot be read: {reason}. Fix: name a file of JSON lines.") from error
-    found = []
-    shown = "standard input" if file == "-" else file
-    for place, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        name = f"{shown}:{place}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{name}: not valid JSON: {error}. Fix: one object a line.") from error
-        if isinstance(row, str):
-            row = {"prompt": row}
-        found.append((name, _checked(name, row)))
-    if not found:
-        raise UserError(f'--file {file}: has no prompt. Fix: one object a line, such as {{"prompt": "…"}}')
-    return found
+    from surogate_core.files.prompts import prompt_rows, read_prompts, some_prompts
 
-
-def _checked(name: str, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
-        raise UserError(f'{name}: has neither a text "prompt" nor a list "messages". Fix: {{"prompt": "…"}}')
-    if "prompt" in row and "messages" in row:
-        raise UserError(f'{name}: has both "prompt" and "messages". Fix: keep one.')
-    return row
+    if file != "-":
+        return read_prompts(file, key="--file")
+    return some_prompts(prompt_rows(sys.stdin.read(), "standard input"), "--file -")
 
 
 def _wanted(words: Words, prepared: Prepared) -> Wanted:

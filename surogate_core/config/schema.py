@@ -301,6 +301,18 @@ class RunConfig:
     eval_seed: Seed = 1234
     """Seed of the held-out split."""
 
+    # --------------------------------------------------------------------------- samples
+    sample_prompts: list[Any] = field(default_factory=list)
+    """Prompts that the model continues during training: texts, mappings with `prompt` or `messages`, and paths of
+    .jsonl files with such rows. If the data is rendered with a chat template, a text is a user's message.
+    """
+    sample_max_new_tokens: Annotated[int, Interval(ge=1, le=MAX_TOKENS)] = 64
+    """Largest number of tokens of a sample."""
+    sample_temperature: Annotated[float, Interval(ge=0, le=100)] = 0.0
+    """Temperature of samples; 0 takes the most probable token."""
+    sample_steps: Literal["auto"] | Steps = "auto"
+    """Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the end."""
+
     # ------------------------------------------------------------------------ automation
     epoch_adjustment: bool = False
     """Replace `num_epochs` by the number that gives 20 tokens per parameter of the model."""

@@ -20,6 +20,7 @@ from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, 
 from surogate_core.config.typed import Builder, split_names
 from surogate_core.errors import PluginError, Problem
 from surogate_core.files.paths import too_long
+from surogate_core.files.prompts import fault_of
 from surogate_core.plugins.registry import Registry
 
 SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric")
@@ -54,6 +55,8 @@ def validate(
             built[key] = check.selections(key, value)
         elif key in ("datasets", "validation_datasets"):
             built[key] = check.datasets(key, value)
+        elif key == "sample_prompts":
+            built[key] = check.sample_prompts(key, value)
         else:
             built[key] = check.value(hints[key], value, key)
     check.defaults(built)
@@ -263,6 +266,21 @@ class _Validator:
         for unknown in [k for k in entry if k not in known]:
             self.problems.append(self._unknown(f"{path}.{unknown}", known))
         self.builder.dataclass(cls, {k: v for k, v in entry.items() if k in allowed}, f"{path}.")
+
+    def sample_prompts(self, key: str, value: Any) -> list[Any]:
+        """The entries of a list of prompts, also written as one text or one mapping."""
+        found = [value] if isinstance(value, str | Mapping) else [] if value is None else value
+        if not isinstance(found, list):
+            self._problem(key, f"must be a text or a list of prompts; got {value!r}.", f'{key}: ["…"]')
+            return []
+        for index, entry in enumerate(found):
+            place = f"{key}.{index}"
+            if isinstance(entry, str):
+                if not entry.strip():
+                    self._problem(place, "is empty.", "give the text to continue")
+            elif (fault := fault_of(entry)) is not None:
+                self._problem(place, *fault)
+        return found
 
     # --------------------------------------------------------------------- contradictions
 

@@ -429,6 +429,10 @@ class Engine:
         tensors = zip(head.specs, self.parameters.inputs(head), strict=True)
         return self.model.logits(x_ND, {spec.name: tensor for spec, tensor in tensors})
 
+    def freshen(self) -> None:
+        """Bring the weights that programs read up to the last step. All ranks call it."""
+        self.traffic.freshen()
+
     def state(self) -> dict[str, dict[str, Tensor | Deferred]]:
         """The tensors of a checkpoint, by file: masters by HF name, the optimizer's and the recipe's state.
 

@@ -95,8 +95,13 @@ class Weights:
     def _function(self, piece: Piece) -> Function:
         return self.programs.layer_function(piece, training=False)
 
+    def _inputs(self, piece: Piece) -> list[Tensor]:
+        """A piece's tensors; ranks that share them out gather them together."""
+        self.parameters.before_fetch(piece.key)
+        return self.parameters.inputs(piece)
+
     def _layer(self, piece: Piece, function_of: Callable[[Piece], Function]) -> Layer:
-        tensors = self.parameters.inputs(piece)
+        tensors = self._inputs(piece)
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         rows = [self.rows.rows(piece.key)] if self.rows is not None and self.programs.reads_rows(piece) else []
         seed = torch.zeros((), dtype=torch.int32, device=self.device)
@@ -114,7 +119,7 @@ class Weights:
         """The first weight, from the embedding to the head, that has NaN or infinity; None if all are finite."""
         begin_pass(self.store)
         for piece in (self.plan.embed, *self.plan.layers, self.plan.head):
-            pairs = zip(piece.specs, self.parameters.inputs(piece), strict=True)
+            pairs = zip(piece.specs, self._inputs(piece), strict=True)
             wide = ((s.hf_name, t) for s, t in pairs if t.is_floating_point() and t.itemsize > 1)
             found = next((name for name, tensor in wide if not bool(torch.isfinite(tensor).all())), None)
             self.store.release(piece.key)
@@ -124,7 +129,7 @@ class Weights:
 
     def embedded(self, ids_N: Tensor) -> Tensor:
         """[N, D]: the rows of the embedding."""
-        (weight,) = self.parameters.inputs(self.plan.embed)
+        (weight,) = self._inputs(self.plan.embed)
         x_ND = torch.nn.functional.embedding(ids_N, weight)
         self.store.release(self.plan.embed.key)
         return x_ND
@@ -132,7 +137,7 @@ class Weights:
     def logits(self, x_ND: Tensor) -> Tensor:
         """[N, V]: the head."""
         head = self.plan.head
-        tensors = {s.name: t for s, t in zip(head.specs, self.parameters.inputs(head), strict=True)}
+        tensors = {s.name: t for s, t in zip(head.specs, self._inputs(head), strict=True)}
         found = self.plan.assembly.model.logits(x_ND, tensors)
         self.store.release(head.key)
         return found

@@ -137,7 +137,7 @@ def sections(run: RunRecord, *, with_plugins: bool = True) -> list[Section]:
     counted = data(run)
     zero = [(what, value) for what, value in counted if value == "0"]
     found = [
-        Section(title="Samples", header=("step", "prompt", "text"), rows=samples(run)),
+        Section(title="Samples", header=("prompt", "step", "text"), rows=samples(run)),
         Section(title="Advice", header=("step", "seen", "key", "change", "evidence"), rows=advice(run)),
         Section(title="Notes", items=notices(run)),
         Section(title="Run", rows=facts(run)),
@@ -161,13 +161,18 @@ def shared_plugins(runs: Sequence[RunRecord]) -> Section | None:
     return Section(title="Plugins of all runs", header=PLUGIN_HEADER, rows=first, folded=True)
 
 
-def samples(run: RunRecord) -> Rows:
-    """(step, prompt, generated text), those of the last step first."""
-    return [
-        (str(one.get("step")), str(prompt), str(text))
-        for one in reversed(run.samples)
-        for prompt, text in zip(one.get("prompts") or (), one.get("texts") or (), strict=False)
-    ]
+def samples(run: RunRecord, count: int = 12) -> Rows:
+    """(prompt, step, generated text): for each prompt `count` steps, the last one first and the first one among them."""
+    by_prompt: dict[str, dict[int, str]] = {}
+    for one in run.samples:
+        for prompt, text in zip(one.get("prompts") or (), one.get("texts") or (), strict=False):
+            by_prompt.setdefault(str(prompt), {})[int(one.get("step", 0))] = str(text)
+    rows: Rows = []
+    for prompt, texts in by_prompt.items():
+        steps = sorted(texts, reverse=True)
+        places = np.unique(np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int))
+        rows += [(prompt, f"{steps[place]:,}", texts[steps[place]]) for place in places.tolist()]
+    return rows
 
 
 def milestones(run: RunRecord, count: int = 12) -> Rows:

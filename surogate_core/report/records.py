@@ -85,7 +85,7 @@ class RunRecord:
     phases: list[Mapping[str, Any]] = field(default_factory=list)
     advice: list[Mapping[str, Any]] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
-    """Texts that the model generated at evaluations, where a monitor or the run recorded them."""
+    """Texts that the model generated for `sample_prompts`."""
     notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
     routing: Mapping[str, Any] = field(default_factory=dict)

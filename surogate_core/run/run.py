@@ -49,6 +49,7 @@ from surogate_core.run.ranks import (
 )
 from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
+from surogate_core.run.samples import Sampler, rows_of
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.follow import Follower
@@ -132,6 +133,7 @@ class _Run:
             # Everything that can be refused is refused before any long work.
             for place in places(self.config):
                 check_place(place)
+            rows_of(self.config)
         base = self._base()
         self.contents = base.contents
         self.notes += base.notes
@@ -144,7 +146,8 @@ class _Run:
         checkpoints.run = new_run_id() if checkpoint is None else checkpoint.run
         with self.mesh.first("data"):
             material = prepare_material(base, self.registry, checkpoint, self._show)
-        self.notes += material.notes
+            sampler, notes = Sampler.of(self.config, self.registry, base.resolved, material.tokenizer, self._show)
+        self.notes += [*material.notes, *notes]
         self._compare(base, material, checkpoint)
         engine = self._build(base, material, checkpoint)
         if not self.mesh.leads:
@@ -170,6 +173,7 @@ class _Run:
             gemm_flops_per_second=self.rate,
             mesh=self.mesh,
         )
+        loop.sampler = sampler
         self._accept(loop, checkpoint, checkpoints, material)
         loop.emit(self._start(base, material, loop))
         reason = loop.run()

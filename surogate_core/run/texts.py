@@ -121,6 +121,13 @@ def prompt_of_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, *
     return _checked(tuple(ids), name)
 
 
+def prompt_of_row(tokenizer: PreTrainedTokenizerBase, row: str | Mapping[str, Any], *, name: str) -> Prompt:
+    """The tokens of a row of a file: a text, or an object with a text ``prompt`` or with ``messages``."""
+    if not isinstance(row, str) and "messages" in row:
+        return prompt_of_messages(tokenizer, row["messages"], name=name)
+    return prompt_of_text(tokenizer, row if isinstance(row, str) else row["prompt"], name=name)
+
+
 def _checked(ids: tuple[int, ...], name: str) -> Prompt:
     if not ids:
         raise UserError(f"{name}: has no token. Fix: give the text to continue.")

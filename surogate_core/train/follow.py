@@ -82,6 +82,9 @@ class Follower:
                 return
         elif order == Order.SERVE:
             self._engine.serve()
+        elif order == Order.SAMPLE:
+            self._engine.freshen()
+            self._engine.serve()
         elif order == Order.LOAD:
             # Rank 0 has verified it.
             path = self._checkpoints / f"checkpoint-{int(value)}"

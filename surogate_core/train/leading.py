@@ -36,6 +36,8 @@ class Order(IntEnum):
     """Load the tensors of the checkpoint of this step."""
     FIGURES = 5
     """Exchange the figures of the ranks."""
+    SAMPLE = 6
+    """Take part in what rank 0 reads from the engine while it generates samples."""
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -131,14 +133,14 @@ class Leader(Ranks):
         self._waited_for = True
 
     @contextmanager
-    def served(self, engine: Engine) -> Iterator[None]:
-        """While rank 0 writes files inside, the other ranks give it what it reads from the engine."""
+    def served(self, engine: Engine, order: Order = Order.SERVE) -> Iterator[None]:
+        """While rank 0 does the work of an order inside, the other ranks give it what it reads from the engine."""
         if self.world == 1:
             self.rests()
             yield
             return
         failed: Exception | None = None
-        with self.ordering(Order.SERVE):
+        with self.ordering(order):
             try:
                 yield
             except (SurogateError, OSError) as error:  # of the disk: the other ranks are still there

@@ -20,7 +20,17 @@ from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import SurogateError, UserError
-from surogate_core.events import CheckpointSaved, Control, EvalEnd, Event, Notice, Progress, RankStats, StepEnd
+from surogate_core.events import (
+    CheckpointSaved,
+    Control,
+    EvalEnd,
+    Event,
+    Notice,
+    Progress,
+    RankStats,
+    Samples,
+    StepEnd,
+)
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
@@ -41,6 +51,8 @@ GAP_WINDOW = 20
 """Most training losses that a held-out loss is compared with."""
 
 Reason = Literal["finished", "stopped", "signal"]
+Sampler = Callable[[Engine, int, Callable[[], bool]], Samples | Notice | None]
+"""(engine, step, whether a signal has come) → the samples, or why there are none; None after a signal."""
 
 
 class DivergedError(UserError):
@@ -62,6 +74,8 @@ class LoopState:
     last_eval_loss: float | None = None
     evaluated_step: int | None = None
     """The step of the last evaluation: one that a signal prevented is made up for by the resumed run."""
+    sampled_step: int | None = None
+    """The step of the last samples."""
     best_eval_loss: float | None = None
     """The lowest held-out loss after the first step."""
     best_step: int | None = None
@@ -189,6 +203,8 @@ class Loop:
         self.state = LoopState()
         self.stop_reason = ""
         """Why a monitor stopped the run."""
+        self.sampler: Sampler | None = None
+        """Generates samples; None if there are no prompts, and after it has failed."""
         self._clock = _Clock()
         self._gemm_rate = gemm_flops_per_second
         self._work = Work.of(engine.model, frozen=config.lora)
@@ -234,6 +250,8 @@ class Loop:
     def _run(self, batches: Prefetcher) -> Reason:
         if self._evaluation_due(self.state.step):
             self._evaluate()
+        if self._sampling_due(self.state.step):
+            self._sample()
         launched: _Launched | None = None
         self._clock.restart()
         while self.state.step < self.total_steps:
@@ -252,17 +270,20 @@ class Loop:
             self.leader.step_ends(done)
             # Read once: a later signal belongs to the next step, so that the run never ends without saving.
             signalled = self.signals.received is not None
-            evaluating, last = self._evaluation_due(done), done == self.total_steps
-            saving = self._saving_due(done)
-            at_border = evaluating or saving or last or signalled or self._save_asked or bool(self.stop_reason)
+            evaluating, sampling = self._evaluation_due(done), self._sampling_due(done)
+            saving, last = self._saving_due(done), done == self.total_steps
+            asked = self._save_asked or bool(self.stop_reason)
+            at_border = evaluating or sampling or saving or last or signalled or asked
             if at_border or self.engine.settings.device.type != "cuda":
                 self._report(launched)
                 launched = None
-            if (evaluating or self.stop_reason) and not signalled:
-                try:
+            try:
+                if (evaluating or self.stop_reason) and not signalled:
                     self._evaluate()
-                except Interrupted:
-                    signalled = True
+                if (sampling or self.stop_reason) and not signalled:
+                    self._sample()
+            except Interrupted:
+                signalled = True
             if saving or last or signalled or self.stop_reason or self._save_asked or self._best_is_new:
                 if launched:
                     self._report(launched)
@@ -313,6 +334,11 @@ class Loop:
     def _evaluation_due(self, done: int) -> bool:
         due = evaluation_due(done, total=self.total_steps, every=self.config.eval_steps)
         return due and self.state.evaluated_step != done
+
+    def _sampling_due(self, done: int) -> bool:
+        every = self.config.eval_steps if self.config.sample_steps == "auto" else self.config.sample_steps
+        due = self.sampler is not None and evaluation_due(done, total=self.total_steps, every=every)
+        return due and self.state.sampled_step != done
 
     def _saving_due(self, done: int) -> bool:
         return self.config.save_steps > 0 and done % self.config.save_steps == 0
@@ -461,6 +487,21 @@ class Loop:
         if not math.isfinite(loss):
             at_start = state.step == self._started_at
             raise DivergedError(self._divergence(f"step {state.step}: the eval loss is {loss}", at_start=at_start))
+        self._clock.restart()
+
+    def _sample(self) -> None:
+        """Generate samples if there are prompts; raises `Interrupted` when a signal comes."""
+        if self.sampler is None:
+            return
+        with self.leader.served(self.engine, Order.SAMPLE):
+            self.engine.freshen()
+            found = self.sampler(self.engine, self.state.step, lambda: self.signals.received is not None)
+        if found is None:
+            raise Interrupted
+        if isinstance(found, Notice):
+            self.sampler = None
+        self.state.sampled_step = self.state.step
+        self.emit(found)
         self._clock.restart()
 
     def _evaluation_batches(self, batches: Evaluation) -> Iterator[MicroBatch]:

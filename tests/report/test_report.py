@@ -258,9 +258,22 @@ def test_samples_are_shown_where_they_were_recorded(tmp_path: Path) -> None:
             event = Samples(step=at, prompts=(HOSTILE, "Say yes"), texts=("no", f"yes {at}"))
             file.write(json_line(event, at=1.0))
     (samples,) = (s for s in contents.sections(read_run(run)) if s.title == "Samples")
-    assert samples.rows[0] == ("30", HOSTILE, "no")
-    assert samples.rows[-1] == ("10", "Say yes", "yes 10")
+    assert samples.rows[0] == (HOSTILE, "30", "no")
+    assert samples.rows[2:] == [("Say yes", "30", "yes 30"), ("Say yes", "10", "yes 10")]
     assert "yes 30" in Page(write_report([run])[0].read_text()).text
+
+
+def test_a_long_run_shows_some_steps_of_each_prompt(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for at in range(0, 1000, 10):
+            file.write(json_line(Samples(step=at, prompts=("a", "b"), texts=(f"a {at}", f"b {at}")), at=1.0))
+    rows = contents.samples(read_run(run))
+    assert [prompt for prompt, _, _ in rows] == ["a"] * 12 + ["b"] * 12
+    steps = [int(step) for _, step, _ in rows[:12]]
+    assert steps == sorted(steps, reverse=True)
+    assert (steps[0], steps[-1]) == (990, 0)
+    assert all(text == f"{prompt} {step}" for prompt, step, text in rows)
 
 
 def test_the_scripts_data_cannot_end_its_element_and_the_policy_names_its_script(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_run_on_two_ranks_is_the_run_on_one(
     tmp_path: Path, base: list[str], ranks: World, history: History, digests: Digests, records: Records
 ) -> None:
     one, two, beside = (tmp_path / name for name in ("one", "two", "beside"))
-    keys = [*base, *LORA, *KEYS]
+    keys = [*base, *LORA, *KEYS, "sample_prompts=[The chain]", "sample_max_new_tokens=4"]
     ranks.run(1, one, *keys, "gradient_accumulation_steps=4")
     ended = ranks.run(2, two, *keys, "gradient_accumulation_steps=2", of_rank=lambda r: [f"output_dir={beside}"] * r)
     assert ended == (0, [0])
@@ -55,6 +55,8 @@ def test_a_run_on_two_ranks_is_the_run_on_one(
     for step in (2, 4):
         assert digests(two / f"checkpoint-{step}") == digests(one / f"checkpoint-{step}")
     assert digests(two / "adapter") == digests(one / "adapter")
+    assert [s["texts"] for s in records(two, "samples")] == [s["texts"] for s in records(one, "samples")]
+    assert len(records(two, "samples")) == 3
 
     facts = json.loads((two / "run.json").read_text())
     assert (facts["gpus"], facts["micro_batches"]) == (2, 4)

@@ -32,6 +32,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
     RunStart,
+    Samples,
     StepEnd,
 )
 
@@ -482,3 +483,25 @@ def test_an_eval_loss_below_the_train_loss() -> None:
     assert text.eval_line(replace(EVAL, gap=-0.5)).startswith(
         "step 100: eval loss 2.5000  (0.5000 below the train loss;"
     )
+
+
+def test_samples_are_a_line_each_in_both_views() -> None:
+    prompts = ("Why?", "A prompt that is much longer than the column of prompts", *(f"number {n}" for n in range(9)))
+    texts = ("line 1\n\x1b[31mline 2", "x" * 300, "", *("yes" for _ in range(8)))
+    event = Samples(step=20, prompts=prompts, texts=texts, ended=(True,) * 11, tokens=120, seconds=1.5)
+    lines = text.sample_lines(event)
+    assert lines[:2] == ["step 20: samples  (120 tokens in 1.5 s)", r"  Why? → line 1\n\x1b[31mline 2"]
+    assert lines[2].startswith("  A prompt that is much longer than the c… → xxx")
+    assert lines[2].endswith("x…")
+    assert lines[3] == "  number 0 → (empty)"
+    assert lines[-1] == "  and 3 more, in the report"
+    assert max(map(len, lines)) <= 115
+    stream = io.StringIO()
+    PlainView(ConsoleOptions(), INFO, stream=stream).on_event(event)
+    assert stream.getvalue().splitlines() == lines
+    console = Console(file=io.StringIO(), width=130)
+    view = LiveView(ConsoleOptions(), INFO, console=console)
+    view.on_event(event)
+    view.close()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(line in shown for line in lines)

@@ -32,6 +32,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
     RunStart,
+    Samples,
     StepEnd,
 )
 from surogate_monitor_console import text
@@ -93,6 +94,9 @@ class LiveView:
             case EvalEnd():
                 self._evals.append(event.loss)
                 self._say(text.eval_line(event))
+            case Samples():
+                for line in text.sample_lines(event):
+                    self._say(line)
             case CheckpointSaved():
                 self._say(text.saved_line(event), style="dim")
             case PhaseChange():

@@ -24,6 +24,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
     RunStart,
+    Samples,
     StepEnd,
 )
 from surogate_monitor_console import text
@@ -64,6 +65,8 @@ class PlainView:
                 self._step(event)
             case EvalEnd():
                 self._print(text.eval_line(event))
+            case Samples():
+                self._print(*text.sample_lines(event))
             case CheckpointSaved():
                 self._print(text.saved_line(event))
             case PhaseChange():

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from surogate_core.errors import printable
 from surogate_core.events import (
     Advice,
     CheckpointSaved,
@@ -19,6 +20,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
     RunStart,
+    Samples,
     StepEnd,
 )
 
@@ -30,6 +32,12 @@ TREND_WINDOW = 20
 
 TREND_SHARE = 0.005
 """Relative change of the halves' means below which the trend is level."""
+
+SAMPLES = 8
+"""Samples that are shown."""
+
+SAMPLE_PROMPT = 40
+"""Characters of a sample's prompt that are shown."""
 
 
 def count(number: float) -> str:
@@ -121,6 +129,24 @@ def eval_line(event: EvalEnd) -> str:
         gap = f"{abs(event.gap):.4f} {'above' if event.gap >= 0 else 'below'} the train loss; "
     tokens = f"{count(event.label_tokens)} tokens in {duration(event.seconds)}"
     return f"step {event.step}: eval loss {event.loss:.4f}  ({gap}{tokens})"
+
+
+def sample_lines(event: Samples, width: int = 110) -> list[str]:
+    """The samples, one line for each of the first prompts; their line ends and control characters are escaped."""
+    found = []
+    for prompt, text in zip(event.prompts, event.texts, strict=True):
+        asked = shortened(prompt, SAMPLE_PROMPT)
+        found.append(f"  {asked} → {shortened(text, width - len(asked)) or '(empty)'}")
+    rest = len(found) - SAMPLES
+    more = [f"  and {rest} more, in the report"] if rest > 0 else []
+    speed = f"{event.tokens} tokens in {duration(event.seconds)}"
+    return [f"step {event.step}: samples  ({speed})", *found[:SAMPLES], *more]
+
+
+def shortened(text: str, width: int) -> str:
+    """The beginning of a text on one line, with control characters escaped."""
+    line = printable(text[: width + 1])
+    return f"{line[: width - 1]}…" if len(line) > width else line
 
 
 def phase_line(event: PhaseChange) -> str:

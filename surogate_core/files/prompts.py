@@ -1,0 +1,55 @@
+"""Prompts as JSON lines: ``{"prompt": TEXT}``, ``{"messages": [{"role": …, "content": …}, …]}``, or a text alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from surogate_core.errors import UserError
+
+
+def fault_of(row: Any) -> tuple[str, str] | None:
+    """(what is wrong with a row that is no text, the fix); None if nothing is."""
+    if not isinstance(row, Mapping) or not (
+        isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
+    ):
+        return 'has neither a text "prompt" nor a list "messages".', '{"prompt": "…"}'
+    if "prompt" in row and "messages" in row:
+        return 'has both "prompt" and "messages".', "keep one"
+    return None
+
+
+def prompt_rows(text: str, name: str) -> list[tuple[str, str | dict[str, Any]]]:
+    """(name and line, row) of each line of a file. Raises `UserError` for a line that is no prompt."""
+    found = []
+    for place, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{name}:{place}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: not valid JSON: {error}. Fix: one object a line.") from error
+        if not isinstance(row, str) and (fault := fault_of(row)) is not None:
+            raise UserError(f"{where}: {fault[0]} Fix: {fault[1]}")
+        found.append((where, row))
+    return found
+
+
+def read_prompts(file: str | Path, *, key: str) -> list[tuple[str, str | dict[str, Any]]]:
+    """The rows of a file, at least one. `key`: the flag or the key that names it, for messages."""
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise UserError(f"{key} {file}: cannot be read: {reason}. Fix: name a file of JSON lines.") from error
+    return some_prompts(prompt_rows(text, str(file)), f"{key} {file}")
+
+
+def some_prompts(rows: list[tuple[str, str | dict[str, Any]]], name: str) -> list[tuple[str, str | dict[str, Any]]]:
+    """The rows; raises `UserError` if there are none."""
+    if not rows:
+        raise UserError(f'{name}: has no prompt. Fix: one object a line, such as {{"prompt": "…"}}')
+    return rows

@@ -1,0 +1,234 @@
+"""Samples during training: they change no bit, are the texts of the weights of their step, and survive a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_world import World
+from run_fixtures import EMBEDDED, KILLER, LORA
+
+from surogate_core.config.schema import RunConfig
+from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.errors import MachineError, UserError
+from surogate_core.plugins.registry import Registry, load_plugins
+from surogate_core.run import samples
+
+RunHere = Callable[..., int]
+Records = Callable[..., list[dict[str, Any]]]
+Digests = Callable[[Path], dict[str, str]]
+
+PROMPTS = '["What is a learning rate?", {prompt: The chain}]'
+SAMPLED = (f"sample_prompts={PROMPTS}", "sample_max_new_tokens=6", "eval_steps=2")
+
+
+@pytest.fixture(scope="module")
+def base_model(hf_dir: Path, data_cache: Path, base: list[str]) -> list[str]:
+    """Overrides of a short run on a random model."""
+    quick = [key for key in base if not key.startswith(("model", "tokenizer"))]
+    return [*quick, f"model={hf_dir}", *LORA, "max_steps=4", "save_steps=2", "eval_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, base_model: list[str], run_here: RunHere) -> Path:
+    """A run without samples."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    assert run_here(run, *base_model) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory, base_model: list[str], run_here: RunHere) -> Path:
+    """The same run with samples."""
+    run = tmp_path_factory.mktemp("sampled") / "run"
+    assert run_here(run, *base_model, *SAMPLED) == 0
+    return run
+
+
+def taken(records: Records, run: Path) -> list[tuple[int, tuple[str, ...]]]:
+    return [(one["step"], tuple(one["texts"])) for one in records(run, "samples")]
+
+
+def test_samples_change_no_bit_and_are_the_texts_of_their_step(
+    plain: Path, sampled: Path, records: Records, history: Any, digests: Digests
+) -> None:
+    from surogate_core import api
+
+    assert history(sampled) == history(plain)
+    for directory in ("checkpoint-2", "checkpoint-4", "adapter"):
+        assert digests(sampled / directory) == digests(plain / directory)
+    found = records(sampled, "samples")
+    assert [one["step"] for one in found] == [0, 2, 4]
+    order = [line["event"] for line in records(sampled) if line["event"] in ("eval_end", "samples")]
+    assert order == ["eval_end", "samples"] * 3
+    assert found[0]["prompts"] == ["What is a learning rate?", "The chain"]
+    assert all(one["tokens"] <= 12 and len(one["ended"]) == 2 for one in found)
+    chat = [{"role": "user", "content": "What is a learning rate?"}]
+    for step, run in ((2, sampled / "checkpoint-2"), (4, sampled)):
+        texts = api.generate(
+            run, [chat, "The chain"], max_new_tokens=6, sampling={"temperature": 0}, device="cpu"
+        )  # fmt: skip
+        assert dict(taken(records, sampled))[step] == tuple(text.text for text in texts)
+
+
+def test_a_resumed_run_keeps_the_samples_and_takes_the_next_ones(
+    sampled: Path, tmp_path: Path, base_model: list[str], run_here: RunHere, records: Records
+) -> None:
+    run = Path(shutil.copytree(sampled, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoint-4")
+    assert run_here(run, *base_model, *SAMPLED) == 0
+    assert taken(records, run) == taken(records, sampled)
+    assert run_here(run, *base_model, *SAMPLED, "max_steps=6", "sample_steps=3") == 0
+    assert [step for step, _ in taken(records, run)] == [0, 2, 4, 6]
+
+
+def test_samples_without_held_out_rows_have_steps_of_their_own(
+    tmp_path: Path, base_model: list[str], run_here: RunHere, records: Records
+) -> None:
+    keys = ("validation_datasets=[]", "validation_split_ratio=0", "sample_steps=3", "sample_temperature=1.5")
+    assert run_here(tmp_path / "run", *base_model, *SAMPLED, *keys) == 0
+    assert [step for step, _ in taken(records, tmp_path / "run")] == [0, 3, 4]
+    assert records(tmp_path / "run", "eval_end") == []
+
+
+def test_a_run_goes_on_without_samples_if_their_cache_has_no_room(
+    plain: Path,
+    tmp_path: Path,
+    base_model: list[str],
+    run_here: RunHere,
+    records: Records,
+    digests: Digests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> None:
+        raise MachineError("The keys and values need more than is free.")
+
+    monkeypatch.setattr(samples, "settings_of", full)
+    run = tmp_path / "run"
+    assert run_here(run, *base_model, *SAMPLED) == 0
+    assert digests(run / "adapter") == digests(plain / "adapter")
+    (notice,) = [one for one in records(run, "notice") if one["level"] == "warning"]
+    assert "no samples from step 0 on, and the run goes on without them: The keys and values" in notice["message"]
+    assert records(run, "samples") == []
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_samples_and_the_resumed_run_takes_them(
+    sampled: Path,
+    install_plugin: Callable[..., Path],
+    tmp_path: Path,
+    base_model: list[str],
+    run_here: RunHere,
+    records: Records,
+    digests: Digests,
+) -> None:
+    import signal
+    import sys
+
+    install_plugin("monitor-killer", KILLER)
+    registry = load_plugins()
+    monitor = sys.modules["plugin_monitor_killer"].Killer
+    run, keys = tmp_path / "run", [*base_model, *SAMPLED, "monitor=[jsonl,killer]", "sample_max_new_tokens=40"]
+    steps = []
+
+    def at(event: Any) -> bool:
+        if event.name == "eval_end":
+            steps.append(event.step)
+        return bool(event.name == "progress" and event.task == "generating samples" and 2 in steps)
+
+    monitor.at, monitor.number = at, signal.SIGTERM
+    assert run_here(run, *keys, registry=registry) == 143
+    assert [step for step, _ in taken(records, run)] == [0]
+    assert run_here(run, *keys, registry=registry) == 0
+    assert [step for step, _ in taken(records, run)] == [0, 2, 4]
+    assert digests(run / "adapter") == digests(sampled / "adapter")
+
+
+# ------------------------------------------------------------------------------ the prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(f"{EMBEDDED}/tokenizer", revision=None)
+
+
+def decoded(tokenizer: Any, config: RunConfig, *, trains_prompts: bool = False) -> list[str]:
+    return [tokenizer.decode(p.ids) for p in samples.prompts_of(config, tokenizer, trains_prompts=trains_prompts)]
+
+
+def test_a_text_is_a_users_message_where_the_data_has_a_template(tokenizer: Any) -> None:
+    config = RunConfig(sample_prompts=["Why?"])
+    (asked,) = decoded(tokenizer, config)
+    assert "Why?" in asked
+    assert "user" in asked
+    assert asked.rstrip().endswith("assistant")
+    assert decoded(tokenizer, config, trains_prompts=True) == ["Why?"]
+    assert decoded(tokenizer, replace(config, use_chat_template=False)) == ["Why?"]
+    assert decoded(tokenizer, replace(config, sample_prompts=[{"prompt": "Why?"}])) == ["Why?"]
+    (with_system,) = decoded(tokenizer, replace(config, system="Be brief."))
+    assert "Be brief." in with_system
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Why?"}]
+    (kept,) = decoded(tokenizer, replace(config, system="Be brief.", sample_prompts=[{"messages": own}]))
+    assert "Be long." in kept
+    assert "Be brief." not in kept
+
+
+def test_prompts_come_from_files_too(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"One?"\n\n{"prompt": "Two"}\n{"messages": [{"role": "user", "content": "Three?"}]}\n')
+    config = RunConfig(sample_prompts=[str(file), "Four?"])
+    assert [samples.shown(row) for _, row in samples.rows_of(config)] == ["One?", "Two", "Three?", "Four?"]
+    assert [name for name, _ in samples.rows_of(config)][1:] == [f"{file}:3", f"{file}:4", "sample_prompts.1"]
+    assert decoded(tokenizer, config)[1] == "Two"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no prompt"),
+        ('{"prompt": ', "prompts.jsonl:1: not valid JSON"),
+        ('"a"\n{"text": "b"}', 'prompts.jsonl:2: has neither a text "prompt" nor a list "messages"'),
+        ('{"messages": []}', "prompts.jsonl:1: has no message"),
+        (None, "sample_prompts .*prompts.jsonl: cannot be read: No such file"),
+    ],
+)
+def test_a_wrong_file_names_its_line(tokenizer: Any, tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        decoded(tokenizer, RunConfig(sample_prompts=[str(file)]))
+
+
+def test_a_prompt_past_the_models_positions_is_refused_before_the_weights_are_loaded(
+    tmp_path: Path, base_model: list[str], run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surogate_core.run.run.build_engine", None)
+    with pytest.raises(UserError, match=r"sample_prompts\.0: has .* tokens, and the model's positions end at 256"):
+        run_here(tmp_path / "run", *base_model, f"sample_prompts=['{'word ' * 300}']")
+
+
+# --------------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(installed: Registry) -> Iterator[World]:
+    with World(installed) as world:
+        yield world
+
+
+@pytest.mark.slow
+def test_the_samples_of_two_ranks_that_share_out_the_weights_are_those_of_one(
+    sampled: Path, tmp_path: Path, base_model: list[str], ranks: World, records: Records, digests: Digests
+) -> None:
+    keys = [*base_model, *SAMPLED, "gradient_accumulation_steps=1", "shard_weights=true"]
+    assert ranks.run(2, tmp_path / "two", *keys) == (0, [0])
+    assert digests(tmp_path / "two" / "adapter") == digests(sampled / "adapter")
+    assert taken(records, tmp_path / "two") == taken(records, sampled)
+    facts = json.loads((tmp_path / "two" / "run.json").read_text())
+    assert facts["gpus"] == 2
