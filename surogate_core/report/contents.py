@@ -162,7 +162,7 @@ def shared_plugins(runs: Sequence[RunRecord]) -> Section | None:
 
 
 def samples(run: RunRecord, count: int = 12) -> Rows:
-    """(prompt, step, generated text): for each prompt `count` steps, the last one first and the first one among them."""
+    """(prompt, step, generated text): at most `count` steps of each prompt, from the last one to the first one."""
     by_prompt: dict[str, dict[int, str]] = {}
     for one in run.samples:
         for prompt, text in zip(one.get("prompts") or (), one.get("texts") or (), strict=False):
