@@ -94,6 +94,11 @@ def surogate_export_format() -> Offer[b.ExportFormat]:
     """Export formats: a trained model as a file for another program."""
 
 
+@hookspec
+def surogate_evaluator() -> Offer[b.EvaluatorSpec]:
+    """Evaluators: sources of tasks that `surogate eval` measures a model on."""
+
+
 # --------------------------------------------------------------------- where and who watches
 
 

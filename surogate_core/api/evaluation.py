@@ -1,34 +1,66 @@
-"""`evaluate`: held-out loss and perplexity of models from Python."""
+"""`evaluate`: held-out loss, perplexity and accuracy on tasks from Python."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from surogate_core.api.process import contained, plain
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
+    from surogate_core.bundles import TaskResult
     from surogate_core.run.evaluation import Evaluation
 
 Name = str | os.PathLike[str]
 
 
-def evaluate(models: Name | Sequence[Name], **keys: Any) -> list[Evaluation]:
-    """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``.
+@overload
+def evaluate(models: Name | Sequence[Name], *, tasks: None = None, **keys: Any) -> list[Evaluation]: ...
+
+
+@overload
+def evaluate(
+    models: Name | Sequence[Name], *, tasks: Sequence[Name], task_options: Mapping[str, Any] = ..., **keys: Any
+) -> list[TaskResult]: ...
+
+
+def evaluate(
+    models: Name | Sequence[Name],
+    *,
+    tasks: Sequence[Name] | None = None,
+    task_options: Mapping[str, Any] | None = None,
+    **keys: Any,
+) -> list[Evaluation] | list[TaskResult]:
+    """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``, or on tasks:
+    ``surogate.evaluate(run.path, tasks=["words.jsonl"], task_options={"match": "number"})``.
 
     `models`: directories, runs, checkpoints, adapters or hub ids; each is compared with the first. `keys`: keys of the
     configuration for all of them, such as ``datasets=[{"path": "test.jsonl"}]``; without rows those that the first run
-    held out. Raises `UserError` or `MachineError`.
+    held out. `task_options`: the flags of `surogate eval` for tasks, by name: `match`, `pattern`, `prompt`, `shots`,
+    `limit`, `chat`, `system`, `max_new_tokens`, `samples`, `stop`, `slots`, `engine`, and `sampling`, a mapping as for
+    `generate`. Raises `UserError` or `MachineError`.
     """
     names = [os.fspath(one) for one in ([models] if isinstance(models, str | os.PathLike) else models)]
     if not names or len(set(names)) < len(names):
         raise UserError("evaluate: no model is named, or one is named twice. Fix: name each model once.")
+    if tasks is None and task_options is not None:
+        raise UserError("task_options: no task is named. Fix: tasks=[FILE]")
     with contained():
-        from surogate_core.cli.evaluate import prepared_models
+        from surogate_core.cli.evaluate import loader
         from surogate_core.config.grammar import encode
         from surogate_core.run.evaluation import evaluate_all
 
-        words = [f"{key}={encode(plain(value))}" for key, value in keys.items()]
-        return evaluate_all(*prepared_models(names, words, None))
+        load = loader(names, [f"{key}={encode(plain(value))}" for key, value in keys.items()], None)
+        if tasks is None:
+            return evaluate_all(load.for_rows(), load.registry)
+        from surogate_core.cli.evaluate_tasks import Asked, evaluators_of, measured
+        from surogate_core.cli.sampling import flags_of
+
+        options = dict(task_options or {})
+        options["sampling"] = flags_of(options.get("sampling"))
+        named = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
+        asked = Asked.of([os.fspath(one) for one in named], options)
+        evaluators = evaluators_of(asked, load.registry)
+        return measured(load.for_tasks(), load.registry, evaluators, asked)

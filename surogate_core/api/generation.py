@@ -39,7 +39,7 @@ def generate(
     asked = _asked(prompts)
     with contained():
         from surogate_core.cli.arguments import Arguments, registry_for
-        from surogate_core.cli.sampling import NUMBERS, number, sampling_of
+        from surogate_core.cli.sampling import flags_of, sampling_of
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
         from surogate_core.run import texts
@@ -50,16 +50,10 @@ def generate(
         registry = registry_for(Arguments(config_file=source))
         spec = rollout_of(registry, engine)
         prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
-        flags = {f"--{name.replace('_', '-')}": value for name, value in (sampling or {}).items()}
-        if unknown := flags.keys() - NUMBERS:
-            name = min(unknown).removeprefix("--").replace("-", "_")
-            known = ", ".join(flag.removeprefix("--").replace("-", "_") for flag in NUMBERS)
-            raise UserError(f"sampling: there is no {name!r}. Fix: choose from {known}")
-        flags = {flag: number(flag, str(value), NUMBERS[flag]) for flag, value in flags.items()}
         wanted = texts.Wanted(
             max_new_tokens=max_new_tokens,
             samples=samples,
-            sampling=sampling_of(flags, prepared.sampling, sampled=samples > 1),
+            sampling=sampling_of(flags_of(sampling), prepared.sampling, sampled=samples > 1),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
         if not asked:

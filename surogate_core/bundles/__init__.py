@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
+from surogate_core.bundles.evals import EvalSettings, Evaluator, EvaluatorSpec, TaskResult
 from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
 from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
 from surogate_core.bundles.kernels import Kernel, KernelPack
@@ -46,7 +47,10 @@ __all__ = [
     "Bundle",
     "Completion",
     "DatasetFormat",
+    "EvalSettings",
     "Evaluation",
+    "Evaluator",
+    "EvaluatorSpec",
     "ExportFormat",
     "ExportJob",
     "Exported",
@@ -89,6 +93,7 @@ __all__ = [
     "Store",
     "Stores",
     "Task",
+    "TaskResult",
     "TaskSpec",
     "TensorKind",
     "WeightFormat",
@@ -107,6 +112,7 @@ Bundle = (
     | TaskSpec
     | RolloutEngineSpec
     | ExportFormat
+    | EvaluatorSpec
     | Launcher
     | FabricSpec
     | MonitorSpec
@@ -124,6 +130,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "task": ("surogate_task", TaskSpec),
     "rollout": ("surogate_rollout_engine", RolloutEngineSpec),
     "export": ("surogate_export_format", ExportFormat),
+    "eval": ("surogate_evaluator", EvaluatorSpec),
     "launcher": ("surogate_launcher", Launcher),
     "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),

@@ -7,25 +7,26 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.words import Flags
+from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.evaluation import Evaluation
-    from surogate_core.run.generation import Prepared
+    from surogate_core.run.generation import Named, Prepared
 
 USAGE = """\
 usage: surogate eval MODEL [MODEL …] [datasets=FILE.jsonl] [KEY=VALUE …] [--json] [--output FILE.json]
+       surogate eval MODEL [MODEL …] --tasks FILE.jsonl [--tasks …] [KEY=VALUE …] [--json] [--output FILE.json]
 
-Held-out loss, perplexity and token accuracy, with the standard error over documents. MODEL is a Hugging Face directory,
-a run's directory (`latest` is the last run's), a checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are
-keys of a run, such as sequence_len=2048 or device=cpu.
+Held-out loss, perplexity and token accuracy, with the standard error over documents; or accuracy on tasks, with the
+standard error over rows. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a
+checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu.
 
   datasets=…           the rows to evaluate; without it those that the first run held out
   --config FILE.yaml   keys of a run in a file for every model. Without it a run has those of its own config.yaml, and
@@ -33,10 +34,51 @@ keys of a run, such as sequence_len=2048 or device=cpu.
   --json               print JSON
   --output FILE        write the JSON to a file too
 
-Several models are compared with the first: difference of the losses, and its standard error over pairs of documents.
+Tasks:
+  --tasks FILE         JSON lines: {"prompt": TEXT, "answer": TEXT}, {"messages": […], "answer": TEXT} or
+                       {"prompt": TEXT, "choices": [TEXT, …], "answer": NUMBER}; or NAME:TASK of an evaluator that is
+                       installed. May be repeated
+  --match HOW          for rows without the key `match`: exact, number (the last number), regex, or choice (the most
+                       probable one). Without it choice for rows with choices, exact for the others
+  --pattern REGEX      for regex: the last match in the completion, or its group, is compared with the answer
+  --prompt TEMPLATE    the prompt from the row's keys, such as 'Question: {question}'
+  --shots N            the first N rows are solved examples before each prompt, and are not scored (0)
+  --limit N            rows of each task at most
+  --chat               a prompt is a user's message, and the completion the assistant's answer
+  --system TEXT        the system message of --chat
+  --max-new-tokens N   largest number of tokens of a completion (256)
+  --samples N          completions of each prompt (1); their mean counts, and pass@N
+  --temperature T, --top-k N, --top-p P, --min-p P, --repetition-penalty R, --seed N
+                       without them and --samples the most probable token is taken
+  --stop TEXT          ends a completion before this text; may be repeated. Without it a text prompt with examples ends
+                       at a blank line
+  --slots N, --engine NAME
+                       as in surogate generate
+  --samples-output FILE
+                       write each completion and its verdict as JSON lines; until the end FILE.partial has those that
+                       are done
+
+Several models are compared with the first: the difference, and its standard error over pairs of documents or rows.
 """
 
-FLAGS = Flags(command="surogate eval", texts=("--config", "--output"), switches=("--json",))
+FLAGS = Flags(
+    command="surogate eval",
+    texts=(
+        "--config",
+        "--output",
+        "--samples-output",
+        "--match",
+        "--pattern",
+        "--prompt",
+        "--shots",
+        "--system",
+        "--engine",
+    ),
+    lists=("--tasks", "--stop"),
+    counts=("--limit", "--max-new-tokens", "--samples", "--slots"),
+    switches=("--json", "--chat"),
+    samples=True,
+)
 _ROWS = frozenset({"datasets", "dataset", "validation_datasets"})
 _ELSEWHERE = ("from_scratch=false", "adapter_path=null", "output_dir=null")
 """What a run's own configuration says of where it began and ended, and its result does not."""
@@ -50,65 +92,163 @@ def main(argv: Sequence[str]) -> int:
     words = FLAGS.read(argv)
     if not words.models:
         raise UserError("surogate eval: no model is named. Fix: surogate eval MODEL datasets=FILE.jsonl")
+    if "--tasks" not in words.lists:
+        of_tasks = [*words.lists, *words.counts, *words.sampling, *(words.texts.keys() - {"--config", "--output"})]
+        if of_tasks or "--chat" in words.switches:
+            flag = min(of_tasks, default="--chat")
+            raise UserError(f"surogate eval {flag}: it is for tasks, and none is named. Fix: add --tasks FILE.jsonl")
     from surogate_core import logs
 
     logs.configure()
-    from surogate_core.cli.progress import shown_progress
     from surogate_core.files.atomic import ensure_writable, replace_file
-    from surogate_core.run.evaluation import evaluate_all
 
-    output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
-    if output is not None:
-        ensure_writable(output.parent, key="--output")
-    given = Path(words.texts["--config"]).expanduser() if "--config" in words.texts else None
-    prepared, registry = prepared_models(words.models, words.overrides, given)
-    for model, one in prepared.items():
-        for note in one.notes:
-            print(f"note: {model}: {note}", file=sys.stderr)
-    with shown_progress() as progress:
-        found = evaluate_all(prepared, registry, progress=progress)
-    text = json.dumps([_plain(one) for one in found], indent=1)
-    print(text if "--json" in words.switches else table(found))
+    output, samples = (
+        Path(words.texts[flag]).expanduser() if flag in words.texts else None
+        for flag in ("--output", "--samples-output")
+    )
+    for path, flag in ((output, "--output"), (samples, "--samples-output")):
+        if path is not None:
+            ensure_writable(path.parent, key=flag)
+    lines, plain = _tasks(words, samples) if "--tasks" in words.lists else _losses(words)
+    text = json.dumps(plain, indent=1)
+    print(text if "--json" in words.switches else lines)
     if output is not None:
         replace_file(output, f"{text}\n".encode(), key="--output")
     return 0
 
 
+def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
+    """The table of held-out losses, and the figures as JSON."""
+    from surogate_core.cli.progress import shown_progress
+    from surogate_core.run.evaluation import evaluate_all
+
+    prepared, registry = prepared_models(words.models, words.overrides, _given(words))
+    _note(prepared)
+    with shown_progress() as progress:
+        found = evaluate_all(prepared, registry, progress=progress)
+    return table(found), [_plain(asdict(one)) for one in found]
+
+
+def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
+    """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
+    from surogate_core.cli.evaluate_tasks import Asked, evaluators_of, measured, task_table
+    from surogate_core.cli.kept import json_line, kept_lines
+    from surogate_core.cli.progress import shown_progress
+    from surogate_core.files.atomic import replace_file
+
+    asked = Asked.of_words(words)
+    load = loader(words.models, words.overrides, _given(words))
+    evaluators, prepared = evaluators_of(asked, load.registry), load.for_tasks()
+    _note(prepared)
+    with shown_progress() as progress, kept_lines(output, key="--samples-output") as take:
+        found = measured(prepared, load.registry, evaluators, asked, taken=take, progress=progress)
+        if output is not None:
+            rows = {(one.model, one.task): one.samples for one in found}
+            text = "".join(json_line(row) for some in rows.values() for row in some)
+            replace_file(output, text.encode(), key="--samples-output")
+    plain = [{k: v for k, v in _plain(asdict(one)).items() if k not in ("scores", "samples")} for one in found]
+    return "\n".join(aligned(task_table(found, _shown), texts=3)), plain
+
+
+def _given(words: Words) -> Path | None:
+    return Path(words.texts["--config"]).expanduser() if "--config" in words.texts else None
+
+
+def _note(prepared: Mapping[str, Prepared]) -> None:
+    for model, one in prepared.items():
+        for note in one.notes:
+            print(f"note: {model}: {note}", file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """The models of a command, whose configurations are yet to be composed."""
+
+    found: Mapping[str, Named]
+    files: Mapping[str, Path | None]
+    words: Sequence[str]
+    """Overrides for all of them."""
+    given: Path | None
+    """A file of keys for all of them."""
+    registry: Registry
+
+    @property
+    def first(self) -> str:
+        """The first run, or the first model if none is a run."""
+        return next((model for model, file in self.files.items() if file is not None), next(iter(self.files)))
+
+    def config(self, model: str, *more: str) -> RunConfig:
+        """A model's configuration. `more`: overrides that win."""
+        from surogate_core.config.resolve import load_run_config
+
+        own = _ELSEWHERE if self.files[model] is not None else ()
+        overrides = [*own, *self.found[model].overrides, *self.words, *more]
+        return load_run_config(overrides, config_file=self.files[model], registry=self.registry)
+
+    def for_rows(self) -> dict[str, Prepared]:
+        """The models by name, all with the same rows."""
+        from surogate_core.run.evaluation import held_out, shared
+        from surogate_core.run.generation import prepare
+
+        keys = set(map(_name, self.words))
+        if self.files[self.first] is None and not keys & _ROWS:
+            raise UserError(
+                f"surogate eval {self.first}: this is no run, so the rows to evaluate must be named. "
+                f"Fix: datasets=FILE.jsonl"
+            )
+        rows = self.config(self.first)
+        if self.given is not None and not rows.validation_datasets:
+            keys |= {"datasets"}  # a file of rows, not a run that held some of them out
+        prepared = {}
+        for model, one in self.found.items():
+            same = model == self.first or self.given is not None
+            config = self.config(model, *([] if same else shared(rows, run=self.files[model] is not None)))
+            prepared[model] = prepare(one, held_out(config, named=keys), self.registry)
+        return prepared
+
+    def for_tasks(self) -> dict[str, Prepared]:
+        """The models by name. A model that is no run has the first run's place and precision."""
+        from surogate_core.run.evaluation import placed
+        from surogate_core.run.generation import prepare
+
+        if named := next((word for word in self.words if _name(word) in _ROWS), None):
+            raise UserError(f"{named}: tasks have rows of their own. Fix: leave it out, or leave out the tasks.")
+        first = self.config(self.first)
+        prepared = {}
+        for model, one in self.found.items():
+            same = self.files[model] is not None or model == self.first
+            prepared[model] = prepare(one, self.config(model, *([] if same else placed(first))), self.registry)
+        return prepared
+
+
+def _name(override: str) -> str:
+    """The key of an override."""
+    return re.split(r"[.\[=]", override.lstrip("+~"), maxsplit=1)[0]
+
+
+def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> Loader:
+    """The models of a command. `words`: overrides. `given`: a file of keys for all of them."""
+    from surogate_core.cli.arguments import Arguments, registry_for
+    from surogate_core.files.runs import config_of_run
+    from surogate_core.run.generation import named
+
+    files = {model: given or config_of_run(model) for model in models}
+    first = next((file for file in files.values() if file is not None), None)
+    return Loader(
+        found={model: named(model) for model in models},
+        files=files,
+        words=words,
+        given=given,
+        registry=registry_for(Arguments(overrides=list(words), config_file=first)),
+    )
+
+
 def prepared_models(
     models: Sequence[str], words: Sequence[str], given: Path | None
 ) -> tuple[dict[str, Prepared], Registry]:
-    """The models by name, all with the same rows. `words`: overrides. `given`: a file of keys for all of them."""
-    from surogate_core.cli.arguments import Arguments, registry_for
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.files.runs import config_of_run
-    from surogate_core.run.evaluation import held_out, shared
-    from surogate_core.run.generation import named, prepare
-
-    keys = {re.split(r"[.\[=]", word.lstrip("+~"), maxsplit=1)[0] for word in words}
-    files = {model: given or config_of_run(model) for model in models}
-    first = next((model for model, file in files.items() if file is not None), models[0])
-    if files[first] is None and not keys & _ROWS:
-        raise UserError(
-            f"surogate eval {models[0]}: this is no run, so the rows to evaluate must be named. "
-            f"Fix: datasets=FILE.jsonl"
-        )
-    found = {model: named(model) for model in models}
-    registry = registry_for(Arguments(overrides=list(words), config_file=files[first]))
-
-    def load(model: str, *more: str) -> RunConfig:
-        own = _ELSEWHERE if files[model] is not None else ()
-        overrides = [*own, *found[model].overrides, *words, *more]
-        return load_run_config(overrides, config_file=files[model], registry=registry)
-
-    rows = load(first)
-    if given is not None and not rows.validation_datasets:
-        keys |= {"datasets"}  # a file of rows, not a run that held some of them out
-    prepared = {}
-    for model, one in found.items():
-        same = model == first or given is not None
-        config = load(model, *([] if same else shared(rows, run=files[model] is not None)))
-        prepared[model] = prepare(one, held_out(config, named=keys), registry)
-    return prepared, registry
+    """The models by name, all with the same rows."""
+    load = loader(models, words, given)
+    return load.for_rows(), load.registry
 
 
 def table(found: Sequence[Evaluation]) -> str:
@@ -129,16 +269,26 @@ def table(found: Sequence[Evaluation]) -> str:
         if several:
             line += ["", ""] if one.difference is None else [f"{one.difference:+.4f}", _shown(one.difference_stderr)]
         lines.append(line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    rows = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+    rows = aligned(lines, texts=1)
     if several and any(one.data != found[0].data for one in found):
         rows.append("Models with another tokenizer or template have other tokens, so their losses are not compared.")
     return "\n".join(rows)
+
+
+def aligned(lines: Sequence[Sequence[str]], *, texts: int) -> list[str]:
+    """Lines of cells in columns, of which the first `texts` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    found = []
+    for line in lines:
+        left, right = list(map(str.ljust, line[:texts], widths)), list(map(str.rjust, line[texts:], widths[texts:]))
+        found.append("  ".join([*left, *right]).rstrip())
+    return found
 
 
 def _shown(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else f"{value:.4f}"
 
 
-def _plain(one: Evaluation) -> Mapping[str, Any]:
-    return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(one).items()}
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of JSON, which knows no NaN."""
+    return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()}

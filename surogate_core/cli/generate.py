@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.cli.kept import json_line, kept_lines
 from surogate_core.cli.sampling import sampling_of
 from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
@@ -114,7 +115,7 @@ def _generate(words: Words, model: str) -> int:
         if "--slots" not in words.counts and settings.slots < usual_slots(weights.device, requests):
             print(f"note: {settings.slots} sequences at a time; more do not fit into memory.", file=sys.stderr)
         engine = spec.open(weights, settings)
-        with _kept(output) as finished:
+        with kept_lines(output, key="--output") as take:
             with _named(model):
                 texts = generate_texts(
                     engine,
@@ -122,7 +123,7 @@ def _generate(words: Words, model: str) -> int:
                     requests,
                     wanted.stop,
                     progress=lambda done, total: told("generating", done, total, "tokens"),
-                    finished=finished,
+                    finished=None if take is None else lambda text: take(_row(text, False)),
                 )
             if output is not None:
                 _show(words, texts, output)
@@ -138,37 +139,6 @@ def _named(model: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{model}: {error}") from error
-
-
-@contextmanager
-def _kept(output: Path | None) -> Iterator[Callable[[Text], None] | None]:
-    """Takes what is done to a file beside `output`, which stays if the command is interrupted."""
-    if output is None:
-        yield None
-        return
-    from surogate_core.files.atomic import disk_error, replace_file
-
-    partial, count = output.with_name(f"{output.name}.partial"), 0
-
-    def take(text: Text) -> None:
-        nonlocal count
-        try:
-            with partial.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_row(text, False), ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise disk_error(error, what="--output", path=partial) from error
-        count += 1
-
-    try:
-        replace_file(partial, b"", key="--output")
-        yield take
-    except BaseException:
-        if count:
-            print(f"note: the {count:,} completions that were done are in {partial}", file=sys.stderr)
-        else:
-            partial.unlink(missing_ok=True)
-        raise
-    partial.unlink(missing_ok=True)
 
 
 def _prompts(words: Words, prepared: Prepared) -> list[Prompt]:
@@ -226,7 +196,7 @@ def _show(words: Words, texts: Sequence[Text], output: Path | None) -> None:
             why = "ended the completion at its first token" if first else f"wrote {count} tokens that have no text"
             print(f"note: the model {why}.", file=sys.stderr)
         return
-    lines = "".join(json.dumps(_row(text, "--logprobs" in words.switches), ensure_ascii=False) + "\n" for text in texts)
+    lines = "".join(json_line(_row(text, "--logprobs" in words.switches)) for text in texts)
     if output is None:
         print(lines, end="")
         return

@@ -43,6 +43,16 @@ def number(flag: str, text: str, kind: Callable[[str], float], *, least: float |
     return value
 
 
+def flags_of(values: Mapping[str, float] | None) -> dict[str, float]:
+    """The flags of a mapping from Python, such as ``{"top_p": 0.9}``; raises `UserError`."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in (values or {}).items()}
+    if unknown := flags.keys() - NUMBERS:
+        name = min(unknown).removeprefix("--").replace("-", "_")
+        known = ", ".join(flag.removeprefix("--").replace("-", "_") for flag in NUMBERS)
+        raise UserError(f"sampling: there is no {name!r}. Fix: choose from {known}")
+    return {flag: number(flag, str(value), NUMBERS[flag]) for flag, value in flags.items()}
+
+
 def sampling_of(flags: Mapping[str, float], base: Sampling, *, sampled: bool = False) -> Sampling:
     """The model's own sampling, changed by the flags. Filters ask for samples, and so does `sampled`, unless a
     temperature is given.

@@ -16,6 +16,7 @@ from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.run.generation import Prepared
+from surogate_core.run.subject import refuse_nan
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -69,6 +70,7 @@ def evaluate(
     batches = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
     documents: list[Document] = []
     for done, found in enumerate(documents_of(weights, batches), start=1):
+        refuse_nan(name, weights, found)
         documents += found
         progress(Progress(task=f"{name}: evaluating", done=done, total=len(batches), unit="micro-batches"))
     return _figures(name, documents, data.eval.digest, first), documents
@@ -112,9 +114,14 @@ PLACE = ("device", "model_dtype", "data_cache_dir")
 
 def shared(config: RunConfig, *, run: bool) -> list[str]:
     """The overrides that give another model the rows of `config`. `run`: whether that model is a run."""
-    keys = SHARED if run else (*SHARED, *PLACE)
-    values = {key: getattr(config, key) for key in keys}
-    return [f"{key}={encode(value)}" for key, value in values.items() if value is not None or key not in PLACE]
+    rows = [f"{key}={encode(getattr(config, key))}" for key in SHARED]
+    return rows if run else [*rows, *placed(config)]
+
+
+def placed(config: RunConfig) -> list[str]:
+    """The overrides that give a model that is no run the place and precision of the first run."""
+    values = {key: getattr(config, key) for key in PLACE}
+    return [f"{key}={encode(value)}" for key, value in values.items() if value is not None]
 
 
 def held_out(config: RunConfig, *, named: AbstractSet[str]) -> RunConfig:

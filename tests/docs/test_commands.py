@@ -41,9 +41,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def put_files(page: Path, here: Path) -> None:
-    """The page's YAML blocks that begin with ``# NAME.yaml`` as files; a run.yaml for a page that has none."""
+    """The page's blocks with the mark ``file: NAME`` and its YAML blocks that begin with ``# NAME.yaml`` as files; a
+    run.yaml for a page that has none.
+    """
     (here / "run.yaml").write_text("model: Qwen/Qwen3-0.6B\ndatasets: my.jsonl\n", encoding="utf-8")
     for block in blocks(page):
+        if re.fullmatch(r"file: [\w.-]+", block.mark):
+            (here / block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
         name = re.match(r"# ([\w-]+\.yaml)\n", block.text)
         if block.language == "yaml" and name:
             (here / name[1]).write_text(block.text, encoding="utf-8")

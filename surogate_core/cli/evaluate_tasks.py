@@ -1,0 +1,174 @@
+"""The part of `surogate eval` that measures models on tasks: what is asked, the run, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.cli.sampling import sampling_of
+from surogate_core.cli.words import Words
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.bundles import Evaluator, TaskResult
+    from surogate_core.events import Progress
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.generation import Prepared
+
+FILES = ("match", "pattern", "prompt")
+"""Options of task files alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The tasks, and the options of all of them."""
+
+    tasks: tuple[str, ...]
+    match: Any = None
+    pattern: str | None = None
+    prompt: str | None = None
+    shots: int | None = None
+    limit: int | None = None
+    chat: bool = False
+    system: str | None = None
+    max_new_tokens: int | None = None
+    samples: int = 1
+    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, float] | None = None
+    slots: int | None = None
+    engine: str = "native"
+
+    @classmethod
+    def of(cls, tasks: Sequence[str], values: Mapping[str, Any]) -> Asked:
+        """Tasks with options by name; raises `UserError` for an unknown one."""
+        known = [field.name for field in fields(cls)][1:]
+        if unknown := sorted(values.keys() - set(known)):
+            raise UserError(f"task_options: there is no {unknown[0]!r}. Fix: choose from {', '.join(known)}")
+        stop = values.get("stop", ())
+        return cls(tasks=tuple(tasks), **{**values, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+
+    @classmethod
+    def of_words(cls, words: Words) -> Asked:
+        """What a command line asks for."""
+        from surogate_core.cli.sampling import number
+
+        named = ("--match", "--pattern", "--prompt", "--system", "--engine")
+        counted = ("--limit", "--max-new-tokens", "--samples", "--slots")
+        values: dict[str, Any] = {_key(flag): words.texts[flag] for flag in named if flag in words.texts}
+        values |= {_key(flag): words.counts[flag] for flag in counted if flag in words.counts}
+        if "--shots" in words.texts:
+            values["shots"] = int(number("--shots", words.texts["--shots"], int, least=0))
+        values |= {"chat": "--chat" in words.switches, "stop": words.lists.get("--stop", ())}
+        return cls.of(words.lists["--tasks"], values | {"sampling": words.sampling})
+
+
+def _key(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
+    """The tasks, checked; no model is loaded."""
+    from surogate_core.bundles import EvalSettings, Sampling
+    from surogate_core.run.generation import rollout_of
+    from surogate_core.run.task_scores import LocalTasks
+    from surogate_core.run.tasks import TaskOptions, read_tasks
+    from surogate_core.run.texts import Wanted
+
+    if not asked.tasks:
+        raise UserError("tasks: none is named. Fix: name a file of JSON lines")
+    if repeated := next((task for task in asked.tasks if asked.tasks.count(task) > 1), None):
+        raise UserError(f"--tasks {repeated}: is named twice. Fix: name it once.")
+    if asked.system is not None and not asked.chat:
+        raise UserError("--system: only a chat has a system message. Fix: add --chat")
+    rollout_of(registry, asked.engine)
+    files, others = _sorted(asked.tasks, registry)
+    sampling = sampling_of(asked.sampling or {}, Sampling(temperature=0.0), sampled=asked.samples > 1)
+    found: list[Evaluator] = []
+    if files:
+        options = TaskOptions(
+            match=asked.match, pattern=asked.pattern, prompt=asked.prompt, shots=asked.shots or 0, limit=asked.limit
+        )
+        wanted = Wanted(
+            max_new_tokens=256 if asked.max_new_tokens is None else asked.max_new_tokens,
+            samples=asked.samples,
+            sampling=sampling,
+            stop=asked.stop,
+        )
+        found.append(LocalTasks(tasks=read_tasks(files, options), wanted=wanted, chat=asked.chat, system=asked.system))
+    elif given := next((name for name in FILES if getattr(asked, name) is not None), None):
+        raise UserError(f"--{given}: is for files of JSON lines, and none is named. Fix: leave it out.")
+    settings = EvalSettings(
+        shots=asked.shots,
+        limit=asked.limit,
+        chat=asked.chat,
+        system=asked.system,
+        max_new_tokens=asked.max_new_tokens,
+        seed=sampling.seed,
+    )
+    found += [registry.get("eval", name).open(tasks, settings) for name, tasks in others.items()]
+    return found
+
+
+def _sorted(tasks: Sequence[str], registry: Registry) -> tuple[list[str], dict[str, list[str]]]:
+    """(files, tasks of each evaluator)."""
+    known = registry.names("eval")
+    files: list[str] = []
+    others: dict[str, list[str]] = {}
+    for task in tasks:
+        source, colon, name = task.partition(":")
+        if Path(task).expanduser().exists() or not colon:
+            files.append(task)
+        elif source not in known:
+            missing = registry.explain_missing("eval", source, known)
+            fix = missing.fix or "name a file of JSON lines"
+            raise UserError(f"--tasks {task}: there is no such file, and {missing.message} Fix: {fix}")
+        elif not name:
+            raise UserError(f"--tasks {task}: names no task. Fix: --tasks {source}:TASK")
+        else:
+            others.setdefault(source, []).append(name)
+    return files, others
+
+
+def measured(
+    prepared: Mapping[str, Prepared],
+    registry: Registry,
+    evaluators: Sequence[Evaluator],
+    asked: Asked,
+    *,
+    taken: Callable[[Mapping[str, Any]], None] | None = None,
+    progress: Callable[[Progress], None] = lambda event: None,
+) -> list[TaskResult]:
+    """The figures of the models."""
+    from surogate_core.run.generation import rollout_of
+    from surogate_core.run.task_scores import measure_all
+
+    engine = rollout_of(registry, asked.engine)
+    return measure_all(
+        prepared,
+        registry,
+        evaluators,
+        engine,
+        slots=asked.slots,
+        taken=taken or (lambda sample: None),
+        progress=progress,
+    )
+
+
+def task_table(found: Sequence[TaskResult], shown: Callable[[float | None], str]) -> list[list[str]]:
+    """The figures as lines of cells, the head first; columns without a value are left out."""
+    head = ["model", "task", "metric", "value", "± stderr", "rows", "no answer", "cut short"]
+    lines = [[*head, "difference", "± stderr", "p"]]
+    for one in found:
+        shares = ["" if share is None else f"{share:.1%}" for share in (one.unanswered, one.truncated)]
+        lines.append(
+            [
+                *(one.model, one.task, one.metric, f"{one.value:.4f}", shown(one.stderr), f"{one.rows:,}", *shares),
+                "" if one.difference is None else f"{one.difference:+.4f}",
+                shown(one.difference_stderr),
+                "" if one.p_value is None else f"{one.p_value:.3g}",
+            ]
+        )
+    kept = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
+    return [[line[column] for column in kept] for line in lines]

@@ -1,0 +1,197 @@
+"""A loaded model that tasks are measured on: completions by a rollout engine, likelihoods by the model's forward.
+
+Shape suffixes: T tokens of a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from surogate_core.bundles import RolloutEngineSpec
+from surogate_core.data.packing import best_fit_decreasing
+from surogate_core.data.sampler import collate
+from surogate_core.data.shards import Row
+from surogate_core.errors import UserError
+from surogate_core.events import Progress
+from surogate_core.generate.losses import Document, documents_of
+from surogate_core.generate.weights import Weights
+from surogate_core.run.generation import Prepared
+from surogate_core.run.texts import Prompt, Text, Wanted, generate_texts, requests_of, settings_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.plugins.registry import Registry
+
+TOKENS = {"cpu": 512, "cuda": 16384}
+"""Tokens of a micro-batch, unless a document is longer."""
+ALIGNED = 64
+"""Micro-batches are a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A text whose end is to be judged."""
+
+    name: str
+    """Its name in messages."""
+    context: tuple[int, ...]
+    """At least one token."""
+    continuation: tuple[int, ...]
+    """At least one token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """How probable a continuation is."""
+
+    logprob: float
+    """Sum over its tokens, in nats."""
+    greedy: bool
+    """Whether each token is the most probable one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Packed rows in memory, as `collate` reads them."""
+
+    pairs: Sequence[Pair]
+    bins: Sequence[Sequence[int]]
+    sequence_len: int
+    padding_id: int = 0
+    weighted: bool = False
+
+    @property
+    def max_documents(self) -> int:
+        """Largest number of documents in a row, padding included."""
+        return max(map(len, self.bins)) + 1
+
+    def row(self, index: int) -> Row:
+        """The documents of a bin."""
+        some = [self.pairs[i] for i in self.bins[index]]
+        ids = [(*pair.context, *pair.continuation) for pair in some]
+        weights = [[0.0] * len(pair.context) + [1.0] * len(pair.continuation) for pair in some]
+        return Row(
+            input_ids=np.concatenate([np.array(one, np.int32) for one in ids]),
+            weights=np.concatenate([np.array(one, np.float32) for one in weights]),
+            lengths=tuple(map(len, ids)),
+        )
+
+
+class Subject:
+    """A model that is measured."""
+
+    def __init__(
+        self,
+        name: str,
+        prepared: Prepared,
+        weights: Weights,
+        engine: RolloutEngineSpec,
+        *,
+        slots: int | None = None,
+        progress: Callable[[Progress], None] = lambda event: None,
+    ):
+        self.name, self.prepared, self.weights = name, prepared, weights
+        self._engine, self._slots, self._progress = engine, slots, progress
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        prepared: Prepared,
+        registry: Registry,
+        engine: RolloutEngineSpec,
+        *,
+        slots: int | None = None,
+        progress: Callable[[Progress], None] = lambda event: None,
+    ) -> Subject:
+        """The model with its weights."""
+        weights = prepared.load(
+            registry,
+            progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
+        )
+        return cls(name, prepared, weights, engine, slots=slots, progress=progress)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer."""
+        return self.prepared.tokenizer
+
+    def complete(
+        self,
+        prompts: Sequence[Prompt],
+        wanted: Wanted,
+        *,
+        task: str = "generating",
+        finished: Callable[[Text], None] | None = None,
+    ) -> list[Text]:
+        """The completions of prompts, the samples of each prompt together."""
+        requests, _ = requests_of(self.prepared, prompts, wanted)
+        if not requests:
+            return []
+        engine = self._engine.open(self.weights, settings_of(self.weights, requests, slots=self._slots))
+        try:
+            return generate_texts(
+                engine,
+                self.tokenizer,
+                requests,
+                wanted.stop,
+                progress=lambda done, total: self._tell(task, done, total, "tokens"),
+                finished=finished,
+            )
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from error
+
+    def likelihoods(self, pairs: Sequence[Pair], *, task: str = "likelihoods") -> list[Likelihood]:
+        """How probable each continuation is. Raises `UserError` for a document beyond the model's positions."""
+        found: list[Likelihood | None] = [None] * len(pairs)
+        for index, document in self._documents(pairs, task):
+            found[index] = Likelihood(logprob=-document.loss, greedy=document.hits == document.tokens)
+        return [one for one in found if one is not None]
+
+    def _documents(self, pairs: Sequence[Pair], task: str) -> Sequence[tuple[int, Document]]:
+        """(number of a pair, its sums)."""
+        if not pairs:
+            return []
+        lengths = [len(pair.context) + len(pair.continuation) for pair in pairs]
+        longest = max(lengths)
+        if longest > self.prepared.context:
+            name, end = pairs[lengths.index(longest)].name, int(self.prepared.context)
+            raise UserError(
+                f"{name}: has {longest:,} tokens, and the model's positions end at {end:,}. "
+                f"Fix: shorten it, fewer --shots, or stretch the model with rope_scaling and max_model_len."
+            )
+        size = max(longest, min(sum(lengths), TOKENS.get(self.weights.device.type, 512)))
+        size = -(-size // ALIGNED) * ALIGNED
+        bins = best_fit_decreasing(lengths, size)
+        rows = _Rows(pairs=pairs, bins=bins, sequence_len=size)
+        found: list[tuple[int, Document]] = []
+        batches = (collate(rows, [number]) for number in range(len(bins)))
+        for number, documents in enumerate(documents_of(self.weights, batches)):
+            refuse_nan(self.name, self.weights, documents)
+            found += zip(bins[number], documents, strict=True)
+            self._tell(task, number + 1, len(bins), "micro-batches")
+        return found
+
+    def _tell(self, task: str, done: int, total: int, unit: str) -> None:
+        self._progress(Progress(task=f"{self.name}: {task}", done=done, total=total, unit=unit))
+
+
+def refuse_nan(name: str, weights: Weights, documents: Sequence[Document]) -> None:
+    """Raise `UserError` if a loss is no number, with the first weight that is none."""
+    if all(np.isfinite(document.loss) for document in documents):
+        return
+    weight = weights.not_finite()
+    what = (
+        f"{weight} has NaN or infinity"
+        if weight
+        else f"the weights are finite, but not the logits in {weights.parameters.dtype}"
+    )
+    raise UserError(
+        f"{name}: the loss is not a number: {what}. Fix: use weights of a run that did not diverge, or another "
+        f"model_dtype"
+    )

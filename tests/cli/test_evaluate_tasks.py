@@ -1,0 +1,89 @@
+"""`surogate eval --tasks`: the figures of two models, the files that it writes, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import surogate
+from surogate_core.cli.main import main
+
+ROWS = [
+    {"prompt": "The capital of France is", "answer": "Paris"},
+    {"prompt": "2+2 =", "answer": 4, "match": "number"},
+    {"prompt": "A car has", "choices": ["two wheels", "four wheels"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of three kinds."""
+    file = tmp_path_factory.mktemp("task") / "mixed.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+def test_two_models_are_compared_and_each_completion_is_written(
+    hf_dir: Path, model_copy: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tasks", task, "--max-new-tokens", 4, "--samples-output", tmp_path / "lines.jsonl", "device=cpu"]
+    output = tmp_path / "figures.json"
+    capsys.readouterr()
+    assert main(["eval", str(hf_dir), str(model_copy), *map(str, words), "--output", str(output)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "model"
+    assert head.split()[-4:] == ["difference", "±", "stderr", "p"]
+    first, other = json.loads(output.read_text())
+    assert [line.split()[:3] for line in lines] == [[str(model), "mixed", "accuracy"] for model in (hf_dir, model_copy)]
+    assert first.keys() == other.keys()
+    assert not {"scores", "samples"} & first.keys()
+    assert (first["difference"], other["difference"], other["p_value"]) == (None, 0.0, 1.0)
+    rows = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [row["model"] for row in rows] == [str(hf_dir)] * 3 + [str(model_copy)] * 3
+    assert [row["row"] for row in rows[:3]] == [f"{task}:{n}" for n in (1, 2, 3)]
+    assert sum(row["correct"] for row in rows[:3]) == pytest.approx(3 * first["value"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["base", "figures.json", "lines.jsonl"]
+    (found,) = surogate.evaluate(hf_dir, tasks=[task], task_options={"max_new_tokens": 4}, device="cpu")
+    assert found.value == first["value"]
+    assert found.samples[0]["completion"] == rows[0]["completion"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tasks", "gone.jsonl"), "--tasks gone.jsonl: cannot be read: No such file or directory"),
+        (("--tasks", "TASK", "--tasks", "TASK"), "is named twice"),
+        (("--tasks", "nothing:a"), "--tasks nothing:a: there is no such file, and"),
+        (("--tasks", "TASK", "--match", "close"), "match 'close': is not known. Fix: choose from exact"),
+        (("--tasks", "TASK", "--shots", "-1"), "--shots -1: must be at least 0"),
+        (("--tasks", "TASK", "--shots", "3"), "has 3 rows, and the first 3 are examples"),
+        (("--tasks", "TASK", "--system", "Be brief."), "only a chat has a system message. Fix: add --chat"),
+        (("--tasks", "TASK", "--engine", "nativ"), "there is no such rollout"),
+        (("--tasks", "TASK", "--temperature", "-1"), "--temperature -1.0: is out of range"),
+        (("--tasks", "TASK", "datasets=a.jsonl"), "datasets=a.jsonl: tasks have rows of their own"),
+        (("--shots", "3"), "--shots: it is for tasks, and none is named. Fix: add --tasks FILE.jsonl"),
+        (("--chat",), "--chat: it is for tasks"),
+    ],
+)
+def test_bad_input_is_one_clear_message(
+    words: tuple[str, ...], message: str, hf_dir: Path, task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["eval", str(hf_dir), *(str(task) if word == "TASK" else word for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+def test_bad_options_from_python(hf_dir: Path, task: Path) -> None:
+    for options, message in (
+        ({"tasks": [task], "task_options": {"shot": 1}}, "task_options: there is no 'shot'. Fix: choose from match"),
+        ({"tasks": [task], "task_options": {"sampling": {"heat": 1}}}, "sampling: there is no 'heat'"),
+        ({"tasks": []}, "none is named"),
+        ({"task_options": {}}, "no task is named"),
+    ):
+        with pytest.raises(surogate.UserError) as error:
+            surogate.evaluate(hf_dir, device="cpu", **options)  # type: ignore[call-overload]
+        assert message in str(error.value)
