@@ -51,6 +51,7 @@ WIDE = {
     "nvfp4_quantised": "cuda",
     "nvfp4_rounded": "cuda",
     "route": "triton",
+    "slot_attention": "triton",
 }
 AMPERE = {
     "adapted_linears": "triton",
@@ -66,6 +67,7 @@ AMPERE = {
     "nvfp4_rounded": "cuda",
     "rms_norm": "triton",
     "route": "triton",
+    "slot_attention": "triton",
     "swiglu": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}

@@ -36,6 +36,7 @@ def kernels() -> Iterable[bundles.Kernel]:
         adapters,
         attention,
         cross_entropy,
+        decoding,
         experts,
         norm,
         norm_rope,
@@ -44,7 +45,7 @@ def kernels() -> Iterable[bundles.Kernel]:
     )
 
     modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
-    several = (experts, updates)
+    several = (decoding, experts, updates)
     return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
 

@@ -1,0 +1,198 @@
+"""Kernels of generation against their references in float64: on a GPU or, with TRITON_INTERPRET=1, in the interpreter.
+
+`test_in_the_interpreter` runs this file in a process of its own where triton is installed and there is no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.kernels import decoding as ops
+from surogate_core.testing.op_cases import random
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BOUND = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+DTYPES = [dtype for dtype in BOUND if not INTERPRETED or dtype != torch.bfloat16]
+"""The interpreter multiplies no matrices in bf16."""
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")),
+    ],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run in this process")
+def test_in_the_interpreter() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:]
+
+
+def kernel(op: str) -> Callable[..., Any]:
+    import surogate_kernels_triton
+
+    return next(k.function for k in surogate_kernels_triton.kernels() if k.op == op)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def case(
+    lengths: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    features: int = 64,
+    values: int | None = None,
+    context: int = 700,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """(q, k, v, keys, values, slots, positions): a row for each number of positions before its own; -1 for a row of the
+    last slot. Positions that no row sees are NaN.
+    """
+    rows, values = len(lengths), values or features
+    made = [random(rows, heads, features, seed=1, scale=2.0), random(rows, kv_heads, features, seed=2)]
+    made += [random(rows, kv_heads, values, seed=3), random(rows + 2, context, kv_heads, features, seed=4)]
+    made += [random(rows + 2, context, kv_heads, values, seed=5)]
+    slots = torch.arange(rows - 1, -1, -1)
+    for n, length in enumerate(lengths):
+        for cache in made[3:]:
+            cache[slots[n], max(length, 0) :] = float("nan")
+        if length < 0:
+            slots[n] = rows + 1
+    positions = torch.tensor(lengths).clamp(min=0)
+    return [*(t.to(dtype).to(device) for t in made), slots.to(device), positions.to(device)]
+
+
+def run(attend: Callable[..., Tensor], tensors: list[Tensor], *, longest: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(the result, the caches afterwards)."""
+    q, k, v, keys, values, slots, positions = tensors
+    keys, values = keys.clone(), values.clone()
+    found = attend(q, k, v, keys, values, slots, positions, longest or int(positions.max()) + 1, 0.2)
+    return found, keys, values
+
+
+def check(tensors: list[Tensor], *, longest: int = 0) -> Tensor:
+    """The kernel's result, which is the reference's as exactly as its dtype allows; so are the caches."""
+    found, keys, values = run(kernel("slot_attention"), tensors, longest=longest)
+    exact = [t.double() if t.is_floating_point() else t for t in tensors]
+    expected, *caches = run(ops.slot_attention, exact, longest=longest)
+    assert found.dtype == tensors[0].dtype
+    assert found.shape == expected.shape
+    error = float((found.double() - expected).abs().max() / expected.abs().max())
+    assert error <= BOUND[found.dtype], f"{error:.1e}"
+    for cache, wanted in zip((keys, values), caches, strict=True):
+        assert torch.equal(cache[:-1].double().nan_to_num(), wanted[:-1].nan_to_num())
+    return found
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "features", "values"),
+    [(4, 2, 64, None), (3, 3, 80, None), (8, 1, 96, None), (32, 1, 128, None), (4, 2, 256, None), (4, 2, 96, 64)],
+)
+def test_attention(
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, features: int, values: int | None
+) -> None:
+    tensors = case(
+        [0, 1, 300, -1, 64],
+        heads=heads,
+        kv_heads=kv_heads,
+        features=features,
+        values=values,
+        dtype=dtype,
+        device=device,
+    )
+    if dtype == torch.float32 and features == 256:
+        pytest.skip("the reference runs")
+    check(tensors)
+
+
+@devices
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 63, 64, 65, 255, 256, 257, 511, 512, 513])
+def test_lengths_at_borders(device: str, length: int) -> None:
+    check(case([length, 5], device=device))
+    check(case([length], kv_heads=1, heads=1, device=device), longest=700)
+
+
+@devices
+def test_a_rows_bits_do_not_depend_on_the_batch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the other rows, nor on whether chunks are split over programs, nor on `longest`."""
+    from surogate_kernels_triton import decoding
+
+    lengths = [600, 0, 17, -1, 256, 513]
+    tensors = case(lengths, device=device)
+    found = check(tensors)
+    assert not found[3].any()
+    for split in (False, True):
+        monkeypatch.setattr(decoding, "splits", lambda device, pairs, chunks, split=split: split)
+        assert torch.equal(run(kernel("slot_attention"), tensors)[0], found)
+        assert torch.equal(run(kernel("slot_attention"), tensors, longest=700)[0], found)
+        for n in (0, 2, 5):
+            rows = slice(n, n + 1)
+            alone = [*(t[rows] for t in tensors[:3]), *tensors[3:5], *(t[rows] for t in tensors[5:])]
+            assert torch.equal(run(kernel("slot_attention"), alone)[0][0], found[n])
+
+
+@devices
+def test_views_and_layouts(device: str) -> None:
+    """Queries, keys and values as views of one product, and caches that are parts of others."""
+    tensors = case([300, 40, 0], device=device)
+    expected = check(tensors)
+    joined = torch.cat([t.flatten(1) for t in tensors[:3]], dim=1)
+    sizes = [t[0].numel() for t in tensors[:3]]
+    views = [part.view(t.shape) for part, t in zip(joined.split(sizes, dim=1), tensors[:3], strict=True)]
+    caches = [torch.stack((t, t), dim=3).transpose(2, 3)[:, :, 0] for t in tensors[3:5]]
+    assert torch.equal(check([*views, *caches, *tensors[5:]]), expected)
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors[:3]]
+    assert torch.equal(check([*turned, *tensors[3:]]), expected)
+
+
+@devices
+def test_large_scores_and_nan(device: str) -> None:
+    tensors = case([300, 40, 10], device=device)
+    tensors[0] *= 300
+    check(tensors)
+    tensors[0][1, 0, 3] = float("nan")
+    found = run(kernel("slot_attention"), tensors)[0]
+    assert found[1, 0].isnan().all()
+    assert bool(found[[0, 2]].isfinite().all())
+    assert bool(found[1, 1:].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "taken"),
+    [
+        (lambda: case([3]), True),
+        (lambda: case([3], features=128, dtype=torch.float32), True),
+        (lambda: case([3], features=320), False),
+        (lambda: case([3], features=256, dtype=torch.float32), False),
+        (lambda: case([3], heads=66, kv_heads=2), False),
+        (lambda: [*case([3])[:3], *case([3], dtype=torch.float32)[3:]], False),
+    ],
+)
+def test_what_it_takes(tensors: Callable[[], list[Tensor]], taken: bool) -> None:
+    pytest.importorskip("triton")
+    from surogate_kernels_triton import decoding
+
+    assert decoding.takes(*tensors(), 4, 0.2) == taken

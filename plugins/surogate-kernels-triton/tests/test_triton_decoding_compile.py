@@ -1,0 +1,51 @@
+"""The programs of generation compile for every architecture, as they are launched; no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from surogate_core.testing.triton_programs import SHARED, check_compiled, empty, recorded
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
+]
+
+
+def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int) -> None:
+    from surogate_kernels_triton import decoding
+
+    q, k, v = (empty(8, h, features, dtype=dtype) for h in (heads, kv_heads, kv_heads))
+    cache, places = empty(9, context, kv_heads, features, dtype=dtype), empty(8, dtype=torch.int64)
+    decoding._slot_attention(q, k, v, cache, cache, places, places, context, 0.1)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from surogate_kernels_triton import decoding
+
+    large = capability // 10 in (9, 10)
+    monkeypatch.setattr(decoding, "large", lambda device: large)
+    with recorded(monkeypatch) as launches:
+        for split in (False, True):
+            monkeypatch.setattr(decoding, "splits", lambda device, pairs, chunks, split=split: split)
+            for heads, kv_heads, features in (
+                (16, 8, 128),
+                (32, 8, 128),
+                (9, 3, 64),
+                (8, 8, 96),
+                (32, 1, 128),
+                (8, 4, 256),
+            ):
+                attend(heads, kv_heads, features, torch.bfloat16, 2048)
+            attend(16, 8, 128, torch.float16, 32768)
+            for features in (64, 128):
+                attend(16, 8, features, torch.float32, 2048)
+    assert {launch.program.__name__ for launch in launches} == {"slot_attention", "slot_attention_sum"}
+    check_compiled(launches, capability, tmp_path / "program.cubin")
