@@ -135,7 +135,7 @@ def step_seconds(runner: SteppedRunner, slots: int, length: int) -> float | None
     state.clear()
     state.slots_N[:slots] = torch.arange(slots, device=state.device)
     state.positions_N[:slots] = length
-    runner._loaded = ([], 0)
+    runner._loaded = []
     times = []
     for _ in range(20):
         state.done.zero_()

@@ -9,8 +9,9 @@ Shape suffixes: N rows, S slots, D features, V vocabulary, B steps of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from surogate_core.bundles import Sampling
 
 BLOCK = 8
-"""Steps between two looks at the tokens."""
+"""Steps between two looks at the tokens. While the host looks, the next block runs."""
 FEWEST = 16
 """Rows of the smallest step. Row counts are this times a power of two."""
 SHORTEST = 256
@@ -89,10 +90,11 @@ class State:
         self.temperature_N, self.top_p_N, self.min_p_N, self.penalty_N = torch.ones(4, rows, device=device)
         self.keys_N2 = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self.numbers_N = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tokens_BN = torch.zeros(BLOCK, rows, dtype=torch.int64, device=device)
-        self.logprobs_BN = torch.zeros(BLOCK, rows, device=device)
+        self.tokens_BN = torch.zeros(2 * BLOCK, rows, dtype=torch.int64, device=device)
+        self.logprobs_BN = torch.zeros(2 * BLOCK, rows, device=device)
+        """Results of two blocks, of which the host reads one while the other runs."""
         self.done = torch.zeros(1, dtype=torch.int64, device=device)
-        """Steps of the block so far."""
+        """The row of the next results."""
         self.clear()
 
     def clear(self) -> None:
@@ -101,9 +103,9 @@ class State:
         for tensor in (self.ids_N, self.positions_N, self.live_N, self.numbers_N, self.done):
             tensor.zero_()
 
-    def load(self, running: Sequence[Running], rows: int) -> None:
+    def load(self, running: Sequence[Running]) -> None:
         """The rows of these sequences; the others do not count."""
-        rest = rows - len(running)
+        rest = len(self.ids_N) - len(running)
         samplings = [s.request.sampling for s in running]
         one = samplings[0]
         ints = torch.tensor(
@@ -116,7 +118,7 @@ class State:
             device=self.device,
         )
         for target, values in zip((self.ids_N, self.slots_N, self.positions_N, self.live_N), ints, strict=True):
-            target[:rows] = values
+            target.copy_(values)
         chosen = Rows.of(
             samplings + [one] * rest,
             [s.key for s in running] + [(0, 0)] * rest,
@@ -132,7 +134,7 @@ class State:
             (self.keys_N2, chosen.keys_N2),
             (self.numbers_N, chosen.positions_N),
         ):
-            target[:rows] = values
+            target.copy_(values)
 
     def rows(self, count: int, *, filters: bool) -> Rows:
         """How the first rows choose, as views."""
@@ -157,6 +159,30 @@ class State:
         self.done.add_(1)
 
 
+class Block:
+    """Steps that were started, whose tokens the host reads later."""
+
+    def __init__(self, state: State, running: Sequence[Running], first: int, steps: int):
+        """Call it when the steps are queued: what the device is given later does not delay the results."""
+        self.running, self.first, self.steps = list(running), first, steps
+        results = (tensor[first : first + steps] for tensor in (state.tokens_BN, state.logprobs_BN))
+        self._ready = None
+        if state.device.type == "cuda":
+            pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+            self._results = [pinned(result).copy_(result, non_blocking=True) for result in results]
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        else:
+            self._results = [r.clone() for r in results]
+
+    def read(self) -> dict[int, Chosen]:
+        """id of a sequence → its tokens. Waits for the device."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        tokens, logprobs = (result[:, : len(self.running)].t().tolist() for result in self._results)
+        return {id(s): list(zip(t, p, strict=True)) for s, t, p in zip(self.running, tokens, logprobs, strict=True)}
+
+
 class SteppedRunner:
     """Runs the layers in blocks of steps."""
 
@@ -172,8 +198,14 @@ class SteppedRunner:
         self._layers = Layers(weights, self._attention, compiled=assembly.settings.compiler == "inductor")
         self._state = State(_rows(cache.slots), cache.slots, weights.device)
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
-        self._loaded: tuple[list[Running], int] = ([], 0)
-        """The sequences whose rows the buffers have, and how many rows."""
+        self._loaded: list[Running] = []
+        """The sequences whose rows the buffers have. Those that have ended run on, until a slot is filled again."""
+        self._ahead: Block | None = None
+        """The block after the one that was read last."""
+        self._first_result = 0
+        """The row of the results of the block that was started last."""
+        self._reach = 0
+        """The largest position of a row of the buffers."""
         self._seen_SV: Tensor | None = None
         """For each slot the tokens that a repetition penalty applies to."""
 
@@ -181,7 +213,6 @@ class SteppedRunner:
 
     def prefill(self, fills: Sequence[Fill]) -> Iterator[Tensor]:
         """The last layer's output for the tokens of each prompt from its start on."""
-        self._loaded = ([], 0)
         begin = 0
         while begin < len(fills):
             end, rows = begin, 0
@@ -280,10 +311,23 @@ class SteppedRunner:
     def advance(self, running: Sequence[Running]) -> list[Chosen]:
         """The first token of those that have none, otherwise a block of tokens of each."""
         new = [sequence for sequence in running if not sequence.ids]
-        if not new:
-            return self._block(running)
-        found = {id(sequence): pair for sequence, pair in zip(new, self._first(new), strict=True)}
-        return [[found[id(sequence)]] if id(sequence) in found else [] for sequence in running]
+        if new:
+            self._loaded = []
+            found: dict[int, Chosen] = {id(s): [pair] for s, pair in zip(new, self._first(new), strict=True)}
+        else:
+            found = self._next(running)
+        return [found.get(id(sequence), ()) for sequence in running]
+
+    def _next(self, running: Sequence[Running]) -> dict[int, Chosen]:
+        """A block of tokens of each, or of those that were running already. The block after it is started first."""
+        block, self._ahead = self._ahead, None
+        ids = {id(sequence) for sequence in running}
+        if block is None or not any(id(sequence) in ids for sequence in block.running):
+            block = self._start(running)
+        left = max(s.remaining for s in running) - block.steps
+        if self._loaded and left > 0 and _rows(len(running)) * SPARE >= _rows(len(self._loaded)):
+            self._ahead = self._go_on(running, min(BLOCK, left))
+        return block.read()
 
     def _first(self, new: Sequence[Running]) -> list[tuple[int, float]]:
         """The token after each prompt."""
@@ -311,28 +355,48 @@ class SteppedRunner:
             self._seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.weights.device)
         return self._seen_SV
 
-    def _block(self, running: Sequence[Running]) -> list[Chosen]:
-        """A block of tokens of each."""
-        steps = min(BLOCK, max(sequence.remaining for sequence in running))
+    def _start(self, running: Sequence[Running]) -> Block:
+        """Start a block of tokens of each."""
+        steps = min(BLOCK, max(s.remaining for s in running))
+        self._reach = max(s.length for s in running) - 1
+        kind = self._kind(running, len(running), steps)
+        if self.eager is None and self._graph(kind) is None:
+            self._capture(kind)
+        self._state.load(running)
+        self._loaded = list(running)
+        return self._queue(kind, steps)
+
+    def _go_on(self, running: Sequence[Running], steps: int) -> Block | None:
+        """Start the block after one that the host has not read; None if it needs a graph that is not captured."""
+        kind = self._kind(running, len(self._loaded), steps)
+        return self._queue(kind, steps) if self.eager is not None or self._graph(kind) is not None else None
+
+    def _kind(self, running: Sequence[Running], rows: int, steps: int) -> Kind:
         samplings = [s.request.sampling for s in running]
-        kind = Kind(
-            rows=_rows(len(running)),
-            longest=_longest(max(s.length for s in running) + steps - 1, self.cache.context),
+        return Kind(
+            rows=_rows(rows),
+            longest=_longest(self._reach + steps, self.cache.context),
             filters=any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in samplings),
             penalty=_penalised(samplings),
         )
-        run, rows = self._prepared(kind)
-        state = self._state
-        if self._loaded != (list(running), rows):
-            state.load(running, rows)
-            self._loaded = (list(running), rows)
-        state.done.zero_()
+
+    def _queue(self, kind: Kind, steps: int) -> Block:
+        """Let the device run a block for the rows of the buffers."""
+        graph = self._graph(kind)
+        self._first_result = BLOCK - self._first_result
+        self._state.done.fill_(self._first_result)
         for _ in range(steps):
-            run()
-        count = len(running)
-        tokens = state.tokens_BN[:steps, :count].t().tolist()
-        logprobs = state.logprobs_BN[:steps, :count].t().tolist()
-        return [list(zip(*pair, strict=True)) for pair in zip(tokens, logprobs, strict=True)]
+            if graph is None:
+                self.step(kind)
+            else:
+                graph.replay()
+        self._reach += steps
+        return Block(self._state, self._loaded, self._first_result, steps)
+
+    def _graph(self, kind: Kind) -> torch.cuda.CUDAGraph | None:
+        """The graph of a step that does the work of this kind, or None."""
+        known = [one for one in self._graphs if one.serves(kind)] if self.eager is None else []
+        return self._graphs[min(known, key=lambda one: (one.rows, one.longest))] if known else None
 
     def step(self, kind: Kind) -> None:
         """The next token of every row, on the device alone."""
@@ -352,24 +416,10 @@ class SteppedRunner:
             self._seen().index_put_((slots_N, tokens_N), torch.ones((), dtype=torch.bool, device=x_ND.device))
         state.advance(count, tokens_N, logprobs_N, self.cache.context - 1)
 
-    def _prepared(self, kind: Kind) -> tuple[Callable[[], None], int]:
-        """What runs a step of this kind, and its number of rows."""
-        if self.eager is not None:
-            return lambda: self.step(kind), kind.rows
-        known = [one for one in self._graphs if one.serves(kind)]
-        if not known:
-            self._capture(kind)
-            if self.eager is not None:
-                return lambda: self.step(kind), kind.rows
-            known = [kind]
-        best = min(known, key=lambda one: (one.rows, one.longest))
-        return self._graphs[best].replay, best.rows
-
     def _capture(self, kind: Kind) -> None:
         """Capture a step. The rows of the buffers are lost."""
         from surogate_core.engine.graphs import capture_forward
 
-        self._loaded = ([], 0)
         self._state.clear()
         if kind.penalty:
             self._seen()

@@ -99,6 +99,25 @@ def test_the_last_tokens_of_a_full_slot(shared):
     same(opened(shared, slots=2, context=48).generate(asked), opened(shared, stepped=False).generate(asked))
 
 
+def test_a_block_is_started_before_the_last_one_is_read(shared, monkeypatch):
+    events: list[str] = []
+    queue, read = SteppedRunner._queue, decoding.Block.read
+
+    def queued(self, kind, steps):
+        events.append(f"queue {steps}")
+        return queue(self, kind, steps)
+
+    def noted(self):
+        events.append("read")
+        return read(self)
+
+    monkeypatch.setattr(SteppedRunner, "_queue", queued)
+    monkeypatch.setattr(decoding.Block, "read", noted)
+    opened(shared).generate([Request(prompt=(1, 2), max_new_tokens=2 * BLOCK + 3, sampling=GREEDY)])
+    # The first token follows from the prompt.
+    assert events == [f"queue {BLOCK}", f"queue {BLOCK}", "read", "queue 2", "read", "read"]
+
+
 class NoHost(TorchDispatchMode):
     """Refuses what reads a value on the host, and shapes that depend on values."""
 
