@@ -89,6 +89,9 @@ class RolloutEngine(Protocol):
         completion ends when `on_token` is true, at a stop token, or at its largest number of tokens.
         """
 
+    def forget(self) -> None:
+        """Weights that are `RolloutSettings.frozen` have changed after all, so nothing is kept of earlier prompts."""
+
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""
 

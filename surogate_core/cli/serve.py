@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from surogate_core.cli.sampling import number, sampling_of
 from surogate_core.cli.words import Flags, Words
@@ -19,8 +19,11 @@ from surogate_core.errors import UserError
 from surogate_core.serve import LOOPBACK
 
 if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.generation import Prepared
     from surogate_core.serve.models import Served
     from surogate_core.serve.server import Server
+    from surogate_core.serve.worker import Worker
 
 USAGE = """\
 usage: surogate serve MODEL [--adapter [NAME=]DIR …] [KEY=VALUE …]
@@ -148,10 +151,8 @@ def _interruptible() -> Iterator[None]:
 @contextmanager
 def _server(words: Words, *, host: str, port: int, token: str | None) -> Iterator[Server]:
     from surogate_core.serve.server import Server
-    from surogate_core.serve.worker import Worker
 
-    models, engine, slots = _loaded(words)
-    worker = Worker(engine, slots=slots)
+    models, worker = _loaded(words)
 
     def note(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
@@ -169,36 +170,104 @@ def _server(words: Words, *, host: str, port: int, token: str | None) -> Iterato
         server.close()
 
 
-def _loaded(words: Words) -> tuple[Mapping[str, Served], Any, int]:
-    """(models by name, the engine, its slots)."""
-    from surogate_core.bundles import RolloutSettings
+def _loaded(words: Words) -> tuple[Mapping[str, Served], Worker]:
+    """(models by name, the thread that generates)."""
+    from surogate_core.bundles import Request, RolloutSettings, Sampling
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.cli.progress import shown_progress
-    from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
-    from surogate_core.run.generation import named, prepare, quantised_note, rollout_of
+    from surogate_core.run.adapters import Adapters
+    from surogate_core.run.generation import rollout_of
     from surogate_core.run.texts import fitting_slots
-    from surogate_core.serve.models import Served
+    from surogate_core.serve.worker import Worker
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = rollout_of(registry, words.texts.get("--engine", "native"))
-    (model,) = words.models
-    found = named(model)
-    prepared = prepare(found, load_run_config([*found.overrides, *words.overrides], registry=registry), registry)
-    for note in (*prepared.notes, *quantised_note(model, found, prepared, registry)):
-        print(f"note: {model}: {note}", file=sys.stderr)
+    prepared, beside = _prepared(words, registry)
+    context = int(min(words.counts.get("--context", CONTEXT), prepared.context))
+    models = _served(words, prepared, beside, context)
     with shown_progress() as progress:
 
         def told(task: str, done: int, total: int) -> None:
             progress(Progress(task=task, done=done, total=total))
 
         weights = prepared.load(registry, progress=told)
-    context = int(min(words.counts.get("--context", CONTEXT), prepared.context))
-    wanted = words.counts.get("--slots") or SLOTS.get(weights.device.type, 8)
-    least = words.counts.get("--slots", 1)
-    slots = fitting_slots(weights, context, wanted, least=least, fix="fewer --slots, or a lower --context")
-    engine = spec.open(weights, RolloutSettings(slots=slots, context=context, frozen=True))
-    name = words.texts.get("--name") or Path(model.rstrip("/")).name
-    sampling = sampling_of(words.sampling, prepared.sampling)
-    served = Served(name=name, prepared=prepared, sampling=sampling, context=context)
-    return {name: served}, engine, slots
+        adapters = Adapters(weights, beside)
+        wanted = words.counts.get("--slots") or SLOTS.get(weights.device.type, 8)
+        least = words.counts.get("--slots", 1)
+        slots = fitting_slots(weights, context, wanted, least=least, fix="fewer --slots, or a lower --context")
+        engine = spec.open(weights, RolloutSettings(slots=slots, context=context, frozen=True))
+        # What the first request would wait for is compiled now, and weights that are not numbers are found.
+        told("warming up", 0, 1)
+        engine.generate([Request(prompt=(0,), max_new_tokens=min(2, context - 1), sampling=Sampling(temperature=0))])
+        told("warming up", 1, 1)
+
+    def activate(name: str) -> None:
+        if adapters.activate(name if name in beside else None):
+            engine.forget()
+
+    return models, Worker(engine, slots=slots, activate=activate)
+
+
+def _prepared(words: Words, registry: Registry) -> tuple[Prepared, dict[str, Prepared]]:
+    """(the model, the adapters beside it by name); notes about them are printed."""
+    from surogate_core.config.resolve import load_run_config
+    from surogate_core.run.adapters import prepare_beside
+    from surogate_core.run.generation import named, prepare, quantised_note, with_adapter
+
+    (model,) = words.models
+    base = named(model)
+    config = load_run_config([*base.overrides, *words.overrides], registry=registry)
+    directories = _named_adapters(words)
+    if not directories:
+        prepared = prepare(base, config, registry)
+        _print_notes(model, (*prepared.notes, *quantised_note(model, base, prepared, registry)))
+        return prepared, {}
+    found = {name: with_adapter(model, directory) for name, directory in directories.items()}
+    prepared, beside = prepare_beside(base, found, config, registry)
+    _print_notes(model, prepared.notes)
+    for name, one in beside.items():
+        quantised = quantised_note(directories[name], found[name], one, registry)
+        _print_notes(directories[name], (*one.notes, *quantised))
+    return prepared, beside
+
+
+def _print_notes(word: str, notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {word}: {note}", file=sys.stderr)
+
+
+def _name_of(words: Words) -> str:
+    """The name of the model itself."""
+    return words.texts.get("--name") or Path(words.models[0].rstrip("/")).name
+
+
+def _named_adapters(words: Words) -> dict[str, str]:
+    """Name → directory of each --adapter."""
+    found: dict[str, str] = {}
+    for word in words.lists.get("--adapter", ()):
+        name, equals, directory = word.partition("=")
+        if not equals:
+            name, directory = Path(word.rstrip("/")).name, word
+        if not name or not directory:
+            raise UserError(f"--adapter {word}: has no name or no directory. Fix: --adapter shop=runs/a")
+        if name in found or name == _name_of(words):
+            raise UserError(f"--adapter {word}: two models are called {name}. Fix: --adapter OTHER={directory}")
+        found[name] = directory
+    return found
+
+
+def _served(words: Words, prepared: Prepared, beside: Mapping[str, Prepared], context: int) -> dict[str, Served]:
+    from surogate_core.serve.models import Served
+
+    base = _name_of(words)
+    return {
+        name: Served(
+            name=name,
+            prepared=one,
+            sampling=sampling_of(words.sampling, one.sampling),
+            context=context,
+            parent=None if name == base else base,
+        )
+        for name, one in {base: prepared, **beside}.items()
+    }

@@ -69,11 +69,11 @@ class NativeEngine:
     def _keeping(self) -> Iterator[None]:
         """Slots keep the prompts that they begin with, unless weights may have changed or a call fails."""
         if not self.frozen:
-            self._forget()
+            self.forget()
         try:
             yield
         except BaseException:
-            self._forget()  # what a slot begins with may not be written
+            self.forget()  # what a slot begins with may not be written
             raise
 
     def _generate(
@@ -106,13 +106,17 @@ class NativeEngine:
                 ended(sequence.index, found)
             running = going
 
+    def forget(self) -> None:
+        """Prompts are prefilled anew, since weights have changed."""
+        self._prompts = [()] * self.slots
+
     @torch.no_grad()
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""
         found: list[list[float]] = []
         for first in range(0, len(documents), self.slots):
             some = [tuple(document) for document in documents[first : first + self.slots]]
-            self._forget()
+            self.forget()
             hidden = self._prefill([Fill(slot=slot, ids=ids) for slot, ids in enumerate(some)])
             found += [self._following(x_ND, ids) for x_ND, ids in zip(hidden, some, strict=True)]
         return found
@@ -132,10 +136,6 @@ class NativeEngine:
         assert request.prompt, "a prompt has at least one token"
         assert request.max_new_tokens > 0
         assert len(request.prompt) + request.max_new_tokens <= self.context, "longer than a slot"
-
-    def _forget(self) -> None:
-        """Prompts are prefilled anew."""
-        self._prompts = [()] * self.slots
 
     def _begin(self, waiting: deque[tuple[int, Request]], free: list[int]) -> list[Running]:
         """Put waiting requests into free slots. Equal prompts that follow each other share one prefill."""

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 
+from surogate_core.logs import record_traceback
 from surogate_core.serve import LOOPBACK
 from surogate_core.serve.answers import Answer, Choice, Token, event
 from surogate_core.serve.asks import Ask, RequestError, read
@@ -165,8 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except (ConnectionError, TimeoutError):
             raise
-        except Exception:
-            log.exception("a request failed")
+        except Exception as error:
+            log.error("a request failed", traceback=str(record_traceback("a request failed", error)))
             self._refuse(RequestError("the server failed; its log has the reason.", status=500))
         finally:
             http.count(-1)

@@ -17,6 +17,7 @@ import structlog
 
 from surogate_core.bundles import Reason, Request, RolloutEngine
 from surogate_core.errors import SurogateError
+from surogate_core.logs import record_traceback
 from surogate_core.run.texts import Watch
 from surogate_core.serve.asks import RequestError
 
@@ -113,8 +114,8 @@ class Worker:
                 self._engine.serve(partial(self._arriving, model), self._chosen)
             except SurogateError as error:
                 self._fail(RequestError(str(error), status=500))
-            except Exception:
-                log.exception("generation failed")
+            except Exception as error:
+                log.error("generation failed", traceback=str(record_traceback("generation failed", error)))
                 self._fail(RequestError("generation failed; the server's log has the reason.", status=500))
 
     def _arriving(self, model: str) -> list[Request]:
@@ -162,6 +163,7 @@ class Worker:
             if self._closed:
                 found += self._waiting
             self._running.clear()
+            self._waiting = deque(ticket for ticket in self._waiting if ticket not in found)
             for ticket in dict.fromkeys(found):
                 ticket.gone = True
                 ticket.events.put(error)

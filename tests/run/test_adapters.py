@@ -1,0 +1,125 @@
+"""Several adapters on one base that is loaded once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import random_adapter
+from mixture import save_qwen3_moe
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from surogate_core.bundles import Request, RolloutSettings, Sampling
+from surogate_core.config.resolve import load_run_config
+from surogate_core.errors import UserError
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
+from surogate_core.plugins.registry import Registry
+from surogate_core.run.adapters import Adapters, prepare_beside
+from surogate_core.run.generation import named, prepare, with_adapter
+
+PROMPTS = ((5, 6, 7, 8), tuple(range(20, 40)))
+
+
+def logprobs(weights: Weights) -> list[Any]:
+    """What greedy decoding gives, tokens and log-probabilities."""
+    engine = NativeEngine(weights, RolloutSettings(slots=2, context=32))
+    sampling = Sampling(temperature=0)
+    found = engine.generate([Request(prompt=p, max_new_tokens=6, sampling=sampling) for p in PROMPTS])
+    return [(one.ids, one.logprobs) for one in found]
+
+
+def alone(base: Path, adapter: Path | None, registry: Registry) -> list[Any]:
+    found = with_adapter(str(base), str(adapter)) if adapter is not None else named(str(base))
+    config = load_run_config([*found.overrides, "device=cpu"], registry=registry)
+    return logprobs(prepare(found, config, registry).load(registry))
+
+
+def beside(base: Path, adapters: dict[str, Path], registry: Registry) -> tuple[Weights, Adapters]:
+    found = named(str(base))
+    config = load_run_config([*found.overrides, "device=cpu"], registry=registry)
+    words = {name: with_adapter(str(base), str(path)) for name, path in adapters.items()}
+    prepared, each = prepare_beside(found, words, config, registry)
+    weights = prepared.load(registry)
+    return weights, Adapters(weights, each)
+
+
+def test_adapters_take_turns_on_one_base(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
+    given = {"one": random_adapter(hf_dir, tmp_path / "one"), "two": random_adapter(hf_dir, tmp_path / "two", seed=2)}
+    weights, adapters = beside(hf_dir, given, installed)
+    base = logprobs(weights)
+    assert base == alone(hf_dir, None, installed)
+    for name in ("two", "one", "two"):
+        assert adapters.activate(name)
+        assert not adapters.activate(name)
+        assert logprobs(weights) == alone(hf_dir, given[name], installed), "to the bit, with equal ranks"
+    assert adapters.activate(None)
+    assert logprobs(weights) == base
+
+
+def test_adapters_of_other_ranks_scales_and_places(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
+    given = {
+        "small": random_adapter(hf_dir, tmp_path / "small"),
+        "large": random_adapter(
+            hf_dir, tmp_path / "large", seed=2, r=8, use_rslora=True, target_modules=["k_proj", "up_proj"]
+        ),
+        "uneven": random_adapter(
+            hf_dir, tmp_path / "uneven", seed=3, rank_pattern={"q_proj": 2}, alpha_pattern={"down_proj": 3}
+        ),
+    }
+    weights, adapters = beside(hf_dir, given, installed)
+    for name, path in given.items():
+        adapters.activate(name)
+        for (ids, found), (expected_ids, expected) in zip(
+            logprobs(weights), alone(hf_dir, path, installed), strict=True
+        ):
+            assert ids == expected_ids
+            assert found == pytest.approx(expected, abs=1e-4)
+
+
+def of_experts(base: Path, directory: Path, rank: int, projections: tuple[str, ...]) -> Path:
+    """An adapter on the projections of every expert, written by hand."""
+    torch.manual_seed(rank)
+    tensors = {}
+    with safe_open(next(base.glob("*.safetensors")), "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            module = name.removesuffix(".weight")
+            if module.rsplit(".", 1)[-1] in projections:
+                outputs, inputs = file.get_slice(name).get_shape()
+                tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs)
+                tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank) * 0.3
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(projections)}
+    values = {**config, "base_model_name_or_path": str(base)}
+    (directory / "adapter_config.json").write_text(json.dumps(values))
+    return directory
+
+
+def test_adapters_of_experts(installed: Registry, tmp_path: Path) -> None:
+    base = save_qwen3_moe(tmp_path / "moe")
+    given = {
+        "one": of_experts(base, tmp_path / "one", 2, ("gate_proj", "down_proj")),
+        "two": of_experts(base, tmp_path / "two", 4, ("up_proj", "q_proj")),
+    }
+    weights, adapters = beside(base, given, installed)
+    before = logprobs(weights)
+    for name, path in given.items():
+        adapters.activate(name)
+        found, expected = logprobs(weights), alone(base, path, installed)
+        assert found != before
+        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+        for (_, values), (_, wanted) in zip(found, expected, strict=True):
+            assert values == pytest.approx(wanted, abs=1e-4)
+
+
+def test_adapters_that_cannot_share_a_base(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
+    lower = random_adapter(hf_dir, tmp_path / "lower")
+    upper = random_adapter(hf_dir, tmp_path / "upper", seed=2)
+    lower.rename(upper / "stacked_on")
+    with pytest.raises(UserError, match=r"--adapter top: it was trained on top of another adapter.*serve it alone"):
+        beside(hf_dir, {"top": upper}, installed)
