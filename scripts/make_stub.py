@@ -35,6 +35,7 @@ from surogate_core.api.results import Evaluation as Evaluation
 from surogate_core.api.results import Paths as Paths
 from surogate_core.api.results import Report as Report
 from surogate_core.api.results import Run as Run
+from surogate_core.api.results import Sample as Sample
 from surogate_core.api.results import load as load
 from surogate_core.errors import ConfigError as ConfigError
 from surogate_core.errors import MachineError as MachineError

@@ -9,7 +9,7 @@ docs/python.md describes it. Importing this package imports no torch.
 """
 
 from surogate_core import __version__
-from surogate_core.api import Evaluation, Paths, Report, Run, evaluate, generate, load, pt, sft, train
+from surogate_core.api import Evaluation, Paths, Report, Run, Sample, evaluate, generate, load, pt, sft, train
 from surogate_core.errors import ConfigError, MachineError, PluginError, SurogateError, UserError
 from surogate_core.events import Control, Event
 
@@ -23,6 +23,7 @@ __all__ = [
     "PluginError",
     "Report",
     "Run",
+    "Sample",
     "SurogateError",
     "UserError",
     "__version__",

@@ -26,6 +26,14 @@ class Evaluation(NamedTuple):
     loss: float
 
 
+class Sample(NamedTuple):
+    """What the model generated for a prompt after a step."""
+
+    step: int
+    prompt: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
     """The files of a run. A file that the run did not write is None."""
@@ -95,6 +103,15 @@ class Run:
         """The evaluations, from the first to the last."""
         steps, values = self._record.curve("eval")
         return [Evaluation(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """What the model generated for `sample_prompts`, from the first to the last step."""
+        return [
+            Sample(int(one.get("step", 0)), str(prompt), str(text))
+            for one in self._record.samples
+            for prompt, text in zip(one.get("prompts") or (), one.get("texts") or (), strict=False)
+        ]
 
     @property
     def best(self) -> Evaluation | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
     from surogate_core.dsl import Model
     from surogate_core.plugins.registry import Registry
+    from surogate_core.run.assemble import ResolvedModel
 
 USAGE = """\
 usage: surogate plan [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
@@ -139,6 +140,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
+        samples=_samples(config, registry, resolved),
         **experts,
     )
     if plan.fits is False and device.type == "cuda" and room.device is not None:
@@ -170,6 +172,17 @@ def _of_experts(
     specs = distinct(pieces(model, lora=lora, max_seqlen=0))
     routers = sum(math.prod(spec.shape) for spec in specs if spec.role == "router" and spec.trainable)
     return {"unused": unused, "routers": routers, "of_experts": (adapted_note(model, lora), *notes)}
+
+
+def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
+    """What the samples of a run need; raises `UserError` for a prompt that is wrong."""
+    if not config.sample_prompts:
+        return 0, ""
+    from surogate_core.engine.prediction import programs_on_meta
+    from surogate_core.run.fitting import assembly_of
+    from surogate_core.run.samples import cache_note
+
+    return cache_note(config, registry, resolved, programs_on_meta(assembly_of(config, registry, resolved)))
 
 
 def _with_number(config: RunConfig, device: torch.device) -> RunConfig:

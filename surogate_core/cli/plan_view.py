@@ -70,6 +70,8 @@ class Plan:
     """Parameters of routers that are trained beside adapters."""
     of_experts: tuple[str, ...] = ()
     """Notes on experts."""
+    samples: tuple[int, str] = (0, "")
+    """Bytes of the caches of samples, and a sentence about them."""
     more_gpus: tuple[tuple[str, ...], int] | None = None
     """On how many GPUs it fits if it does not fit on these: overrides, and what it needs of each."""
 
@@ -128,6 +130,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "sent_bytes": sum(s.nbytes for s in prediction.sent),
         "sent_seconds": None if speed is None else speed.wire.seconds,
         "hidden_seconds": None if speed is None else speed.wire.hidden,
+        "samples_bytes": plan.samples[0],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
         "disk_bytes": prediction.total("disk"),
@@ -242,6 +245,7 @@ def _notes(plan: Plan) -> list[str]:
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
     notes += plan.of_experts
+    notes += [plan.samples[1]] if plan.samples[1] else []
     notes += sharing.notes(plan.config)
     notes += reduction_notes(plan.settings, None, deterministic=plan.config.deterministic)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]

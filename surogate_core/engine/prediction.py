@@ -131,16 +131,10 @@ class Counts:
     @classmethod
     def of(cls, assembly: Assembly) -> Counts:
         """Trace the layers. The only relevant property of the offloader is whether it moves weights."""
-        settings, model = assembly.settings, assembly.model
-        # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
-        on_cpu = settings.device.type == "cuda" and not torch.cuda.is_available()
-        tracing = torch.device("cpu") if on_cpu else settings.device
-        plan = EnginePlan.of(assembly, device=tracing)
-        parameters = _parameters_on_meta(plan)
-        recipe = assembly.recipe
+        settings, model, recipe = assembly.settings, assembly.model, assembly.recipe
+        builder = programs_on_meta(assembly)
+        plan, parameters = builder.plan, builder.parameters
         state = recipe.state(plan.slots, torch.device("meta"))
-        columns = 0 if state is None else state.rows.shape[1]
-        builder = ProgramBuilder(plan=plan, parameters=parameters, columns=columns, device=tracing)
         layers = _LayerBytes.of(builder, plan)
         activation = settings.tokens * model.width * settings.dtype.itemsize
         total, trainable = parameters.counts()
@@ -436,6 +430,17 @@ class _LayerBytes:
             again=sum(found[key].again for key in layers),
             largest=max((s.nbytes for f in found.values() for s in f.kept), default=0),
         )
+
+
+def programs_on_meta(assembly: Assembly) -> ProgramBuilder:
+    """The programs of a run whose weights have no memory; they can be traced."""
+    # A torch without CUDA cannot differentiate even fake tensors of a GPU; no byte depends on where they are.
+    on_cpu = assembly.settings.device.type == "cuda" and not torch.cuda.is_available()
+    tracing = torch.device("cpu") if on_cpu else assembly.settings.device
+    plan = EnginePlan.of(assembly, device=tracing)
+    state = assembly.recipe.state(plan.slots, torch.device("meta"))
+    columns = 0 if state is None else state.rows.shape[1]
+    return ProgramBuilder(plan=plan, parameters=_parameters_on_meta(plan), columns=columns, device=tracing)
 
 
 def _parameters_on_meta(plan: EnginePlan) -> Parameters:

@@ -14,9 +14,13 @@ from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.stores import DeviceStore
 from surogate_core.errors import SurogateError
 from surogate_core.events import Notice, Progress, Samples
+from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import read_prompts
+from surogate_core.generate.cache import Cache, shapes_of
 from surogate_core.generate.weights import Weights
 from surogate_core.run.assemble import ResolvedModel, is_out_of_memory
 from surogate_core.run.generation import Prepared, untrained
@@ -28,7 +32,9 @@ from surogate_core.run.texts import (
     prompt_of_row,
     requests_of,
     settings_of,
+    usual_slots,
 )
+from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,3 +177,22 @@ class Sampler:
             tokens=sum(len(text.ids) for text in texts),
             seconds=time.perf_counter() - started,
         )
+
+
+def cache_note(
+    config: RunConfig, registry: Registry, resolved: ResolvedModel, programs: ProgramBuilder
+) -> tuple[int, str]:
+    """(bytes of the keys and values of a run's samples, a sentence about them); 0 without prompts."""
+    if not config.sample_prompts:
+        return 0, ""
+    pretrained = config.model.path is not None and not config.from_scratch
+    tokenizer, _ = tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=pretrained)
+    sampler, _ = Sampler.of(config, registry, resolved, tokenizer)
+    assert sampler is not None
+    plan, parameters = programs.plan, programs.parameters
+    weights = Weights(plan=plan, parameters=parameters, programs=programs, store=DeviceStore("weights"), rows=None)
+    slots = usual_slots(plan.assembly.settings.device, sampler.requests)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in sampler.requests)
+    nbytes = Cache.bytes_per_token(shapes_of(weights), parameters.dtype) * longest * (slots + 1)
+    what = f"{slots} sequences of {longest:,} tokens" if slots > 1 else f"a sequence of {longest:,} tokens"
+    return nbytes, f"samples: keys and values of {what} need {human_bytes(nbytes)} of what training leaves free"

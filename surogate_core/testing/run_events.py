@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunStart, StepEnd
+from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunStart, Samples, StepEnd
 
 START = RunStart(
     model="m",
@@ -45,4 +45,5 @@ EVENTS = (
     EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None),
     PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
     Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn"),
+    Samples(step=2, prompts=("Why?", "The chain"), texts=("<b>So.\nYes.", "")),
 )

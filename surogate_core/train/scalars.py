@@ -10,6 +10,7 @@ from surogate_core.events import (
     PrecisionStats,
     RankStats,
     RoutingStats,
+    Samples,
     StepEnd,
 )
 
@@ -49,6 +50,12 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
             shares = {"saturated": event.saturated, "underflowed": event.underflowed}
             return event.step, {f"precision/{what}_{r}": s for what, by in shares.items() for r, s in by.items()}
     return 0, {}
+
+
+def samples_of(event: Samples) -> dict[str, str]:
+    """``samples/NUMBER`` → the prompt and what the model generated for it, as text."""
+    pairs = zip(event.prompts, event.texts, strict=True)
+    return {f"samples/{number}": f"{prompt}\n→ {text}" for number, (prompt, text) in enumerate(pairs, start=1)}
 
 
 def _named(group: str, event: Event, fields: tuple[str, ...]) -> dict[str, float]:

@@ -59,6 +59,8 @@ def test_samples_change_no_bit_and_are_the_texts_of_their_step(
 ) -> None:
     from surogate_core import api
 
+    assert api.load(plain).samples == []
+    assert api.load(sampled).samples[1] == (0, "The chain", taken(records, sampled)[0][1][1])
     assert history(sampled) == history(plain)
     for directory in ("checkpoint-2", "checkpoint-4", "adapter"):
         assert digests(sampled / directory) == digests(plain / directory)

@@ -59,6 +59,7 @@ def test_a_run_read_back(tmp_path: Path) -> None:
     assert len(params["long"]) == 6000
     assert run.data.tags["phase"] == "plateau"
     assert run.data.tags["advice.plateau"] == "step 2: It stands. k: turn."
+    assert run.data.tags["samples.1"] == "step 2: Why?\n→ <b>So.\nYes."
 
     # A resumed run goes on under the same id; one that tells no end has failed.
     resumed = monitor(tmp_path / "out")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import surogate_monitor_tensorboard
 
-from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo
+from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo, Samples
 from surogate_core.testing.run_events import START, step
 
 
@@ -39,7 +39,8 @@ def test_scalars_and_texts_read_back(tmp_path: Path) -> None:
     advice = Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn")
     phase = PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0)
     evaluation = EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None)
-    for event in (Progress(task="t", done=0), START, step(1, 3.0), step(2, 2.5), evaluation, phase, advice):
+    samples = Samples(step=2, prompts=("Why?",), texts=("So.\nYes.",))
+    for event in (Progress(task="t", done=0), START, step(1, 3.0), step(2, 2.5), evaluation, phase, advice, samples):
         assert writer.on_event(event) is None
     writer.close()
     assert scalars(tmp_path, "train/loss") == [(1, 3.0), (2, 2.5)]
@@ -50,7 +51,10 @@ def test_scalars_and_texts_read_back(tmp_path: Path) -> None:
         "config/text_summary",
         "phase/text_summary",
         "advice/plateau/text_summary",
+        "samples/1/text_summary",
     }
+    (text,) = read(tmp_path).Tensors("samples/1/text_summary")
+    assert text.tensor_proto.string_val == ["    Why?\n    → So.\n    Yes.\n".encode()]
     (text,) = read(tmp_path).Tensors("advice/plateau/text_summary")
     assert text.tensor_proto.string_val == [b"It stands. k: turn."]
     assert (writer.state(), writer.load_state({})) == ({}, None)

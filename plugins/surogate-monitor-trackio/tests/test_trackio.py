@@ -52,6 +52,7 @@ def test_a_run_read_back(storage: Any, tmp_path: Path, capsys: Any) -> None:
     assert [(line["step"], line["eval/loss"]) for line in logs if "eval/loss" in line] == [(2, 1.25)]
     assert [line["phase"] for line in logs if "phase" in line] == ["plateau"]
     assert [line["advice/plateau"] for line in logs if "advice/plateau" in line] == ["It stands. k: turn."]
+    assert [line["samples/1"] for line in logs if "samples/1" in line] == ["Why?\n→ <b>So.\nYes."]
     config = storage.get_run_config("p", "r")
     assert (config["learning_rate"], config["name"], config["model_title"]) == (1e-3, "<script>", "m")
     assert (writer.state(), writer.load_state({})) == ({}, None)

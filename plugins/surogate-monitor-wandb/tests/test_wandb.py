@@ -88,6 +88,9 @@ def test_an_offline_run_read_back(tmp_path: Path) -> None:
     assert {"step": 2, "eval/loss": 1.25} in lines
     assert {"step": 2, "phase": "plateau"} in lines
     assert {"step": 2, "advice/plateau": "It stands. k: turn."} in lines
+    assert [line["samples/nrows"] for line in lines if "samples/nrows" in line] == [2]
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    assert json.loads(file.read_text())["data"] == [["Why?", "<b>So.\nYes."], ["The chain", ""]]
     kinds = {record.WhichOneof("record_type"): record for record in records(tmp_path)}
     assert kinds["exit"].exit.exit_code == 0
     (run,) = [r.run for r in records(tmp_path) if r.WhichOneof("record_type") == "run"]

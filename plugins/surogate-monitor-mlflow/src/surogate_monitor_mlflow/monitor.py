@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from annotated_types import Gt
 
 from surogate_core.errors import MachineError
-from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
-from surogate_core.train.scalars import scalars_of
+from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart, Samples
+from surogate_core.train.scalars import samples_of, scalars_of
 
 PARAM_CHARACTERS = 6000
 """Longest value of a parameter that every MLflow server takes."""
@@ -42,7 +42,7 @@ class MlflowOptions:
 
 
 class MlflowMonitor:
-    """Metrics, parameters, and phases and advice as tags; a resumed run continues under the same id."""
+    """Metrics, parameters, and phases, advice and samples as tags; a resumed run continues under the same id."""
 
     def __init__(self, options: MlflowOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.
@@ -75,6 +75,9 @@ class MlflowMonitor:
             case Advice():
                 text = f"step {event.step}: {event.message} {event.key}: {event.suggestion}."
                 self._sender.tag(f"advice.{event.rule}", text)
+            case Samples():
+                for name, text in samples_of(event).items():
+                    self._sender.tag(name.replace("/", "."), f"step {event.step}: {text}")
             case RunEnd():
                 self._finish("FINISHED" if event.reason in ("finished", "stopped") else _STATUS[event.reason])
             case _:

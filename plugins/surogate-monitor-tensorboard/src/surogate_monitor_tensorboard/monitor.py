@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart
-from surogate_core.train.scalars import scalars_of
+from surogate_core.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart, Samples
+from surogate_core.train.scalars import samples_of, scalars_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +31,7 @@ class TensorboardOptions:
 
 
 class TensorboardMonitor:
-    """Scalars of every step and evaluation; configuration, phases and advice as text.
+    """Scalars of every step and evaluation; configuration, phases, advice and samples as text.
 
     A run that resumes at step s hides what a killed run had written of later steps.
     """
@@ -54,7 +54,7 @@ class TensorboardMonitor:
             purge = event.start_step + 1 if event.start_step else None
             self._writer = self._class(str(self._directory), purge_step=purge, max_queue=QUEUE)
             text = json.dumps(dict(self._info.config), indent=1, default=str)
-            self._text("config", "".join(f"    {line}\n" for line in text.splitlines()), event.start_step)
+            self._text("config", _as_it_is(text), event.start_step)
         if self._writer is not None:
             now = time.time()
             self._waiting.append((now, event))
@@ -65,6 +65,9 @@ class TensorboardMonitor:
                 self._text("phase", event.phase, event.step)
             case Advice():
                 self._text(f"advice/{event.rule}", f"{event.message} {event.key}: {event.suggestion}.", event.step)
+            case Samples():
+                for tag, text in samples_of(event).items():
+                    self._text(tag, _as_it_is(text), event.step)
         return None
 
     def state(self) -> dict[str, Any]:
@@ -97,3 +100,8 @@ class TensorboardMonitor:
     def _text(self, tag: str, text: str, step: int) -> None:
         if self._writer is not None:
             self._writer.add_text(tag, text, step)
+
+
+def _as_it_is(text: str) -> str:
+    """The text as a block of Markdown whose lines are kept."""
+    return "".join(f"    {line}\n" for line in text.splitlines())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from surogate_core.errors import MachineError
-from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
-from surogate_core.train.scalars import scalars_of
+from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart, Samples
+from surogate_core.train.scalars import samples_of, scalars_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class TrackioOptions:
 
 
 class TrackioMonitor:
-    """Metrics, the configuration, phases and advice; a resumed run continues under the same name."""
+    """Metrics, the configuration, phases, advice and samples; a resumed run continues under the same name."""
 
     def __init__(self, options: TrackioOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.
@@ -51,6 +51,8 @@ class TrackioMonitor:
             case Advice():
                 text = f"{event.message} {event.key}: {event.suggestion}."
                 self._run.log({f"advice/{event.rule}": text}, step=event.step)
+            case Samples():
+                self._run.log(samples_of(event), step=event.step)
             case RunEnd():
                 self._finish()
             case _ if values:

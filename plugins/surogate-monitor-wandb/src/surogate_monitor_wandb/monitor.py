@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surogate_core.errors import MachineError
-from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart
+from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart, Samples
 from surogate_core.train.scalars import scalars_of
 
 
@@ -25,7 +25,7 @@ class WandbOptions:
 
 
 class WandbMonitor:
-    """Scalars over `step`, the configuration, phases and advice; a resumed run continues under the same id."""
+    """Scalars over `step`, the configuration, phases, advice and samples; a resumed run continues under the same id."""
 
     def __init__(self, options: WandbOptions, info: RunInfo):
         # A missing package is to be told before anything long is done.
@@ -51,6 +51,9 @@ class WandbMonitor:
                 self._log(event.step, {"phase": event.phase})
             case Advice():
                 self._log(event.step, {f"advice/{event.rule}": f"{event.message} {event.key}: {event.suggestion}."})
+            case Samples():
+                rows = [list(pair) for pair in zip(event.prompts, event.texts, strict=True)]
+                self._log(event.step, {"samples": self._wandb.Table(columns=["prompt", "text"], data=rows)})
             case RunEnd():
                 self._run.summary["outcome"] = event.reason
                 self._finish(failed=event.reason == "failed")
