@@ -160,6 +160,7 @@ def sft(
     qlora_bnb_double_quant: bool = ...,
     qlora_fp4: bool = ...,
     qlora_four_over_six: bool = ...,
+    qlora_search_scales: bool = ...,
     max_restarts: int = ...,
     auto_lr_reduction: bool = ...,
     early_stop: bool = ...,
@@ -336,6 +337,8 @@ def sft(
         qlora_bnb_double_quant: Keep the absmax in 8 bits, in groups of 256.
         qlora_fp4: Short for qlora_format=nvfp4.
         qlora_four_over_six: Scale a block to 4 instead of 6 where that makes the squared error smaller.
+        qlora_search_scales: Choose each block's scale by its squared error among eleven E4M3 numbers, instead of
+            one or two.
         max_restarts: How often the run starts again from its last checkpoint after a process died, hung or had a
             bug.
         auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
@@ -473,6 +476,7 @@ def pt(
     qlora_bnb_double_quant: bool = ...,
     qlora_fp4: bool = ...,
     qlora_four_over_six: bool = ...,
+    qlora_search_scales: bool = ...,
     max_restarts: int = ...,
     auto_lr_reduction: bool = ...,
     early_stop: bool = ...,
@@ -649,6 +653,8 @@ def pt(
         qlora_bnb_double_quant: Keep the absmax in 8 bits, in groups of 256.
         qlora_fp4: Short for qlora_format=nvfp4.
         qlora_four_over_six: Scale a block to 4 instead of 6 where that makes the squared error smaller.
+        qlora_search_scales: Choose each block's scale by its squared error among eleven E4M3 numbers, instead of
+            one or two.
         max_restarts: How often the run starts again from its last checkpoint after a process died, hung or had a
             bug.
         auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the

@@ -23,6 +23,13 @@ E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 E4M3 = torch.float8_e4m3fn
 
+BELOW, ABOVE = 4, 6
+"""How many E4M3 numbers below and above a block's usual scale `searched` tries: from 2/3 to 3/2 of it or a little
+more. A smaller scale clips the largest values and rounds the others more finely.
+"""
+LARGEST_BITS = 0x7E
+"""The bits of the largest E4M3 number."""
+
 MINUS = (3, 5, 6, 7, 8, 9, 10, 12, 14, 15)
 """Where the random sign vector S of the Hadamard transform is −1."""
 
@@ -103,22 +110,58 @@ def _encode_blocks(tiles: Tensor, scales: Tensor, decode: Tensor, bits: Tensor |
     return fp4.encode(ratio, bits)
 
 
-def quantise(x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | None = None) -> Quantised:
+def searched(tiles: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes of the tiles, their block scales). Each block gets the E4M3 scale with the smallest squared error among
+    its usual one, which scales its largest value to 6, `BELOW` numbers below it and `ABOVE` numbers above it.
+
+    Four-over-six's two are among them. `tiles`: [..., height, 16]. `s_enc`: 1536 / amax in a shape that blocks
+    broadcast with; every candidate is in range.
+    """
+    decode = 1 / s_enc
+    six = _block_scales(tiles.abs().amax((-1, -2)) / fp4.LARGEST * s_enc)
+    # The bits of positive E4M3 numbers are in their order.
+    own = six.view(torch.uint8).int()
+    best = codes = chosen = None
+    for step in sorted(range(-BELOW, ABOVE + 1), key=abs):
+        near = (own + step).clamp(0, LARGEST_BITS)
+        scales = torch.where(own > LARGEST_BITS, own, near).to(torch.uint8).view(E4M3)  # NaN stays
+        found = _encode_blocks(tiles, scales, decode, None)
+        errors = _block_errors(tiles, found, scales, decode)
+        if best is None or codes is None or chosen is None:
+            best, codes, chosen = errors, found, scales.float()
+            continue
+        smaller = errors < best
+        best = torch.where(smaller, errors, best)
+        codes = torch.where(smaller[..., None, None], found, codes)
+        chosen = torch.where(smaller, scales.float(), chosen)
+    assert codes is not None
+    assert chosen is not None
+    return codes, chosen.to(E4M3)
+
+
+def quantise(
+    x_RK: Tensor, *, square: bool, four_over_six: bool, bits: Tensor | None = None, search: bool = False
+) -> Quantised:
     """Round a matrix, or several [E, R, K] of which each has a tensor scale, to NVFP4 in blocks of 16×16 (`square`) or
     1×16.
 
     `bits`: [R, K] int32 for stochastic rounding. `four_over_six` (arXiv 2512.02010) scales a block to 4 where
     that has a strictly smaller squared error, both rounded to nearest: a choice that depended on the random
-    bits would bias the mean. Errors are summed in fp64.
+    bits would bias the mean. Errors are summed in fp64. `search` chooses scales by `searched`, to nearest.
     """
+    assert not (search and bits is not None)
     rows, inner = x_RK.shape[-2:]
     height = BLOCK if square else 1
     padding = (0, -inner % BLOCK, 0, -rows % height)
     tiles = _tiles(pad(x_RK.float(), padding), height)
     tiled_bits = None if bits is None else _tiles(pad(bits, padding), height)
     amax_blocks = tiles.abs().amax((-1, -2))
-    s_enc = _tensor_scale(amax_blocks.amax((-2, -1)), 1536.0 if four_over_six else E4M3_MAX * fp4.LARGEST)
+    top = 1536.0 if four_over_six or search else E4M3_MAX * fp4.LARGEST
+    s_enc = _tensor_scale(amax_blocks.amax((-2, -1)), top)
     decode, s_enc = 1 / s_enc, _of_blocks(s_enc)
+    if search:
+        codes, scales = searched(tiles, s_enc)
+        return Quantised(_untiled(codes), scales, decode)
     # By a tensor: on a GPU a division by a number is a product with its reciprocal.
     six = torch.full_like(amax_blocks, fp4.LARGEST)
     if not four_over_six:

@@ -298,6 +298,34 @@ def test_four_only_where_it_is_strictly_better() -> None:
     assert torch.equal(dequantised, torch.stack((tied, better)) * 256)
 
 
+def dequantised(found: Quantised, x: Tensor) -> Tensor:
+    return found.blocks(*x.shape[-2:]).double() * found.decode.double()
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_searched_scales_are_never_worse(square: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for x in (torch.randn(40, 56, generator=generator), hostile(48, 64)):
+        x = torch.where(x.isfinite(), x, 1.0)
+        found = quantise(x, square=square, four_over_six=True, search=True)
+        usual = quantise(x, square=square, four_over_six=True)
+        assert torch.equal(found.decode, usual.decode)
+        errors = [(dequantised(one, x) - x.double()).square() for one in (found, usual)]
+        height = 16 if square else 1
+        rows, columns = (len(x) // height * height), x.shape[1] // 16 * 16
+        blocks = [e[:rows, :columns].view(rows // height, height, -1, 16).sum((1, 3)) for e in errors]
+        assert bool((blocks[0] <= blocks[1] * (1 + 1e-9)).all())
+        assert float(errors[0].sum()) < float(errors[1].sum())
+
+
+def test_search_keeps_zeros_and_spoilt_values() -> None:
+    x = torch.zeros(16, 32)
+    assert not quantise(x, square=False, four_over_six=True, search=True).codes.any()
+    x[0, 0], x[3, 20] = torch.nan, 1.0
+    found = quantise(x, square=False, four_over_six=True, search=True)
+    assert dequantised(found, x)[0, 0].isnan()
+
+
 def test_sides_that_are_no_multiples_of_sixteen() -> None:
     x = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     for square in (False, True):

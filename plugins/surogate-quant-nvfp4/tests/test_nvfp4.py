@@ -56,6 +56,30 @@ def test_four_over_six_never_has_the_larger_error() -> None:
     assert 0 < of_four < 256
 
 
+def test_searched_scales_have_the_smallest_error_of_all_near_ones() -> None:
+    x = weight(24, 64)
+    kept = NVFP4(NVFP4Options(search_scales=True)).pack(x)
+    codes, scales, decode = parts_of(kept, 24, 64)
+    tiles = x.view(24, 4, 16)
+    wide = (scales.float() * decode)[..., None]
+    assert torch.equal(fp4.unpaired(codes).view(24, 4, 16), fp4.encode(tiles / wide))
+    room = torch.empty_like(x)
+    SIX.unpack(kept, room)
+    errors = (room - x).view(24, 4, 16).double().square().sum(-1)
+    usual = (tiles.abs().amax(-1) / 6 / decode).to(torch.float8_e4m3fn).view(torch.uint8)
+    offsets = set()
+    for step in range(-4, 7):
+        other = (usual.int() + step).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        at = (other * decode)[..., None]
+        error = (fp4.values(fp4.encode(tiles / at)) * at - tiles).double().square().sum(-1)
+        assert bool((errors <= error * (1 + 1e-5)).all())
+        offsets |= {step} if bool((other == scales.float()).any()) else set()
+    assert min(offsets) < 0 < max(offsets), "some blocks clip, and some leave room"
+    again = torch.empty_like(x)
+    FOUR.unpack(FOUR.pack(x), again)
+    assert float((room - x).square().sum()) < 0.95 * float((again - x).square().sum())
+
+
 def test_bytes_of_a_large_weight() -> None:
     assert FOUR.nbytes(4096, 4096) * 8 / 4096**2 == pytest.approx(4.5, abs=1e-4)
     assert not surogate_weight_format().build(NVFP4Options(four_over_six=False)).four_over_six
@@ -65,9 +89,12 @@ def test_bytes_of_a_large_weight() -> None:
 def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = weight(40, 72).bfloat16()
     kept, room, again = FOUR.pack(x), torch.empty_like(x), torch.empty_like(x)
+    search = NVFP4(NVFP4Options(search_scales=True))
+    kept_by_search = search.pack(x)
     FOUR.unpack(kept, room)
     monkeypatch.setitem(CHUNK, "cpu", 1)
     assert torch.equal(FOUR.pack(x), kept)
+    assert torch.equal(search.pack(x), kept_by_search)
     FOUR.unpack(kept, again)
     assert torch.equal(room, again)
 

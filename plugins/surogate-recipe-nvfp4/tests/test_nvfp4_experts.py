@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from surogate_recipe_nvfp4 import NVFP4Options
+from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe
 from surogate_recipe_nvfp4.experts import unpack
 from surogate_recipe_nvfp4.gemm import NVFP4
 from torch import Tensor
@@ -15,7 +15,7 @@ from surogate_core.errors import MachineError
 from surogate_core.formats.nvfp4 import quantise
 from surogate_core.kernels.grouped import masked_factors, masked_product
 from surogate_core.testing import tiny
-from surogate_core.testing.recipes import EXPERTS
+from surogate_core.testing.recipes import EXPERTS, built
 
 RECIPE = NVFP4(native=False, four_over_six=True, stochastic=True, note="")
 LOADS = (5, 0, 40, 1)
@@ -89,6 +89,15 @@ def test_packed_experts_have_the_codes_of_each_alone() -> None:
         together = quantise(w, square=True, four_over_six=True)
         assert torch.equal(together.codes, found.codes)
         assert torch.equal(together.decode, found.decode)
+
+
+def test_scales_of_frozen_experts_can_be_searched() -> None:
+    recipe = built(surogate_recipe(), torch.device("cpu"), NVFP4Options(search_scales=True))
+    w, slot = weights()[0], SLOTS[0]
+    found = unpack(recipe.pack_experts(w, slot), slot.outputs, slot.inputs)
+    alone = quantise(w[1], square=True, four_over_six=True, search=True)
+    assert torch.equal(found.codes[1], alone.codes)
+    assert not torch.equal(alone.codes, quantise(w[1], square=True, four_over_six=True).codes)
 
 
 def test_emulation_may_be_refused() -> None:

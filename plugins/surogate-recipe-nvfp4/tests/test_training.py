@@ -96,6 +96,31 @@ def test_a_packed_weight_holds_it_and_its_transpose() -> None:
     assert packed.numel() == 16 + 2 * (32 * 48 // 2 + 32 * 48 // 256)
 
 
+def test_frozen_weights_in_rows_are_rounded_along_the_inner_dimension_of_each_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((20, 40), (24, 40), (20, 24)))
+    recipe = recipe_on(CPU, frozen_blocks="1x16", search_scales=True, nearest_gradients=True)
+    slot = TracedSlot.of(SLOT, seed=None, row=None, packed=True)
+    leaf = x.clone().requires_grad_()
+    packed = recipe.pack(w, SLOT)
+    assert packed.numel() == 16 + (24 * 48 // 2 + 24 * 3) + (40 * 32 // 2 + 40 * 2)
+    y = recipe.linear(leaf, packed, slot)
+    y.backward(dy)
+    how = {"square": False, "four_over_six": True, "search": True}
+    wq, wq_t = wide(w, **how), wide(w.t(), **how)
+    assert tiny.relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
+    assert tiny.relative_error(leaf.grad, wide(dy, square=False, four_over_six=True) @ wq_t.t()) < 1e-6
+    assert tiny.relative_error(wq, w.double()) < 0.8 * tiny.relative_error(
+        wide(w, square=True, four_over_six=True), w.double()
+    )
+    assert recipe.rounded is not None
+    assert tiny.relative_error(recipe.rounded(w, "weight")[0], wq) < 1e-6
+    trained = w.clone().requires_grad_()
+    of_trained = recipe.linear(x, trained, TracedSlot.of(SLOT, seed=None, row=None, packed=False))
+    expected = wide(x, square=False, four_over_six=True) @ wide(w, square=True, four_over_six=True).t()
+    assert tiny.relative_error(of_trained, expected) < 1e-6, "trained weights keep their blocks"
+
+
 def snapshot(engine: Engine) -> State:
     return {file: {n: t.clone() for n, t in named.items()} for file, named in engine.state().items()}
 

@@ -20,6 +20,8 @@ class NVFP4Options:
 
     four_over_six: Annotated[bool, Flat("qlora_four_over_six", essential=True)] = True
     """Scale a block to 4 instead of 6 where that makes the squared error smaller."""
+    search_scales: Annotated[bool, Flat("qlora_search_scales", essential=True)] = False
+    """Choose each block's scale by its squared error among eleven E4M3 numbers, instead of one or two."""
 
 
 @hookimpl

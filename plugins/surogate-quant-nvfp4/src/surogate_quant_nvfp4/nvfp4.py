@@ -2,7 +2,8 @@
 
 With amax the weight's largest absolute value and amax_b that of 16: s_enc = 448 · 6 / amax, s_b = E4M3(amax_b · s_enc /
 6), and a weight is code · s_b / s_enc. With four-over-six (arXiv 2512.02010) s_enc is 1536 / amax, and 16 values are
-scaled to 4 instead of 6 if their squared error is then strictly smaller. A weight is one tensor of bytes, in which each
+scaled to 4 instead of 6 if their squared error is then strictly smaller. With `search_scales` s_b is the best of eleven
+E4M3 numbers around amax_b · s_enc / 6. A weight is one tensor of bytes, in which each
 part begins at a multiple of 16: codes [O, Q/2], the first of two in the lower half; scales [O, Q/16]; 1 / s_enc, fp32.
 These are the tensors of ModelOpt's checkpoints.
 
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightFormat
 from surogate_core.formats import fp4
+from surogate_core.formats.nvfp4 import searched
 from surogate_core.kernels.native import Sources
 from surogate_core.kernels.unpacking import Unpacker
 
@@ -93,12 +95,12 @@ def _quantise(x_OBK: Tensor, s_enc: Tensor, four_over_six: bool) -> tuple[Tensor
 
 
 class NVFP4(WeightFormat):
-    """The format with or without four-over-six."""
+    """The format with the block scales of its options."""
 
     name = "nvfp4"
 
     def __init__(self, options: NVFP4Options):
-        self.four_over_six = options.four_over_six
+        self.four_over_six, self.search = options.four_over_six, options.search_scales
 
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Bytes of a weight."""
@@ -112,11 +114,16 @@ class NVFP4(WeightFormat):
         codes, scales, decode = parts_of(packed, outputs, inputs)
         strips = list(_strips(outputs, inputs, device))
         amax = torch.stack([weight_OI[rows].abs().amax() for rows in strips]).amax().float()
-        s_enc = _encode_scale(amax, 1536.0 if self.four_over_six else E4M3_MAX * fp4.LARGEST)
+        s_enc = _encode_scale(amax, 1536.0 if self.four_over_six or self.search else E4M3_MAX * fp4.LARGEST)
         decode[0] = 1 / s_enc
         for rows in strips:
             x = pad(weight_OI[rows].float(), (0, -inputs % BLOCK))
-            found, found_scales = _quantise(x.view(len(x), -1, BLOCK), s_enc, self.four_over_six)
+            x_OBK = x.view(len(x), -1, BLOCK)
+            if self.search:
+                tiles, found_scales = searched(x_OBK[..., None, :], s_enc)
+                found = tiles.squeeze(-2)
+            else:
+                found, found_scales = _quantise(x_OBK, s_enc, self.four_over_six)
             codes[rows] = fp4.pairs(found.flatten(1))
             scales[rows] = found_scales
         # E2M1 has neither infinity nor NaN, and a weight with one of them must not look valid.

@@ -28,6 +28,11 @@ class NVFP4Options:
     """Round gradients to the nearest value instead of stochastically."""
     four_over_six: bool = True
     """Scale a block's largest value to 4 instead of 6 if that makes its squared error smaller."""
+    frozen_blocks: Literal["16x16", "1x16"] = "16x16"
+    """Blocks of frozen weights. 16x16 rounds a weight and its transpose alike. 1x16 rounds each along the inner
+    dimension of its product, with smaller errors."""
+    search_scales: bool = False
+    """Choose the scale of each block of a frozen weight by its squared error among eleven E4M3 numbers."""
 
 
 def unavailable(device: torch.device) -> str | None:

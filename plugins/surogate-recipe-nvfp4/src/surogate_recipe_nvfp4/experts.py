@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from surogate_core.formats import fp4
 from surogate_core.formats.nvfp4 import BLOCK, E4M3, Operand, Quantised, nvfp4_rounded, quantise
 from surogate_core.kernels.grouped import grouped_product, weight_gradient
-from surogate_recipe_nvfp4.rounding import FIRST_SALT
+from surogate_recipe_nvfp4.rounding import FIRST_SALT, Frozen
 
 if TYPE_CHECKING:
     from surogate_core.dsl.experts import TracedExperts
@@ -35,12 +35,12 @@ HEADER = 4
 """Bytes of an expert's tensor scale, before its codes."""
 
 
-def pack(weights_EOI: Tensor, *, four_over_six: bool) -> Tensor:
+def pack(weights_EOI: Tensor, frozen: Frozen) -> Tensor:
     """Frozen weights as bytes [E, n]: of each its tensor scale, its codes, and its block scales."""
     rows = []
     # One by one: the candidates of all experts of a layer, in fp64, would be many times larger than their weights.
     for weight_OI in weights_EOI:
-        found = quantise(weight_OI, square=True, four_over_six=four_over_six)
+        found = frozen.square(weight_OI)
         parts = found.decode.reshape(1).view(torch.uint8), fp4.pairs(found.codes), found.scales.view(torch.uint8)
         rows.append(torch.cat([part.reshape(-1) for part in parts]))
     return torch.stack(rows)

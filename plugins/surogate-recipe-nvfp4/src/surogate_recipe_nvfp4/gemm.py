@@ -26,11 +26,10 @@ from surogate_core.formats.nvfp4 import (
     Quantised,
     nvfp4_quantised,
     nvfp4_rounded,
-    quantise,
 )
 from surogate_core.kernels.native import capability
 from surogate_recipe_nvfp4 import experts, native
-from surogate_recipe_nvfp4.rounding import FIRST_SALT, rounded
+from surogate_recipe_nvfp4.rounding import FIRST_SALT, Frozen, rounded
 
 if TYPE_CHECKING:
     from surogate_core.dsl.experts import ExpertSlot, TracedExperts
@@ -47,8 +46,20 @@ class NVFP4(Recipe):
     name = "nvfp4"
     note_of_experts = experts.NOTE
 
-    def __init__(self, *, native: bool, four_over_six: bool, stochastic: bool, note: str, may_emulate: bool = True):
-        """`native`: whether products run on FP4 tensor cores, where their sides allow it; see `native.fits`."""
+    def __init__(
+        self,
+        *,
+        native: bool,
+        four_over_six: bool,
+        stochastic: bool,
+        note: str,
+        may_emulate: bool = True,
+        frozen: Frozen | None = None,
+    ):
+        """`native`: whether products run on FP4 tensor cores, where their sides allow it; see `native.fits`. `frozen`:
+        how frozen weights are rounded; without it as trained ones.
+        """
+        self.frozen = frozen or Frozen(four_over_six=four_over_six)
         self.native, self.four_over_six, self.stochastic, self.note = native, four_over_six, stochastic, note
         self.may_emulate = may_emulate
 
@@ -84,6 +95,11 @@ class NVFP4(Recipe):
             stochastic=stochastic,
             note=note,
             may_emulate=options.emulate != "never",
+            frozen=Frozen(
+                four_over_six=options.four_over_six,
+                height=1 if options.frozen_blocks == "1x16" else BLOCK,
+                search=options.search_scales,
+            ),
         )
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
@@ -96,13 +112,13 @@ class NVFP4(Recipe):
     def pack(self, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
         """A frozen weight as bytes: tensor scale, then codes and block scales of it and of its transpose.
 
-        A little more than one byte a parameter, for sides that are multiples of 16.
+        For sides that are multiples of 16 a little more than one byte a parameter, 1.125 bytes with blocks of 1×16.
         """
-        quantised = quantise(weight_OI, square=True, four_over_six=self.four_over_six)
+        layouts = self.frozen.layouts(weight_OI)
         header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
-        header[0] = quantised.decode
+        header[0] = layouts[0].decode  # both have the same amax
         parts = [header.view(torch.uint8)]
-        for layout in (quantised, quantised.t()):
+        for layout in layouts:
             parts += [fp4.pairs(layout.codes).reshape(-1), layout.scales.contiguous().view(torch.uint8).view(-1)]
         return torch.cat(parts)
 
@@ -121,11 +137,13 @@ class NVFP4(Recipe):
 
     def pack_experts(self, weights_EOI: Tensor, slot: ExpertSlot) -> Tensor:
         """Frozen weights as bytes [E, n]: tensor scale, codes and block scales of each."""
-        return experts.pack(weights_EOI, four_over_six=self.four_over_six)
+        return experts.pack(weights_EOI, self.frozen)
 
     def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """(the rounded values of x in fp32, a mask of values beyond the largest of their block)."""
-        return rounded(x, role, four_over_six=self.four_over_six)
+        """(the rounded values of x in fp32, a mask of values beyond the largest of their block). Weights are rounded as
+        frozen ones.
+        """
+        return rounded(x, role, self.frozen)
 
     def rounded_experts(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
         """`rounded`, for weights with a tensor scale of each expert."""
@@ -189,20 +207,28 @@ def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> An
     return Coded(*nvfp4_quantised(x, seed, how)) if is_native else Rounded(*nvfp4_rounded(x, seed, how))
 
 
-def frozen_operand(packed: Tensor, outputs: int, inputs: int, *, transposed: bool, is_native: bool) -> Any:
-    """The weight [O, I], or its transpose, of what `NVFP4.pack` made."""
-    coded = unpack(packed, outputs, inputs, transposed=transposed)
+def frozen_operand(packed: Tensor, slot: TracedSlot, recipe: NVFP4, *, transposed: bool, is_native: bool) -> Any:
+    """The weight [O, I] of a slot, or its transpose, of what `NVFP4.pack` made."""
+    outputs, inputs = slot.outputs, slot.inputs
+    coded = unpack(packed, outputs, inputs, height=recipe.frozen.height, transposed=transposed)
     return coded if is_native else coded.rounded(*((inputs, outputs) if transposed else (outputs, inputs)))
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int, *, transposed: bool) -> Coded:
-    """The weight [O, I], or its transpose, of what `NVFP4.pack` made."""
-    p, q = (-(-n // BLOCK) * BLOCK for n in (outputs, inputs))
+def _sizes(rows: int, inner: int, height: int) -> tuple[int, int, int]:
+    """(padded rows, padded inner dimension, rows of block scales) of a matrix in blocks of this height."""
+    blocks = -(-rows // height)
+    return blocks * height, -(-inner // BLOCK) * BLOCK, blocks
+
+
+def unpack(packed: Tensor, outputs: int, inputs: int, *, height: int = BLOCK, transposed: bool) -> Coded:
+    """The weight [O, I], or its transpose, of what `NVFP4.pack` made of blocks of `height` × 16."""
     start = HEADER
+    p, q, blocks = _sizes(outputs, inputs, height)
     if transposed:
-        start, p, q = start + p * q // 2 + p * q // BLOCK**2, q, p
-    middle, stop = start + p * q // 2, start + p * q // 2 + p * q // BLOCK**2
-    scales = packed[middle:stop].view(E4M3).view(p // BLOCK, q // BLOCK)
+        start += p * q // 2 + blocks * q // BLOCK
+        p, q, blocks = _sizes(inputs, outputs, height)
+    middle = start + p * q // 2
+    scales = packed[middle : middle + blocks * q // BLOCK].view(E4M3).view(blocks, q // BLOCK)
     return Coded(packed[start:middle].view(p, q // 2), scales, packed[:4].view(torch.float32)[0])
 
 
@@ -214,7 +240,7 @@ class _Linear(Function):
         ctx.native = recipe.native and native.fits(x_NI.shape[0], outputs, inputs)
         x = operand(x_NI, None, Operand(four_over_six=fos), ctx.native)
         if slot.packed:
-            w = frozen_operand(weight, outputs, inputs, transposed=False, is_native=ctx.native)
+            w = frozen_operand(weight, slot, recipe, transposed=False, is_native=ctx.native)
         else:
             w = operand(weight, None, Operand(square=True, four_over_six=fos), ctx.native)
         # The backward rounds a trained weight again: to keep its rounded values would cost as much memory as itself.
@@ -227,12 +253,12 @@ class _Linear(Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, seed = ctx.saved_tensors
         slot, recipe = ctx.slot, ctx.recipe
-        outputs, inputs, fos = slot.outputs, slot.inputs, recipe.four_over_six
+        fos = recipe.four_over_six
         seed = seed if recipe.stochastic else None
         salt = FIRST_SALT + 2 * slot.index
         dy = operand(dy_NO, seed, Operand(four_over_six=fos, salt=salt), ctx.native)
         if slot.packed:
-            w_t = frozen_operand(weight, outputs, inputs, transposed=True, is_native=ctx.native)
+            w_t = frozen_operand(weight, slot, recipe, transposed=True, is_native=ctx.native)
         else:
             w_t = operand(weight, None, Operand(square=True, four_over_six=fos, transposed=True), ctx.native)
         dtype_x, dtype_w = ctx.dtypes
