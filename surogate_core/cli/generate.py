@@ -89,7 +89,7 @@ def _generate(words: Words, model: str) -> int:
     from surogate_core.events import Progress
     from surogate_core.files.atomic import ensure_writable
     from surogate_core.run.generation import named, prepare, quantised_note, rollout_of, with_adapter
-    from surogate_core.run.texts import generate_texts, requests_of, settings_of, usual_slots
+    from surogate_core.run.texts import generate_texts, memory_notes, requests_of, settings_of, usual_slots
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
@@ -113,6 +113,8 @@ def _generate(words: Words, model: str) -> int:
         settings = settings_of(weights, requests, slots=words.counts.get("--slots"))
         if "--slots" not in words.counts and settings.slots < usual_slots(weights.device, requests):
             print(f"note: {settings.slots} sequences at a time; more do not fit into memory.", file=sys.stderr)
+        for note in memory_notes(weights, settings):
+            print(f"note: {note}", file=sys.stderr)
         engine = spec.open(weights, settings)
         with kept_lines(output, key="--output") as take:
             with _named(model):

@@ -41,6 +41,8 @@ PREFILL_ROWS = 8192
 """Tokens of prompts that go through the layers together, unless one prompt has more."""
 BATCH_ROWS = 65536
 """Tokens of prompts for which each layer is fetched once."""
+LOGIT_BYTES = 40
+"""Bytes that the choice of a token takes for each logit: sorted scores with their order, probabilities, noise."""
 SCORES = 2**27
 """Elements of keys that are read at a time for the segments of prompts."""
 
@@ -77,6 +79,17 @@ def why_eager(assembly: Assembly) -> str | None:
     if settings.ranks > 1 and (settings.shard_weights or settings.zero_level >= 3):
         return "the GPUs share out the weights"
     return None
+
+
+def working_bytes(weights: Weights, slots: int, context: int) -> int:
+    """An upper estimate of what prefill and steps allocate besides the cache: activations and logits."""
+    plan, itemsize = weights.plan, weights.parameters.dtype.itemsize
+    model = plan.assembly.model
+    features = max((sum(slot.outputs for slot in piece.slots) for piece in plan.layers), default=0)
+    tokens = slots * context
+    activations = min(tokens, PREFILL_ROWS) * (2 * features + 6 * model.width) * itemsize
+    outputs = 2 * min(tokens, BATCH_ROWS) * model.width * itemsize
+    return activations + outputs + _rows(slots) * model.vocab_size * LOGIT_BYTES
 
 
 class State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from surogate_core.data.encoded import RowError
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.generate.cache import Cache, shapes_of
+from surogate_core.generate.decoding import why_eager, working_bytes
 from surogate_core.run.build import free_memory
 from surogate_core.run.generation import Prepared
 
@@ -197,20 +200,37 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
 
 
 def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1, fix: str) -> int:
-    """The slots of a context whose keys and values fit into the free memory, at most `wanted`.
+    """The slots of a context that fit into the free memory (`needed_bytes`), at most `wanted`.
 
     Raises `MachineError` with `fix` if fewer than `least` fit.
     """
-    one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
-    room = free_memory(weights.device)
-    fitting = wanted if room is None or not one else min(wanted, int(SHARE * room / one) - 1)
+    room, needed = free_memory(weights.device), needed_bytes(weights, context)
+    budget = math.inf if room is None else SHARE * room
+    fitting = bisect_right(range(1, wanted + 1), budget, key=needed)
     if fitting < least:
-        needed, free = human_bytes(one * (least + 1)), human_bytes(int(room or 0))
         raise MachineError(
-            f"The keys and values of {least} sequences of {context:,} tokens need {needed}, and {free} are free. "
-            f"Fix: {fix}."
+            f"The keys and values of {least} sequences of {context:,} tokens need {human_bytes(needed(least))}, and "
+            f"{human_bytes(int(room or 0))} are free. Fix: {fix}."
         )
     return fitting
+
+
+def needed_bytes(weights: Weights, context: int) -> Callable[[int], int]:
+    """From the number of slots, what an engine allocates: keys and values, and on a GPU working memory."""
+    one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
+    on_gpu = weights.device.type == "cuda"
+    return lambda slots: one * (slots + 1) + (working_bytes(weights, slots, context) if on_gpu else 0)
+
+
+def memory_notes(weights: Weights, settings: RolloutSettings) -> list[str]:
+    """What a user should know before generation starts: large caches, and why a GPU decodes slowly."""
+    notes, needed = [], needed_bytes(weights, settings.context)(settings.slots)
+    if needed >= 2**30:
+        sizes = f"{settings.slots} sequences of {settings.context:,} tokens"
+        notes.append(f"keys, values and working memory of {sizes}: {human_bytes(needed)}.")
+    if weights.device.type == "cuda" and (reason := why_eager(weights.plan.assembly)) is not None:
+        notes.append(f"decoding runs without CUDA graphs: {reason}.")
+    return notes
 
 
 def generate_texts(

@@ -16,10 +16,11 @@ from mixture import save_qwen3_moe
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surogate_core.bundles import Sampling
+from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
+from surogate_core.generate.decoding import working_bytes
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import texts
 from surogate_core.run.generation import Prepared, named, prepare, quantised_note, with_adapter
@@ -243,6 +244,19 @@ def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: 
     monkeypatch.setattr(texts, "free_memory", lambda device: one)
     with pytest.raises(MachineError, match="256 tokens need"):
         texts.settings_of(weights, many)
+
+
+def test_the_memory_of_generation_is_said(hf_dir: Path, opening: Open, installed: Registry) -> None:
+    weights = opening(hf_dir).load(installed)
+    assert texts.memory_notes(weights, RolloutSettings(slots=4, context=64)) == []
+    # 256 tokens are 2 layers · (K + V) · 1 head · 16 features · 4 bytes each, and one more slot takes idle rows.
+    slots = 2**30 // (256 * 2 * 2 * 16 * 4)
+    (note,) = texts.memory_notes(weights, RolloutSettings(slots=slots, context=256))
+    assert note == f"keys, values and working memory of {slots} sequences of 256 tokens: 1 GiB."
+    on_gpu = working_bytes(weights, 256, 2048)
+    vocabulary, width = weights.plan.assembly.model.vocab_size, weights.plan.assembly.model.width
+    assert on_gpu > 256 * vocabulary * 40 + 2 * 65536 * width * 4
+    assert on_gpu > working_bytes(weights, 16, 2048) > working_bytes(weights, 1, 8)
 
 
 def test_a_growing_text_is_given_in_parts(hf_dir: Path) -> None:
