@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from typing import Any
@@ -85,10 +86,14 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and end what runs."""
-        self._http.shutdown()
-        self._http.server_close()
+        self.stop_listening()
         self.worker.close()
         self._http.wait_for_answers()
+
+    def stop_listening(self) -> None:
+        """Take no more connections."""
+        self._http.shutdown()
+        self._http.server_close()
         self._thread.join(timeout=5)
 
 
@@ -137,7 +142,7 @@ class _GoneError(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    protocol_version = default_request_version = "HTTP/1.1"
     server_version, sys_version = "surogate", ""
     timeout = IDLE_SECONDS
     disable_nagle_algorithm = True
@@ -315,6 +320,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             extra = {**extra, "Connection": "close"}
         self._json(refused.status, refused.body(), extra)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Something that is not HTTP, or too long a line of it."""
+        self.close_connection = True
+        text = message or HTTPStatus(code).phrase
+        self._json(code, RequestError(f"{text}.", status=code).body(), {"Connection": "close"})
 
     def _json(self, status: int, value: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> None:
         body = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -16,6 +16,7 @@ import pytest
 
 from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.config.resolve import load_run_config
+from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.generation import named, prepare
@@ -236,3 +237,73 @@ def test_paths_and_methods(live: Live, path: str, method: str, status: int) -> N
     found, answer = live.ask(path, {} if method == "POST" else None, method=method)
     assert found == status
     assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"BREW /v1/models HTTP/1.1", 501),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", 414),
+        (b"GET /v1/models HTTP/1.1\r\n" + b"X: " + b"a" * 70_000, 431),
+        (b"nonsense of a client", 400),
+    ],
+    ids=["method", "path", "header", "line"],
+)
+def test_what_is_not_http(live: Live, request_line: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", live.server.port), timeout=20) as connection:
+        connection.sendall(request_line + b"\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status
+        assert json.loads(answer.read())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "evil.example:80"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_a_server_without_a_token_answers_no_page_of_a_browser(
+    live: Live, headers: dict[str, str], status: int
+) -> None:
+    server = Server(live.server.models, live.server.worker, token=None)
+    try:
+        other = Live(server=server, engine=live.engine, served=live.served)
+        assert other.ask("/v1/models", **headers)[0] == status
+        assert other.ask("/health", **headers)[0] == 200
+    finally:
+        server.stop_listening()
+
+
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = NativeEngine.serve
+
+    def failing(self: NativeEngine, arriving: Any, on_token: Any) -> None:
+        tokens: list[int] = []
+
+        def take(index: int, token: int, logprob: float) -> bool:
+            tokens.append(token)
+            if len(tokens) == 4:
+                raise UserError("the weights are not numbers")
+            return bool(on_token(index, token, logprob))
+
+        serve(self, arriving, take)
+
+    monkeypatch.setattr(NativeEngine, "serve", failing)
+    body = {"prompt": "The chain", "max_tokens": 20, "ignore_eos": True}
+    status, answer = live.ask("/v1/completions", body)
+    assert status == 500
+    error = {"message": "the weights are not numbers", "type": "server_error", "param": None, "code": None}
+    assert answer["error"] == error
+    data = json.dumps({**body, "stream": True}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", live.server.port, timeout=60)
+    connection.request("POST", "/v1/completions", data, {"Authorization": f"Bearer {TOKEN}"})
+    last = connection.getresponse().read().decode().rstrip("\n").split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: ")) == answer
