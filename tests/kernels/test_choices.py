@@ -45,6 +45,7 @@ print(json.dumps(found))
 WIDE = {
     "adamw_8bit_update": "cuda",
     "adamw_update": "triton",
+    "choose_tokens": "triton",
     "cross_entropy": "cuda",
     "matrix_momentum": "triton",
     "matrix_update": "triton",
@@ -56,6 +57,7 @@ WIDE = {
 AMPERE = {
     "adapted_linears": "triton",
     "attention": "triton",
+    "choose_tokens": "triton",
     "combine": "triton",
     "combined_linear": "triton-fused",
     "cross_entropy": "cuda",

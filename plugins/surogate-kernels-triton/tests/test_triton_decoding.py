@@ -196,3 +196,68 @@ def test_what_it_takes(tensors: Callable[[], list[Tensor]], taken: bool) -> None
     from surogate_kernels_triton import decoding
 
     assert decoding.takes(*tensors(), 4, 0.2) == taken
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+def sampled(count: int, vocabulary: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """(logits, temperatures, keys, numbers); every third row is greedy."""
+    generator = torch.Generator().manual_seed(count)
+    keys = torch.randint(-(2**31), 2**31, (count, 2), generator=generator).int()
+    temperature = torch.rand(count, generator=generator) + 0.3
+    temperature[::3] = 0
+    logits = random(count, vocabulary, seed=1, scale=3.0).to(dtype)
+    return [t.to(device) for t in (logits, temperature, keys, 7 * torch.arange(count).int())]
+
+
+@devices
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 50, 1024, 8192, 8193, 50257])
+def test_tokens(device: str, dtype: torch.dtype, vocabulary: int) -> None:
+    """The reference's tokens. Their log-probabilities are those of float64."""
+    tensors = sampled(9, vocabulary, dtype, device)
+    tokens, logprobs = kernel("choose_tokens")(*tensors)
+    assert torch.equal(tokens, ops.choose_tokens(*tensors)[0])
+    assert tokens.dtype == torch.int64
+    exact = torch.log_softmax(tensors[0].double(), dim=-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=2e-6)
+
+
+@devices
+def test_a_rows_token_does_not_depend_on_the_batch(device: str) -> None:
+    tensors = sampled(5, 20000, torch.float32, device)
+    found = kernel("choose_tokens")(*tensors)
+    for n in range(5):
+        alone = kernel("choose_tokens")(*(t[n : n + 1] for t in tensors))
+        assert all(torch.equal(a[0], b[n]) for a, b in zip(alone, found, strict=True))
+    spread = torch.nn.functional.pad(tensors[0], (0, 5))[:, :-5]
+    assert all(map(torch.equal, kernel("choose_tokens")(spread, *tensors[1:]), found))
+
+
+@devices
+def test_ties_infinities_and_nan(device: str) -> None:
+    logits = torch.full((6, 20000), -1.0, device=device)
+    logits[0, [5, 9000, 19999]] = 2.0
+    logits[1] = float("-inf")
+    logits[2] = float("-inf")
+    logits[2, 12345] = -3.0
+    logits[3, [9, 15000]] = float("nan")
+    logits[4, 100:] = float("-inf")
+    _, temperature, keys, numbers = sampled(6, 1, torch.float32, device)
+    for heat in (torch.zeros_like(temperature), torch.full_like(temperature, 0.8)):
+        tokens, logprobs = kernel("choose_tokens")(logits, heat, keys, numbers)
+        wanted = ops.choose_tokens(logits, heat, keys, numbers)
+        assert torch.equal(tokens, wanted[0])
+        torch.testing.assert_close(logprobs, wanted[1], rtol=3e-6, atol=2e-6, equal_nan=True)
+
+
+@devices
+def test_many_samples_are_those_of_the_reference(device: str) -> None:
+    """Differences would be sums that are equal up to a rounding of the logarithms."""
+    count = 3000 if device == "cuda" else 60
+    _, temperature, keys, numbers = sampled(count, 1, torch.float32, device)
+    logits = random(1, 500, seed=2, scale=2.0).float().to(device).expand(count, -1)
+    temperature = torch.ones_like(temperature)
+    tokens, _ = kernel("choose_tokens")(logits, temperature, keys, numbers)
+    assert torch.equal(tokens, ops.choose_tokens(logits, temperature, keys, numbers)[0])

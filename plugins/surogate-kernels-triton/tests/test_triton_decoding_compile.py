@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
 ]
+PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token"}
 
 
 def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int) -> None:
@@ -26,12 +27,20 @@ def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context
     decoding._slot_attention(q, k, v, cache, cache, places, places, context, 0.1)
 
 
+def choose(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    from surogate_kernels_triton import sampling
+
+    keys, temperature = empty(rows, 2, dtype=torch.int32), empty(rows, dtype=torch.float32)
+    sampling._choose._init_fn(empty(rows, vocabulary, dtype=dtype), temperature, keys, keys[:, 0])
+
+
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from surogate_kernels_triton import decoding
+    from surogate_kernels_triton import decoding, sampling
 
     large = capability // 10 in (9, 10)
     monkeypatch.setattr(decoding, "large", lambda device: large)
+    monkeypatch.setattr(sampling, "exact", lambda device: True)
     with recorded(monkeypatch) as launches:
         for split in (False, True):
             monkeypatch.setattr(decoding, "splits", lambda device, pairs, chunks, split=split: split)
@@ -47,5 +56,8 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
             attend(16, 8, 128, torch.float16, 32768)
             for features in (64, 128):
                 attend(16, 8, features, torch.float32, 2048)
-    assert {launch.program.__name__ for launch in launches} == {"slot_attention", "slot_attention_sum"}
+        for vocabulary in (49152, 151936):
+            choose(8, vocabulary, torch.bfloat16)
+            choose(8, vocabulary, torch.float32)
+    assert {launch.program.__name__ for launch in launches} == PROGRAMS
     check_compiled(launches, capability, tmp_path / "program.cubin")

@@ -40,12 +40,13 @@ def kernels() -> Iterable[bundles.Kernel]:
         experts,
         norm,
         norm_rope,
+        sampling,
         swiglu,
         updates,
     )
 
     modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
-    several = (decoding, experts, updates)
+    several = (decoding, experts, sampling, updates)
     return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
 
