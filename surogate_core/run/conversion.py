@@ -90,6 +90,7 @@ def convert(
         job = _job(prepared, name=title_of(adapter or word), file=file, place=place, progress=progress)
         done = spec.write(job, options)
     for path, text in done.texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         atomic.replace_file(path, text.encode(), key=str(path.parent))
     notes = (*found.notes, *_warnings(prepared, found, adapter or word), *done.notes)
     return Converted(file=place, others=tuple(done.texts), notes=notes)

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_hub import TOKEN, FakeHub
 from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.cli.main import main
 from surogate_core.hf.card import Card
@@ -213,3 +215,50 @@ def test_latest_is_the_default(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
     Path("runs").mkdir()
     Path("runs/latest").symlink_to("../run")
     assert main(["export", "--to", "copy"]) == 0
+
+
+# ------------------------------------------------------------------------- other programs' files
+
+
+def test_a_gguf_file_continues_as_the_model(hf_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", str(hf_dir), "--format", "gguf", "--to", str(tmp_path / "a.gguf"), "--ollama"]
+    assert main([*words, str(tmp_path / "ollama" / "Modelfile")]) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path / "a.gguf") in out
+    text = (tmp_path / "ollama" / "Modelfile").read_text()
+    assert "\nFROM ../a.gguf\n" in text
+    assert "<|im_start|>user\n{{ .Content }}<|im_end|>\n" in text
+    assert main(["generate", str(hf_dir), "--prompt", "The chain", "--temperature=0", "--max-new-tokens=8"]) == 0
+    expected = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="a.gguf", config=AutoConfig.from_pretrained(hf_dir), dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf")
+    given = tokenizer("The chain", return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :]
+    assert tokenizer.decode(found, skip_special_tokens=True) + "\n" == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--format", "guf", "--to", "a.gguf"], "--format guf: there is no such export; known: gguf. Fix: gguf"),
+        (["--format"], "export --format: a value must follow"),
+        (["--format=gguf"], "export --format gguf: --to missing. Fix: --to FILE.gguf"),
+        (["--format=gguf", "--to", "hub://me/a"], "only files and directories are known"),
+        (["--format=gguf", "--to", "a.bin"], "--to a.bin: is no .gguf file. Fix: --to a.bin.gguf"),
+        (["--format=gguf", "--to", "a.gguf", "--type", "q4"], "--type: must be one of auto, f32, f16, bf16, q8_0"),
+        (["--format=gguf", "--to", "a.gguf", "--public"], "export --format gguf: --public is not known"),
+        (["--format=gguf", "--to", "a.gguf", "another"], "one model at a time"),
+        (["--format=gguf", "--to", "a.gguf", "--ollama", "mine"], "--ollama mine: this was not written by"),
+        (["--format=hf", "--to", "there"], "there is no export in it"),
+    ],
+)
+def test_bad_words_for_a_format(
+    words: list[str], message: str, hf_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("FROM llama3\n")
+    assert main(["export", str(hf_dir), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]

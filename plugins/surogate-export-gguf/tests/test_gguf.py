@@ -13,7 +13,7 @@ import torch
 import transformers
 from surogate_export_gguf import surogate_export_format
 from surogate_export_gguf.options import GgufOptions
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from surogate_core.bundles import ExportJob, Sampling
@@ -195,16 +195,13 @@ def test_llama_cpp_continues_as_transformers_does(
     job, model = make(family, **changes)
     SPEC.write(job, GgufOptions())
     llama = llama_cpp.Llama(str(job.place), n_ctx=256, n_threads=1, logits_all=True, verbose=False)
-    for text in (TEXT, "<|im_start|>user\nHello 12345<|im_end|>\n", "a  b\n\n\nc it's\tUNICODE ☃"):
-        ids = job.tokenizer(text)["input_ids"]
-        assert llama.tokenize(text.encode(), add_bos=True, special=True) == ids
     ids = job.tokenizer(TEXT)["input_ids"] * 4
     llama.eval(ids)
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
     found = torch.log_softmax(torch.from_numpy(llama.scores[: len(ids)].copy()).double(), -1)
-    # llama.cpp keeps keys and values in half precision.
-    assert (found - expected).abs().max() < 0.02
+    # llama.cpp keeps keys and values in half precision. Without its scaling, RoPE gives more than 5e-3.
+    assert (found - expected).abs().max() < 1e-3
     llama.reset()
     made = []
     for token in llama.generate(ids[:20], temp=0.0):
@@ -268,19 +265,41 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = [pre_tokenizers.Split(Regex(WORDS + r"\p{N}{1,3}" + REST), "isolated"), QWEN[1]]
 
 
-@pytest.mark.parametrize(
-    ("steps", "model", "pre"),
-    [
-        (LLAMA3, {"ignore_merges": True}, "llama-bpe"),
-        (LLAMA3, {}, "smaug-bpe"),
-        ([BYTES], {}, "gpt-2"),
-        ([pre_tokenizers.Digits(individual_digits=True), BYTES], {}, "smollm"),
-    ],
-)
+PRES = [
+    (QWEN, {}, "qwen2"),
+    (LLAMA3, {"ignore_merges": True}, "llama-bpe"),
+    (LLAMA3, {}, "smaug-bpe"),
+    ([BYTES], {}, "gpt-2"),
+    ([pre_tokenizers.Digits(individual_digits=True), BYTES], {}, "smollm"),
+]
+
+
+@pytest.mark.parametrize(("steps", "model", "pre"), PRES)
 def test_ways_of_splitting_texts(steps: list[Any], model: dict[str, Any], pre: str, make: Make) -> None:
     job, _ = make("llama", like=a_tokenizer(steps, **model))
     SPEC.write(job, GgufOptions())
     assert gguf.GGUFReader(job.place).fields["tokenizer.ggml.pre"].contents() == pre
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize(("steps", "model", "pre"), PRES)
+def test_llama_cpp_splits_texts_in_the_same_way(
+    steps: list[Any], model: dict[str, Any], pre: str, adds_bos: bool, make: Make
+) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokenizer = a_tokenizer(steps, **model)
+    if adds_bos:
+        bos = ("<|endoftext|>", 0)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[bos]
+        )
+    job, _ = make("llama", like=tokenizer)
+    SPEC.write(job, GgufOptions())
+    llama = llama_cpp.Llama(str(job.place), vocab_only=True, verbose=False)
+    for text in (TEXT, "<|im_start|>user\nHello 12345<|im_end|>\n", "a  b\n\n\nc it's\tUNICODE ☃ <tool> IT'S"):
+        ids = tokenizer(text)["input_ids"]
+        assert llama.tokenize(text.encode(), add_bos=True, special=True) == ids
+        assert (ids[0] == 0) is adds_bos
 
 
 @pytest.mark.parametrize(

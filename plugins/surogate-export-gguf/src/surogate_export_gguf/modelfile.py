@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,14 @@ def modelfile(job: ExportJob, vocabulary: Vocabulary, path: Path) -> tuple[str, 
     if vocabulary.template is None:
         lines.append("TEMPLATE {{ .Prompt }}\n")
     else:
-        frame = Frame.of(chat_of(job.tokenizer))
+        # llama.cpp puts a beginning of text in front by itself.
+        frame = Frame.of(chat_of(job.tokenizer), str(job.tokenizer.bos_token) if vocabulary.adds_bos else "")
         if frame is None:
             notes.append(f"{path}: the chat template has no equal in Ollama's templates, so Ollama chooses one.")
         else:
-            bos = job.tokenizer.bos_token if vocabulary.adds_bos else None
-            lines.append(f"TEMPLATE {_WIDEST}{frame.template(bos)}{_WIDEST}\n")
+            lines.append(f"TEMPLATE {_WIDEST}{frame.template()}{_WIDEST}\n")
+            if frame.before_system is None:
+                notes.append(f"{path}: the chat template has no system message, so Ollama's SYSTEM has no effect.")
     lines += [f"PARAMETER {name} {value}\n" for name, value in _parameters(job)]
     lines += [f'PARAMETER stop "{text}"\n' for text in _stops(job, vocabulary)]
     return "".join(lines), notes
@@ -77,7 +79,8 @@ class Frame:
 
     alone: str
     """Before the first user's message, if there is no system message."""
-    before_system: str
+    before_system: str | None
+    """None if the chat template refuses system messages or drops them."""
     after_system: str
     before_user: str
     after_user: str
@@ -88,19 +91,38 @@ class Frame:
     """Before the answer to be generated, after `after_user`."""
 
     @classmethod
-    def of(cls, chat: Chat) -> Frame | None:
-        """The frame of a chat template; None if conversations cannot be put together from one."""
-        system, user = {"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}
-        longer = [user, {"role": "assistant", "content": _ASSISTANT}, {"role": "user", "content": _NEXT}]
+    def of(cls, chat: Chat, bos: str = "") -> Frame | None:
+        """The frame of a chat template; None if conversations cannot be put together from one.
+
+        `bos`: a text at the beginning of every conversation that is left out.
+        """
+
+        def render(messages: Messages) -> str:
+            return chat.render(messages, add_generation_prompt=True).removeprefix(bos)
+
         try:
-            alone, asked = chat.render([user], add_generation_prompt=True).split(_USER)
-            begin, rest = chat.render([system, *longer], add_generation_prompt=True).split(_SYSTEM)
-            to_user, rest = rest.split(_USER)
-            to_answer, rest = rest.split(_ASSISTANT)
-            to_next, last = rest.split(_NEXT)
+            found, asked = cls._found(render, takes_system=chat.takes_system())
+            samples = _samples(with_system=found.before_system is not None)
+            is_equal = asked and all(render(messages) == found.render(messages) for messages in samples)
         except (RowError, ValueError):
             return None
-        before_user = _common([text[::-1] for text in (alone, to_user, to_next)])[::-1]
+        return found if is_equal and _WIDEST not in found.template() else None
+
+    @classmethod
+    def _found(cls, render: Callable[[Messages], str], *, takes_system: bool) -> tuple[Frame, bool]:
+        """The frame of two conversations, and whether the text behind a user's message is the same in both.
+
+        Raises `ValueError` if a message is not there once, and `RowError`.
+        """
+        user: Mapping[str, str] = {"role": "user", "content": _USER}
+        longer = [user, {"role": "assistant", "content": _ASSISTANT}, {"role": "user", "content": _NEXT}]
+        alone, asked = render([user]).split(_USER)
+        begin, rest = _system_rendered(render, longer) if takes_system else (None, render(longer))
+        to_user, rest = rest.split(_USER)
+        to_answer, rest = rest.split(_ASSISTANT)
+        to_next, last = rest.split(_NEXT)
+        before_all = [alone, to_next] if begin is None else [alone, to_user, to_next]
+        before_user = _common([text[::-1] for text in before_all])[::-1]
         after_user = _common([to_answer, last])
         found = cls(
             alone=alone.removesuffix(before_user),
@@ -112,13 +134,12 @@ class Frame:
             after_answer=to_next.removesuffix(before_user),
             prompt=last.removeprefix(after_user),
         )
-        is_equal = asked == last and all(found.fits(chat, messages) for messages in _samples())
-        return found if is_equal and _WIDEST not in found.template(None) else None
+        return found, asked == last
 
     def render(self, messages: Messages) -> str:
         """A conversation that ends with the user's message, and the beginning of its answer."""
         around = {
-            "system": (self.before_system, self.after_system),
+            "system": (self.before_system or "", self.after_system),
             "user": (self.before_user, self.after_user),
             "assistant": (self.before_answer, self.after_answer),
         }
@@ -126,18 +147,12 @@ class Frame:
         begin = "" if messages[0]["role"] == "system" else self.alone
         return begin + "".join(texts) + self.prompt
 
-    def fits(self, chat: Chat, messages: Messages) -> bool:
-        """Whether the chat template renders the conversation in the same way."""
-        try:
-            return chat.render(messages, add_generation_prompt=True) == self.render(messages)
-        except RowError:
-            return False
-
-    def template(self, bos: str | None) -> str:
-        """The frame as a template of Go. `bos`: a token that the program puts in front by itself."""
-        alone, begin = (text.removeprefix(bos or "") for text in (self.alone, self.before_system))
-        system = f"{{{{ if .System }}}}{_go(begin)}{{{{ .System }}}}{_go(self.after_system)}"
-        system += f"{{{{ else }}}}{_go(alone)}{{{{ end }}}}" if alone else "{{ end }}"
+    def template(self) -> str:
+        """The frame as a template of Go."""
+        system = alone = _go(self.alone)
+        if self.before_system is not None:
+            system = f"{{{{ if .System }}}}{_go(self.before_system)}{{{{ .System }}}}{_go(self.after_system)}"
+            system += f"{{{{ else }}}}{alone}{{{{ end }}}}" if alone else "{{ end }}"
         prompt = f"{{{{ if $last }}}}{_go(self.prompt)}{{{{ end }}}}" if self.prompt else ""
         return (
             f"{system}{{{{ range $i, $_ := .Messages }}}}{{{{ $last := eq (len (slice $.Messages $i)) 1 }}}}"
@@ -158,8 +173,17 @@ def _go(text: str) -> str:
     return text.replace("{{", '{{ "{{" }}')
 
 
-def _samples() -> list[Messages]:
+def _system_rendered(render: Callable[[Messages], str], others: Messages) -> tuple[str | None, str]:
+    """The texts before and after a system message; without it if the chat template refuses it."""
+    try:
+        begin, rest = render([{"role": "system", "content": _SYSTEM}, *others]).split(_SYSTEM)
+    except RowError:
+        return None, render(others)
+    return begin, rest
+
+
+def _samples(*, with_system: bool) -> list[Messages]:
     turns = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")]
     made = [[{"role": role, "content": text} for role, text in turns[:count]] for count in (1, 3, 5)]
     system = {"role": "system", "content": "zero"}
-    return [*made, *([system, *messages] for messages in made)]
+    return [*made, *([system, *messages] for messages in made if with_system)]
