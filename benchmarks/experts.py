@@ -250,8 +250,29 @@ def product_fp8(s: Setup, inputs: int, outputs: int) -> Iterator[Variant]:
     for name, fast in (("fp8 fast sums", True), ("fp8 fp32 sums", False)):
         make = partial(partial, lambda fast: [fp8_rows.native_product(*codes, *kept, ends, fast)], fast)
         yield Variant(name=name, make=make, **work)
+    if has_triton() and s.device.type == "cuda":
+        yield from _codes(s, x, kept, ends, work)
     with_rounding = partial(partial, lambda: [fp8_rows.native_product(*rounded(x), *kept, ends, True)])
     yield Variant(name="fp8 and rounding", make=with_rounding, **work)
+
+
+CODES = ("128x256x128w8s3c", "128x128x128w4s3c", "128x128x128w8s4c", "128x256x64w8s4c", "64x256x128w4s4c")
+"""Tiles of the pack's product of codes."""
+
+
+def _codes(s: Setup, x: Tensor, kept: tuple[Tensor, Tensor], ends: Tensor, work: dict[str, Any]) -> Iterator[Variant]:
+    """The pack's product of codes, by tile, and the rounding of its rows."""
+    from surogate_kernels_triton import experts_launches as launches
+
+    codes = launches.round_rows(x)
+
+    def run(tile: Any) -> Sequence[Tensor]:
+        named = {"choices": 1, "scale": 0.0, "backward": False, "dtype": s.dtype, "tile": tile}
+        return [launches.grouped_codes([codes], [kept], None, [], None, ends, s.rows, **named)]
+
+    for name in CODES:
+        yield Variant(name=f"triton {name}", make=partial(partial, run, launches.Tile.of(name)), **work)
+    yield Variant(name="triton rounding", make=lambda: lambda: launches.round_rows(x), moved=3.0 * x.numel())
 
 
 def factors(s: Setup) -> Iterator[Variant]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from surogate_core.dsl.experts import ExpertSlot, TracedExperts
     from surogate_core.dsl.slots import LinearSlot, TracedSlot
+    from surogate_core.kernels.experts import Codes
     from surogate_core.kernels.panels import PanelShape
 
 Role = Literal["activation", "weight", "gradient"]
@@ -128,6 +129,10 @@ class Recipe:
     """
     pack_experts: Callable[[Tensor, ExpertSlot], Tensor] | None = None
     """(frozen weights_EOI, slot) → one tensor that `grouped` receives instead; otherwise like `pack`."""
+    expert_codes: Callable[[Tensor, ExpertSlot], tuple[Codes, Codes]] | None = None
+    """(what `pack_experts` made, slot) → the codes of W and of Wᵀ, if `grouped` multiplies codes of rows
+    (`formats.fp8_rows`) in both directions. A kernel may then compute the product together with adapters.
+    """
     rounded: Callable[[Tensor, Role], tuple[Tensor, Tensor]] | None = None
     """(matrix [R, K], K the inner dimension of its product; role) → (the rounded values, fp32 [R, K]; a mask of clipped
     values, bool [R, K]). For reports. A method, or None.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
-from surogate_core.dsl.experts import BoundExperts, Experts, ExpertSlot, Fused, Grouped, fused_tensors
+from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
@@ -243,17 +243,19 @@ class Block:
         packed: frozenset[str] = frozenset(),
         experts: tuple[ExpertSlot, ...] | None = None,
         grouped: Grouped | None = None,
+        codes: CodesOf | None = None,
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
         Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's state,
         empty if it has none; `packed` names the slots whose weights the recipe has packed. `experts`: without adapters
-        unless given; `grouped`: their product, None for the plain one.
+        unless given; `grouped`: their product, None for the plain one; `codes`: how it reads packed weights, if it
+        multiplies codes.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
         bound.experts = {
-            e.name: BoundExperts(e, _of_slot(e.name, tensors), seed, grouped, packed=e.name in packed)
+            e.name: BoundExperts(e, _of_slot(e.name, tensors), seed, grouped, packed=e.name in packed, codes=codes)
             for e in (self.expert_slots(None) if experts is None else experts)
         }
         of_slot: dict[str, BoundPanel | BoundJoin] = {}

@@ -88,6 +88,8 @@ class TracedExperts(ExpertSlot):
 
 Grouped = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[TracedExperts]], Sequence[Tensor]]
 """(x_RI, weights_EOI of each slot, ends_E, slots) → y_RO of each, like `Recipe.grouped`."""
+CodesOf = Callable[[Tensor, ExpertSlot], tuple[ops.Codes, ops.Codes]]
+"""(packed weights, slot) → the codes of W and of Wᵀ, like `Recipe.expert_codes`."""
 
 
 def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
@@ -184,6 +186,8 @@ class BoundExperts:
     """The recipe's product; None for the plain one."""
     packed: bool = False
     """Whether the weight is a frozen weight that the recipe packed."""
+    codes: CodesOf | None = None
+    """The recipe's `expert_codes`."""
 
     def tensor_list(self) -> list[Tensor]:
         """Weights, and A and B where there is an adapter."""
@@ -207,8 +211,14 @@ def _product(slots: Sequence[BoundExperts]) -> ops.GroupedProduct | None:
     grouped = slots[0].grouped
     if grouped is None:
         return None
-    traced = [slot.traced() for slot in slots]
-    return lambda x_RI, weights, ends_E: grouped(x_RI, weights, ends_E, traced)
+    traced, codes = [slot.traced() for slot in slots], slots[0].codes
+
+    def product(x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> Sequence[Tensor]:
+        return grouped(x_RI, weights, ends_E, traced)
+
+    if codes is None or not all(slot.packed for slot in slots):
+        return product
+    return ops.CodedProduct(product, lambda weights: list(map(codes, weights, traced)))
 
 
 def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = False) -> Sequence[Tensor]:

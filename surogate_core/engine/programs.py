@@ -134,6 +134,7 @@ class ProgramBuilder:
                 packed=packed,
                 experts=piece.experts,
                 grouped=None if plain else assembly.recipe.grouped,
+                codes=None if plain else assembly.recipe.expert_codes,
             )
             y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:

@@ -104,6 +104,21 @@ GroupedProduct = Callable[[Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
 """(x_RI, the weights of each projection, ends_E) → y_RO of each in x's dtype, differentiable: the product by which a
 recipe replaces the plain one.
 """
+Codes = tuple[Tensor, Tensor]
+"""(codes E4M3 [..., K], the inverse scale of each row fp32 [...]); see `formats.fp8_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedProduct:
+    """A `GroupedProduct` whose operands are codes of rows in both directions, so that a kernel may compute it too."""
+
+    function: GroupedProduct
+    codes: Callable[[Sequence[Tensor]], Sequence[tuple[Codes, Codes]]]
+    """The weights of each projection → those of W [E, O, I] and of Wᵀ [E, I, O]."""
+
+    def __call__(self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> Sequence[Tensor]:
+        """The product."""
+        return self.function(x_RI, weights, ends_E)
 
 
 class _Gather(Function):

@@ -92,10 +92,13 @@ def _greet(device: torch.device) -> None:
 
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as one tensor if they have equal lengths and are contiguous, one after another."""
+    """The parts as one tensor if they have equal lengths and are contiguous, one after another in one storage."""
     first = parts[0]
+    storage = first.untyped_storage().data_ptr()
     for number, part in enumerate(parts):
+        # Two allocations may lie one after the other too, but no tensor spans them.
         adjacent = part.data_ptr() == first.data_ptr() + number * first.nbytes
+        adjacent = adjacent and part.untyped_storage().data_ptr() == storage
         if part.numel() != first.numel() or not adjacent or not part.is_contiguous():
             return None
     return first.as_strided((len(parts) * first.numel(),), (1,), first.storage_offset())

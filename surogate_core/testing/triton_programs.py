@@ -24,6 +24,7 @@ SPILLED = 64
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from surogate_core.formats import fp8_rows
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels.grouped import grouped_product
 from surogate_core.testing.op_cases import random
@@ -334,6 +336,119 @@ def test_every_kind_of_tile(device: str, tile: str, backward: bool, gathered: bo
             expected[span] += 0.5 * low @ (v if backward else v.t())
         first = end
     check([found], [expected], BOUND[DTYPE[device]])
+
+
+@pytest.fixture
+def _exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter rounds to FP8 in a way of its own."""
+    if INTERPRETED:
+        from surogate_kernels_triton import experts_launches as launches
+
+        monkeypatch.setattr(launches, "round_rows", fp8_rows.quantise_rows)
+
+
+class Rounded(Function):
+    """x Wᵀ of the codes of both, and dx of the codes of dy and Wᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, sizes: tuple[int, int, int], ends: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, ends)
+        ctx.sizes = sizes
+        wide, _ = fp8_rows.packed_views(packed, *sizes)
+        return fp8_rows.emulated_product(fp8_rows.quantise_rows(x), wide, ends, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        packed, ends = ctx.saved_tensors
+        _, tall = fp8_rows.packed_views(packed, *ctx.sizes)
+        return fp8_rows.emulated_product(fp8_rows.quantise_rows(dy), tall, ends, dy.dtype), None, None, None
+
+
+def coded(*sizes: int) -> ops.CodedProduct:
+    """A recipe's product of weights [E, O, I] that it packed."""
+
+    def product(x: Tensor, weights: Sequence[Tensor], ends: Tensor) -> list[Tensor]:
+        return [Rounded.apply(x, w, sizes, ends) for w in weights]  # type: ignore[no-untyped-call]
+
+    return ops.CodedProduct(product, lambda weights: [fp8_rows.packed_views(w, *sizes) for w in weights])
+
+
+def packed_layer(
+    function: Callable[..., Any], dtype: torch.dtype, device: str, *, rank: int, count: int
+) -> list[Tensor]:
+    """As `layer`, with weights that are codes."""
+    experts, outputs, inputs, gathered = 7, 256, 128, count == 2
+    _, _, order, slot, ends = routing(90, experts, 3, device, skew=1.0)
+    adapter = ops.ExpertAdapter(rank=rank, scale=0.5, dropout=0.0, salt=0) if rank else None
+
+    def drawn(*shape: int, seed: int) -> Tensor:
+        return random(*shape, seed=seed).bfloat16().to(device, dtype).requires_grad_()
+
+    x, tensors, leaves = drawn(90 if gathered else 270, inputs, seed=0), [], []
+    for number in range(count):
+        tensors.append(fp8_rows.pack_experts(random(experts, outputs, inputs, seed=10 + number).float()).to(device))
+        if rank:
+            leaves += [drawn(experts, rank, inputs, seed=20 + number), drawn(experts, outputs, rank, seed=30 + number)]
+            tensors += leaves[-2:]
+    where = (order, slot) if gathered else (None, None)
+    product = coded(experts, outputs, inputs)
+    ys = function(x, *where, ends, None, [adapter] * count, product, *tensors)
+    dys = [drawn(270, outputs, seed=40 + number).detach() for number in range(count)]
+    dys[0][5] = 0.0  # zeros have the smallest of all scales
+    return [*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *leaves], dys)]
+
+
+@devices
+@pytest.mark.usefixtures("_exact_rounding")
+@pytest.mark.parametrize("rank", [0, 16, 128])
+@pytest.mark.parametrize("count", [1, 2])
+def test_codes_of_a_recipe(device: str, rank: int, count: int) -> None:
+    found = packed_layer(kernel("grouped_linears", "triton-fused"), DTYPE[device], device, rank=rank, count=count)
+    expected = packed_layer(ops.grouped_linears, torch.float64, device, rank=rank, count=count)
+    check(found, expected, BOUND[DTYPE[device]])
+    again = packed_layer(kernel("grouped_linears", "triton-fused"), DTYPE[device], device, rank=rank, count=count)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@devices
+@pytest.mark.usefixtures("_exact_rounding")
+def test_codes_of_the_last_projection(device: str) -> None:
+    """The gradient of the output is rounded before it is weighted by its route, and after it in the reference."""
+    experts, inputs, outputs = 6, 128, 256
+    scores, _, order, slot, ends = routing(40, experts, 3, device, skew=1.0)
+    packed = fp8_rows.pack_experts(random(experts, outputs, inputs, scale=0.1).float()).to(device)
+    adapter = ops.ExpertAdapter(rank=16, scale=0.5, dropout=0.0, salt=3)
+
+    def run(function: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [
+            random(*size, seed=number, scale=0.3).bfloat16().to(device, dtype).requires_grad_()
+            for number, size in enumerate([(120, inputs), (experts, 16, inputs), (experts, outputs, 16)])
+        ]
+        leaves.append(scores.to(torch.promote_types(dtype, torch.float32)).detach().requires_grad_())
+        rest = (adapter, coded(experts, outputs, inputs), packed, *leaves[1:3])
+        out = function(leaves[0], order, slot, ends, leaves[3], None, *rest)
+        dout = random(40, outputs, seed=9).bfloat16().to(device, dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    found = run(kernel("combined_linear", "triton-fused"), DTYPE[device])
+    expected = run(ops.combined_linear, torch.float64)
+    check(found[:1], expected[:1], BOUND[DTYPE[device]])
+    check(found, expected, 5e-2)
+
+
+@pytest.mark.gpu
+def test_rounded_rows_are_those_of_the_format() -> None:
+    from surogate_kernels_triton import experts_launches as launches
+
+    x = (random(37, 272) * torch.logspace(-20, 20, 37)[:, None]).to("cuda", torch.bfloat16)
+    x[3] = 0.0
+    x[4, 7], x[5, 8] = float("inf"), float("nan")
+    codes, inverse = launches.round_rows(x)
+    wanted, scales = fp8_rows.quantise_rows(x)
+    finite = x.isfinite().all(dim=1)
+    assert torch.equal(codes[finite].view(torch.uint8), wanted[finite].view(torch.uint8))
+    assert torch.equal(inverse[finite], scales[finite])
+    assert inverse[~finite].isnan().all()
 
 
 def combined(function: Callable[..., Any], dtype: torch.dtype, device: str, *, rank: int, **shape: Any) -> list[Tensor]:

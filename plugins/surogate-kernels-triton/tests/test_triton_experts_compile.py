@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from surogate_core.formats.fp8 import E4M3
 from surogate_core.testing.triton_programs import SHARED, Launch, check_compiled, empty, recorded
 
 pytestmark = [
@@ -28,7 +29,7 @@ TOKENS, EXPERTS, CHOICES, WIDTH, INNER = 8192, 128, 8, 2048, 768
 
 
 def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """All launches of a layer with experts, forward and backward, in both forms."""
+    """All launches of a layer with experts, forward and backward."""
     from surogate_kernels_triton import (
         experts_adapters,
         experts_combined,
@@ -41,28 +42,40 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
     rows = TOKENS * CHOICES
     major = capability // 10
     monkeypatch.setattr(experts_launches, "large", lambda device: major in (9, 10))
-    monkeypatch.setattr(experts_frozen.grouped, "torch_product", lambda x, w, ends: x.new_empty(len(x), w.shape[1]))
     order, ends = torch.zeros(rows, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32)
     slot, weights = empty(TOKENS, CHOICES, dtype=torch.int32), empty(TOKENS, CHOICES, dtype=torch.float32)
 
-    def linears(x: Tensor, outputs: int, projections: int, fused: bool, masks: tuple[Any, ...]) -> None:
+    def linears(x: Tensor, outputs: int, projections: int, masks: tuple[Any, ...]) -> None:
         where = (order, slot) if x.shape[0] == TOKENS else (None, None)
         inputs = x.shape[1]
         w = [empty(EXPERTS, outputs, inputs)] * projections
         a, b = [empty(EXPERTS, rank, inputs)] * projections, [empty(EXPERTS, outputs, rank)] * projections
         dys = [empty(rows, outputs)] * projections
-        *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, a, b, 2.0, CHOICES, fused, *masks)
-        experts_frozen._backward._init_fn(dys, x, *where, ends, w, a, b, u, 2.0, CHOICES, fused, *masks)
+        *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, [], a, b, 2.0, CHOICES, *masks)
+        experts_frozen._backward._init_fn(dys, x, *where, ends, w, [], a, b, u, 2.0, CHOICES, *masks)
         experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES, *masks)
         experts_adapters._rows_backward._init_fn(empty(rows, inputs), u, x, *where, ends, a, CHOICES, *masks)
         experts_adapters._up._init_fn(dys[0], u[:, :rank], ends, b[0], 2.0)
         experts_adapters._up_backward._init_fn(dys[0], u[:, :rank], ends, b[0], 2.0)
 
-    def combined(fused: bool, masks: tuple[Any, ...]) -> None:
+    def combined(masks: tuple[Any, ...]) -> None:
         x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, rank)]
         a, b = [empty(EXPERTS, rank, INNER)], [empty(EXPERTS, WIDTH, rank)]
         backward = experts_combined._backward._init_fn
-        backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, a, b, u, 2.0, fused, *masks)
+        backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, [], a, b, u, 2.0, *masks)
+
+    def codes() -> None:
+        for inputs, outputs, count, gathered in (
+            (WIDTH, INNER, 1, True),
+            (INNER, WIDTH, 1, False),
+            (INNER, WIDTH, 2, False),
+        ):
+            x = [experts_launches.round_rows(empty(TOKENS if gathered else rows, inputs)) for _ in range(count)]
+            w = [(empty(EXPERTS, outputs, inputs, dtype=E4M3), empty(EXPERTS, outputs, dtype=torch.float32))] * count
+            b = [empty(EXPERTS, outputs, rank)] * count
+            where = order if gathered else None
+            named: dict[str, Any] = {"choices": CHOICES, "scale": 2.0, "backward": False, "dtype": torch.bfloat16}
+            experts_launches.grouped_codes(x, w, empty(rows, rank * count), b, where, ends, rows, **named)
 
     def plain(inputs: int, outputs: int) -> None:
         x, dy, w = empty(rows, inputs), empty(rows, outputs), empty(EXPERTS, outputs, inputs)
@@ -75,11 +88,12 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
         experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
         experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, weights)
-        for fused in (False, True):
-            for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):
-                linears(empty(TOKENS, WIDTH), INNER, 2, fused, masks)
-                linears(empty(rows, INNER), WIDTH, 1, fused, masks)
-                combined(fused, masks)
+        if major == 9:
+            codes()
+        for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):
+            linears(empty(TOKENS, WIDTH), INNER, 2, masks)
+            linears(empty(rows, INNER), WIDTH, 1, masks)
+            combined(masks)
     return launches
 
 
@@ -91,5 +105,6 @@ def test_every_program_compiles(capability: int, rank: int, monkeypatch: pytest.
     """Within the shared memory of a block, and with next to nothing outside of registers."""
     launches = everything(capability, rank, monkeypatch)
     products = {"product_copied"} if capability // 10 in (9, 10) else {"product"}
+    products |= {"product_codes", "round_rows"} if capability // 10 == 9 else set()
     assert {launch.program.__name__ for launch in launches} == PROGRAMS | products
     check_compiled(launches, capability, tmp_path / "program.cubin")

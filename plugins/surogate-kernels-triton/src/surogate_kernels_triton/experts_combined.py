@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
+from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import experts_frozen as frozen
 from surogate_kernels_triton import experts_launches as launches
@@ -31,6 +31,7 @@ def _forward(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
@@ -40,7 +41,7 @@ def _forward(
 ) -> list[Tensor]:
     """The sum of each token's rows and, with an adapter, u [R, L]."""
     dropout = launches.Dropout.made(seed, p, salts)
-    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], a, b, scale, 1, dropout)
+    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], scales, a, b, scale, 1, dropout)
     return [sum_rows(y_RO, slot_NK, weights_NK), *u]
 
 
@@ -51,6 +52,7 @@ def _(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
@@ -70,6 +72,7 @@ def _backward(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     u: Sequence[Tensor],
@@ -86,8 +89,9 @@ def _backward(
     if du_RL is not None and table_T4 is not None:
         named = {"choices": choices, "scale": scale, "transposed": True}
         launches.down(dout_NO, order_R, table_T4, b, du_RL, **named)  # type: ignore[arg-type]
-    rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dropout": dropout}
-    dx_RI = launches.grouped_sum([dout_NO], [w_EOI], du_RL, a, order_R, ends_E, rows, **rest)
+    rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x_RI.dtype, "dropout": dropout}
+    left, right = launches.operands([dout_NO], scales), launches.paired([w_EOI], scales)
+    dx_RI = launches.multiplied(left, right, du_RL, a, order_R, ends_E, rows, **rest)
     dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, weights_NK, sorted_rows=True)
     found = [dx_RI, dweights_NK]
     if du_RL is not None:
@@ -108,6 +112,7 @@ def _(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     u: Sequence[Tensor],
@@ -128,21 +133,35 @@ def _area(shapes: Any) -> int:
 
 
 @register_flop_formula(torch.ops.surogate_triton.experts_combined)
-def _flops(x: Any, slot: Any, ends: Any, weights: Any, w: Any, a: Any, b: Any, *rest: Any, **named: Any) -> int:
+def _flops(
+    x: Any, slot: Any, ends: Any, weights: Any, w: Any, scales: Any, a: Any, b: Any, *rest: Any, **named: Any
+) -> int:
     return 2 * x[0] * _area([w, *a, *b])
 
 
 @register_flop_formula(torch.ops.surogate_triton.experts_combined_backward)
 def _backward_flops(
-    dout: Any, x: Any, order: Any, ends: Any, weights: Any, w: Any, a: Any, b: Any, *rest: Any, **named: Any
+    dout: Any,
+    x: Any,
+    order: Any,
+    ends: Any,
+    weights: Any,
+    w: Any,
+    scales: Any,
+    a: Any,
+    b: Any,
+    *rest: Any,
+    **named: Any,
 ) -> int:
     return 2 * x[0] * (_area([w]) + 2 * _area([*a, *b]))
 
 
 @workspace(torch.ops.surogate_triton.experts_combined)
-def _bytes(x_RI: Tensor, slot_NK: Tensor, ends_E: Tensor, weights_NK: Tensor, w_EOI: Tensor, *rest: Any) -> int:
-    """The rows before they are added."""
-    return len(x_RI) * w_EOI.shape[1] * x_RI.itemsize
+def _bytes(
+    x_RI: Tensor, slot_NK: Tensor, ends_E: Tensor, weights_NK: Tensor, w_EOI: Tensor, scales: Any, *rest: Any
+) -> int:
+    """The rows before they are added, and the codes of x."""
+    return len(x_RI) * w_EOI.shape[1] * x_RI.itemsize + (x_RI.numel() if scales else 0)
 
 
 @workspace(torch.ops.surogate_triton.experts_combined_backward)
@@ -153,14 +172,16 @@ def _backward_bytes(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     u: Sequence[Tensor],
     scale: float,
     *rest: Any,
 ) -> int:
-    """dx before it is weighted, and du and u with and without weights."""
-    return len(x_RI) * x_RI.itemsize * (w_EOI.shape[2] + sum(3 * each.shape[1] for each in a))
+    """dx before it is weighted, du and u with and without weights, and the codes of dout."""
+    kept = len(x_RI) * x_RI.itemsize * (x_RI.shape[1] + sum(3 * each.shape[1] for each in a))
+    return kept + (dout_NO.numel() if scales else 0)
 
 
 class _Combined(Function):
@@ -171,6 +192,7 @@ class _Combined(Function):
         where: Sequence[Tensor],
         weights_NK: Tensor,
         w_EOI: Tensor,
+        product: CodedProduct | None,
         scale: float,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapter: Tensor,
@@ -178,10 +200,11 @@ class _Combined(Function):
         order_R, slot_NK, ends_E = where
         a = [launches.padded(t.to(x_RI.dtype), 1).contiguous() for t in adapter[:1]]
         b = [launches.padded(t.to(x_RI.dtype), 2).contiguous() for t in adapter[1:]]
-        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, w_EOI, a, b, scale, *masks)
+        (operand,), scales = frozen.coded(product, [w_EOI], 0)
+        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, operand, scales, a, b, scale, *masks)
         seed = [] if masks[0] is None else [masks[0]]
         ctx.save_for_backward(*seed, x_RI, order_R, ends_E, weights_NK, w_EOI, *a, *b, *u)
-        ctx.scale, ctx.masks = scale, (len(seed), *masks[1:])
+        ctx.scale, ctx.product, ctx.masks = scale, product, (len(seed), *masks[1:])
         ctx.rank = adapter[0].shape[1] if adapter else 0
         return out_NO
 
@@ -190,11 +213,12 @@ class _Combined(Function):
     def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors[ctx.masks[0] :]
         seed = ctx.saved_tensors[0] if ctx.masks[0] else None
-        *inputs, a, b, u = saved if ctx.rank else (*saved, None, None, None)
+        *inputs, weight, a, b, u = saved if ctx.rank else (*saved, None, None, None)
+        (operand,), scales = frozen.coded(ctx.product, [weight], 1)
         sides = [[t] if t is not None else [] for t in (a, b, u)]
-        dx, dweights, *more = _backward(dout_NO, *inputs, *sides, ctx.scale, seed, *ctx.masks[1:])
+        dx, dweights, *more = _backward(dout_NO, *inputs, operand, scales, *sides, ctx.scale, seed, *ctx.masks[1:])
         gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
-        return dx, None, dweights, None, None, None, *gradients
+        return dx, None, dweights, None, None, None, None, *gradients
 
 
 def combined_linear(
@@ -210,9 +234,10 @@ def combined_linear(
 ) -> Tensor:
     """`experts.combined_linear` where `takes` accepts the arguments; gradients of the adapter are fp32."""
     scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
+    assert product is None or isinstance(product, CodedProduct)
     weights_NK = weights_NK.float().contiguous()
     masks = launches.masks(seed, [adapter])
-    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], scale, masks, *tensors[1:])
+    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], product, scale, masks, *tensors[1:])
     return found
 
 

@@ -1,6 +1,7 @@
 """The op `grouped_linears` for frozen weights with adapters.
 
-The product gathers rows of tokens in its loads, and adds adapters, and in the backward the second projection, in the
+The product is that of the dtype of x, or of a recipe's codes E4M3 (`CodedProduct`), for which the op rounds x and dy.
+It gathers rows of tokens in its loads, and adds adapters, and in the backward the second projection, in the
 same sum. Gradients of adapters are fp32 sums over an expert's rows in their order. Suffixes as in
 `surogate_core.kernels.experts`; S projections of one input, T tiles.
 """
@@ -17,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
+from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
+from surogate_core.kernels.native import capability
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows
@@ -27,18 +29,29 @@ MULTIPLE = 16
 """Sides of weights are multiples of this."""
 
 
+def coded(
+    product: CodedProduct | None, weights: Sequence[Tensor], transposed: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """(weights, no scales) or, of a product of codes, (codes, inverse scales of their rows)."""
+    if product is None:
+        return weights, []
+    codes, scales = zip(*(both[transposed] for both in product.codes(weights)), strict=True)
+    return list(codes), list(scales)
+
+
 def project(
     x: Tensor,
     order_R: Tensor | None,
     ends_E: Tensor,
     weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
     choices: int,
     dropout: launches.Dropout | None,
 ) -> list[Tensor]:
-    """y of each projection and, with adapters, u [R, S·L]."""
+    """y of each projection and, with adapters, u [R, S·L]. With scales, weights are codes."""
     (x,) = launches.rows_apart([x])
     rows = x.shape[0] if order_R is None else len(order_R)
     found, extra = [], list[Tensor]()
@@ -48,10 +61,12 @@ def project(
         table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
         launches.down(x, order_R, table_T4, a, extra[0], choices=choices, dropout=dropout)
         parts = extra[0].chunk(len(a), dim=1)
-    named: Any = {"choices": choices, "scale": scale, "backward": False}
-    for number, (weights_EOI, part_RL) in enumerate(zip(weights, parts, strict=True)):
-        mine = b[number : number + 1]
-        found.append(launches.grouped_sum([x], [weights_EOI], part_RL, mine, order_R, ends_E, rows, **named))
+    left = launches.operands([x], scales)
+    named: Any = {"choices": choices, "scale": scale, "backward": False, "dtype": x.dtype}
+    for number, part_RL in enumerate(parts):
+        mine = slice(number, number + 1)
+        right = launches.paired(weights[mine], scales[mine])
+        found.append(launches.multiplied(left, right, part_RL, b[mine], order_R, ends_E, rows, **named))
     return found + extra
 
 
@@ -61,6 +76,7 @@ def _forward(
     order_R: Tensor | None,
     ends_E: Tensor,
     weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
@@ -70,7 +86,7 @@ def _forward(
     salts: Sequence[int],
 ) -> list[Tensor]:
     dropout = launches.Dropout.made(seed, p, salts)
-    return project(x, order_R, ends_E, weights, a, b, scale, choices, dropout)
+    return project(x, order_R, ends_E, weights, scales, a, b, scale, choices, dropout)
 
 
 @_forward.register_fake
@@ -79,6 +95,7 @@ def _(
     order_R: Tensor | None,
     ends_E: Tensor,
     weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: float,
@@ -100,6 +117,7 @@ def _backward(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     u_RL: Tensor | None,
@@ -109,7 +127,10 @@ def _backward(
     p: float,
     salts: Sequence[int],
 ) -> list[Tensor]:
-    """dx in the shape of x and, with adapters, dA's [S, E, L, I] and each dB [E, O, L], both fp32."""
+    """dx in the shape of x and, with adapters, dA's [S, E, L, I] and each dB [E, O, L], both fp32.
+
+    With scales, weights are the codes of the transposes.
+    """
     dys, (x,) = launches.rows_apart(dys), launches.rows_apart([x])
     rows = dys[0].shape[0]
     found: list[Tensor] = []
@@ -125,8 +146,9 @@ def _backward(
             found.append(torch.empty_like(b_EOL, dtype=torch.float32))
             launches.factors(dy_RO, u_RL[:, part], None, ends_E, found[-1], rank=rank, **named)  # type: ignore[arg-type]
         launches.factors(x, du_RL, order_R, ends_E, found[0], choices=choices, rank=rank, dropout=dropout)
-    rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dropout": dropout}
-    dx_RI = launches.grouped_sum(dys, weights, du_RL, a, None, ends_E, rows, **rest)
+    rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x.dtype, "dropout": dropout}
+    left, right = launches.operands(dys, scales), launches.paired(weights, scales)
+    dx_RI = launches.multiplied(left, right, du_RL, a, None, ends_E, rows, **rest)
     return [dx_RI if slot_NK is None else sum_rows(dx_RI, slot_NK, None), *found]
 
 
@@ -138,6 +160,7 @@ def _(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     u_RL: Tensor | None,
@@ -155,17 +178,33 @@ def _(
 
 
 @register_flop_formula(torch.ops.surogate_triton.experts)
-def _flops(x: Any, order: Any, ends: Any, weights: Any, a: Any, b: Any, *rest: Any, **named: Any) -> int:
+def _flops(x: Any, order: Any, ends: Any, weights: Any, scales: Any, a: Any, b: Any, *rest: Any, **named: Any) -> int:
     rows = x[0] if order is None else order[0]
     return 2 * rows * sum(shape[1] * shape[2] for shape in (*weights, *a, *b))
 
 
 @register_flop_formula(torch.ops.surogate_triton.experts_backward)
 def _backward_flops(
-    dys: Any, x: Any, order: Any, slot: Any, ends: Any, weights: Any, a: Any, b: Any, *rest: Any, **named: Any
+    dys: Any,
+    x: Any,
+    order: Any,
+    slot: Any,
+    ends: Any,
+    weights: Any,
+    scales: Any,
+    a: Any,
+    b: Any,
+    *rest: Any,
+    **named: Any,
 ) -> int:
     sizes = [shape[1] * shape[2] for shape in weights] + 2 * [shape[1] * shape[2] for shape in (*a, *b)]
     return 2 * dys[0][0] * sum(sizes)
+
+
+@workspace(torch.ops.surogate_triton.experts)
+def _bytes(x: Tensor, order_R: Tensor | None, ends_E: Tensor, weights: Any, scales: Any, *rest: Any) -> int:
+    """The codes of x."""
+    return x.numel() if scales else 0
 
 
 @workspace(torch.ops.surogate_triton.experts_backward)
@@ -176,13 +215,15 @@ def _backward_bytes(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     weights: Any,
+    scales: Any,
     a: Any,
     b: Any,
     u_RL: Tensor | None,
     *rest: Any,
 ) -> int:
-    """du, and the rows of dx that are added."""
+    """du, the codes of dy's, and the rows of dx that are added."""
     rows = 0 if slot_NK is None else dys[0].shape[0] * x.shape[1] * x.itemsize
+    rows += sum(dy_RO.numel() for dy_RO in dys) if scales else 0
     return rows + (0 if u_RL is None else u_RL.numel() * u_RL.itemsize)
 
 
@@ -195,6 +236,7 @@ class _Experts(Function):
         slot_NK: Tensor | None,
         ends_E: Tensor,
         weights: Sequence[Tensor],
+        product: CodedProduct | None,
         scale: float,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapters: Tensor,
@@ -202,13 +244,13 @@ class _Experts(Function):
         a = [launches.padded(t.to(x.dtype), 1).contiguous() for t in adapters[::2]]
         b = [launches.padded(t.to(x.dtype), 2).contiguous() for t in adapters[1::2]]
         choices = 1 if slot_NK is None else slot_NK.shape[1]
-        found = _forward(x, order_R, ends_E, weights, a, b, scale, choices, *masks)
+        found = _forward(x, order_R, ends_E, *coded(product, weights, 0), a, b, scale, choices, *masks)
         u = found[len(weights) :]
         where = [t for t in (order_R, slot_NK, masks[0]) if t is not None]
         ctx.save_for_backward(x, ends_E, *where, *weights, *a, *b, *u)
         ctx.masks = masks[0] is not None, *masks[1:]
         ctx.sizes = order_R is not None, len(weights), len(a)
-        ctx.rest = scale, choices
+        ctx.rest, ctx.product = (scale, choices), product
         ctx.rank = adapters[0].shape[1] if adapters else 0
         return tuple(found[: len(weights)])
 
@@ -221,13 +263,14 @@ class _Experts(Function):
         seed = saved.pop(0) if ctx.masks[0] else None
         weights, a, b = saved[:count], saved[count : count + adapted], saved[count + adapted : count + 2 * adapted]
         u_RL = saved[-1] if adapted else None
+        operands = coded(ctx.product, weights, 1)
         dx, *more = _backward(
-            list(dys), x, order_R, slot_NK, ends_E, weights, a, b, u_RL, *ctx.rest, seed, *ctx.masks[1:]
+            list(dys), x, order_R, slot_NK, ends_E, *operands, a, b, u_RL, *ctx.rest, seed, *ctx.masks[1:]
         )
         gradients: list[Tensor] = []
         for number in range(adapted):
             gradients += [more[0][number, :, : ctx.rank], more[1 + number][..., : ctx.rank]]
-        return dx, None, None, None, None, None, None, *gradients
+        return dx, None, None, None, None, None, None, None, *gradients
 
 
 def grouped_linears(
@@ -246,8 +289,9 @@ def grouped_linears(
     if first is not None:
         weights, scale = tensors[::3], first.scale
         pairs = [t for number, t in enumerate(tensors) if number % 3]
+    assert product is None or isinstance(product, CodedProduct)
     masks = launches.masks(seed, adapters)
-    found: tuple[Tensor, ...] = _Experts.apply(x, order_R, slot_NK, ends_E, weights, scale, masks, *pairs)
+    found: tuple[Tensor, ...] = _Experts.apply(x, order_R, slot_NK, ends_E, weights, product, scale, masks, *pairs)
     return found
 
 
@@ -261,9 +305,9 @@ def takes(
     product: GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
-    """Frozen weights in the dtype of x, multiplied plainly, with equal adapters or none."""
+    """Frozen weights in the dtype of x, multiplied plainly, or codes on sm_90; with equal adapters or none."""
     first = adapters[0]
-    if product is not None or len(adapters) > 2 or len(ends_E) >= launches.MOST_EXPERTS:
+    if len(adapters) > 2 or len(ends_E) >= launches.MOST_EXPERTS:
         return False
     if any((each is None) != (first is None) for each in adapters):
         return False
@@ -271,10 +315,21 @@ def takes(
     if len(kinds) > 1 or any(rank > launches.MOST_RANK for rank, *_ in kinds):
         return False
     weights = tensors if first is None else tensors[::3]
+    if product is not None:
+        return _takes_codes(product, weights, x, dropout=first is not None and first.dropout > 0)
     if len({w.shape for w in weights}) > 1 or any(side % MULTIPLE for side in weights[0].shape[1:]):
         return False
     trained = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
     return not trained and all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
+
+
+def _takes_codes(product: GroupedProduct, weights: Sequence[Tensor], x: Tensor, *, dropout: bool) -> bool:
+    """Codes without dropout, whose tiles the copy engine can bring."""
+    if not isinstance(product, CodedProduct) or dropout or x.dtype != torch.bfloat16:
+        return False
+    shapes = {codes.shape for (codes, _), _ in product.codes(weights)}
+    sides = {side for shape in shapes for side in shape[1:]}
+    return len(shapes) == 1 and not any(side % launches.CODES.b for side in sides) and capability(x.device)[0] == 9
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

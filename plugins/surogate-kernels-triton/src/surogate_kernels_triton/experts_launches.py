@@ -12,7 +12,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from surogate_core.kernels.experts import ExpertAdapter
+from surogate_core.formats.fp8 import E4M3
+from surogate_core.kernels.experts import Codes, ExpertAdapter
 from surogate_kernels_triton import experts_products_programs as products
 from surogate_kernels_triton import experts_programs as programs
 
@@ -58,6 +59,10 @@ HOPPER_DROPPED = Tile(m=128, c=128, b=64, warps=8, stages=4, copied=True)
 """With dropout, whose masks need registers."""
 HOPPER_HIGH = Tile(m=128, c=128, b=64, warps=8, stages=3, copied=True)
 """For adapters of a rank above `HIGH`, whose u and B need shared memory too."""
+CODES = Tile(m=128, c=256, b=128, warps=8, stages=3, copied=True)
+"""For products of codes on sm_90."""
+CODES_SHORT = Tile(m=128, c=128, b=128, warps=4, stages=3, copied=True)
+"""For inner dimensions up to `SHORT`, and adapters of a rank above `HIGH`."""
 SMALL = Tile(m=64, c=128, b=32, warps=4, stages=3)
 """For the others, which may have 99 KiB."""
 SMALL_HIGH = Tile(m=64, c=128, b=32, warps=8, stages=3)
@@ -351,6 +356,107 @@ def grouped_sum(
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({"BACKWARD": backward} if copied else strides),
+    )
+    return y_RO
+
+
+Operand = Tensor | Codes
+
+
+def operands(x: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Operand]:
+    """Rows as the product reads them: rounded if the weights are codes."""
+    return [round_rows(t) for t in x] if scales else x
+
+
+def paired(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Operand]:
+    """Weights as the product reads them."""
+    return list(zip(weights, scales, strict=True)) if scales else weights
+
+
+def multiplied(
+    x: Sequence[Any],
+    weights: Sequence[Any],
+    *rest: Any,
+    dtype: torch.dtype,
+    dropout: Dropout | None = None,
+    **named: Any,
+) -> Tensor:
+    """[R, O] in a dtype: `grouped_codes` of codes, `grouped_sum` of others."""
+    if isinstance(x[0], tuple):
+        return grouped_codes(x, weights, *rest, dtype=dtype, **named)
+    return grouped_sum(x, weights, *rest, dropout=dropout, **named)
+
+
+def round_rows(x: Tensor) -> Codes:
+    """`fp8_rows.quantise_rows` of a matrix whose columns are adjacent."""
+    codes, inverse = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format), x.new_empty(len(x)).float()
+    wide = triton.next_power_of_2(x.shape[1])
+    size = max(8192 // wide, 1)
+    products.round_rows[triton.cdiv(len(x), size),](
+        x, codes, inverse, len(x), x.stride(0), IN=x.shape[1], WIDE=wide, M=size, num_warps=4
+    )
+    return codes, inverse
+
+
+def grouped_codes(
+    x: Sequence[Codes],
+    weights: Sequence[Codes],
+    u_RL: Tensor | None,
+    b: Sequence[Tensor],
+    order_R: Tensor | None,
+    ends_E: Tensor,
+    rows: int,
+    *,
+    choices: int,
+    scale: float,
+    backward: bool,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`grouped_sum` of codes. The weights are those of W forward and of Wᵀ backward; the inner dimension is a multiple
+    of 128.
+    """
+    assert order_R is None or len(x) == 1
+    _, outputs, inputs = weights[0][0].shape
+    rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
+    tile = tile or (CODES_SHORT if inputs * len(x) <= SHORT or rank > HIGH else CODES)
+    table_T4 = tile_table(ends_E, rows, tile.m)
+    y_RO = torch.empty(rows, outputs, dtype=dtype, device=ends_E.device)
+    unused = y_RO if u_RL is None else u_RL
+    left = [codes if order_R is not None else TensorDescriptor.from_tensor(codes, [tile.m, tile.b]) for codes, _ in x]
+    right = [TensorDescriptor.from_tensor(w.view(-1, inputs), [tile.c, tile.b]) for w, _ in weights]
+    products.product_codes[len(table_T4) * triton.cdiv(outputs, tile.c),](
+        left[0],
+        left[-1],
+        right[0],
+        right[-1],
+        x[0][1],
+        x[-1][1],
+        weights[0][1],
+        weights[-1][1],
+        unused,
+        b[0] if b else unused,
+        b[-1] if b else unused,
+        table_T4 if order_R is None else order_R,
+        table_T4,
+        y_RO,
+        scale=scale,
+        inverse=1 / scale if scale else 0.0,
+        x_row=x[0][0].stride(0),
+        u_row=unused.stride(0),
+        IN=inputs,
+        OUT=outputs,
+        B_L=outputs if backward else 1,
+        B_O=1 if backward else rank,
+        K=0 if order_R is None else choices,
+        L=rank,
+        S=max(len(b), 1),
+        PAIRS=len(x),
+        M=tile.m,
+        C=tile.c,
+        B=tile.b,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return y_RO
 

@@ -221,6 +221,116 @@ def product_copied(
 
 
 @triton.jit
+def product_codes(
+    x0,
+    x1,
+    w0,
+    w1,
+    sx0,
+    sx1,
+    sw0,
+    sw1,
+    u,
+    b0,
+    b1,
+    order,
+    table,
+    y,
+    scale,
+    inverse,
+    x_row,
+    u_row,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    B_L: tl.constexpr,
+    B_O: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    S: tl.constexpr,
+    PAIRS: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+):
+    """`product` of codes E4M3: x and W have an inverse scale, a power of two, for each row.
+
+    The weights of all experts are descriptors of one matrix [E·OUT, IN], and so is x without K. B divides IN. `inverse`
+    is 1 / scale. With K there is one pair.
+    """
+    tl.static_assert(K == 0 or PAIRS == 1)
+    COLUMNS: tl.constexpr = (OUT + C - 1) // C
+    tile = tl.program_id(0) // COLUMNS
+    expert = tl.load(table + tile * 4)
+    if expert < 0:
+        return
+    first = tl.load(table + tile * 4 + 1)
+    rows = first + tl.arange(0, M)
+    inside = rows < tl.load(table + tile * 4 + 2)
+    column = tl.program_id(0) % COLUMNS * C
+    columns = column + tl.arange(0, C)
+    real = columns < OUT
+    source = rows
+    if K > 0:
+        source = tl.load(order + rows, mask=inside, other=0) // K
+    source = source.to(tl.int64)
+    acc = tl.zeros([M, C], tl.float32)
+    if K > 0:
+        left = x0 + source[:, None] * x_row + tl.arange(0, B)[None, :]
+        for start in tl.range(0, IN, B):
+            value = tl.load(left + start, mask=inside[:, None], other=0.0)
+            acc = tl.dot(value, w0.load([expert * OUT + column, start]).T, acc)
+    else:
+        for start in tl.range(0, IN, B):
+            acc = tl.dot(x0.load([first, start]), w0.load([expert * OUT + column, start]).T, acc)
+    place = expert.to(tl.int64) * OUT + columns
+    rows_scale = tl.load(sx0 + source, mask=inside, other=1.0)
+    columns_scale = tl.load(sw0 + place, mask=real, other=1.0)
+    if PAIRS > 1:
+        rows_next = tl.load(sx1 + source, mask=inside, other=1.0)
+        columns_next = tl.load(sw1 + place, mask=real, other=1.0)
+        # Zeros have the smallest of all scales, by which the quotients would overflow; any scale gives the same zeros.
+        rows_next = tl.where(rows_next < 1e-30, rows_scale, rows_next)
+        columns_next = tl.where(columns_next < 1e-30, columns_scale, columns_next)
+        acc = acc * (rows_scale / rows_next)[:, None] * (columns_scale / columns_next)[None, :]
+        for start in tl.range(0, IN, B):
+            acc = tl.dot(x1.load([first, start]), w1.load([expert * OUT + column, start]).T, acc)
+        rows_scale = rows_next
+        columns_scale = columns_next
+    acc = acc * rows_scale[:, None] * columns_scale[None, :]
+    rows = rows.to(tl.int64)
+    if L > 0:
+        ranks = tl.arange(0, L)
+        low = u + rows[:, None] * u_row + ranks[None, :]
+        high = expert.to(tl.int64) * (OUT * L) + ranks[:, None] * B_L + columns[None, :] * B_O
+        acc = acc * inverse
+        v = tl.load(low, mask=inside[:, None], other=0.0)
+        acc = tl.dot(v, tl.load(b0 + high, mask=real[None, :], other=0.0), acc)
+        if S > 1:
+            v = tl.load(low + L, mask=inside[:, None], other=0.0)
+            acc = tl.dot(v, tl.load(b1 + high, mask=real[None, :], other=0.0), acc)
+        acc = acc * scale
+    target = y + rows[:, None] * OUT + columns[None, :]
+    tl.store(target, acc.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
+
+
+@triton.jit
+def round_rows(x, codes, inverse, rows, x_row, IN: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr):
+    """`fp8_rows.quantise_rows` of M rows; WIDE is IN's next power of two."""
+    mine = tl.program_id(0) * M + tl.arange(0, M)
+    columns = tl.arange(0, WIDE)
+    inside = (mine < rows)[:, None] & (columns < IN)[None, :]
+    wide = mine.to(tl.int64)[:, None]
+    value = tl.load(x + wide * x_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    # As integers, infinity and NaN are the largest.
+    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = tl.minimum(tl.maximum(262 - ((largest + 0x1FFFFF) >> 23), 1), 253)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(codes + wide * IN + columns[None, :], (value * scale[:, None]).to(tl.float8e4nv), mask=inside)
+    found = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(inverse + mine, tl.where(largest < 0x7F800000, found, float("nan")), mask=mine < rows)
+
+
+@triton.jit
 def weight_factors(
     dy,
     x,

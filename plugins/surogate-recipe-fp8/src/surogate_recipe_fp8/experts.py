@@ -21,7 +21,8 @@ from surogate_core.kernels.grouped import weight_gradient
 from surogate_core.kernels.native import assumed
 
 if TYPE_CHECKING:
-    from surogate_core.dsl.experts import TracedExperts
+    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
+    from surogate_core.kernels.experts import Codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,15 @@ def grouped(
     return found
 
 
-def _operand(weight: Tensor, slot: TracedExperts, *, transposed: bool) -> tuple[Tensor, Tensor]:
+def expert_codes(packed: Tensor, slot: ExpertSlot) -> tuple[Codes, Codes]:
+    """Like `Recipe.expert_codes`."""
+    return fp8_rows.packed_views(packed, slot.count, slot.outputs, slot.inputs)
+
+
+def _operand(weight: Tensor, slot: TracedExperts, *, transposed: bool) -> Codes:
     """(codes, inverse scales) of the weights [E, O, I] or of their transposes."""
     if slot.packed:
-        return fp8_rows.packed_views(weight, slot.count, slot.outputs, slot.inputs)[transposed]
+        return expert_codes(weight, slot)[transposed]
     codes, inverse = fp8_rows.quantise_rows(weight.transpose(1, 2) if transposed else weight)
     return codes.contiguous(), inverse
 

@@ -30,7 +30,7 @@ from surogate_core.formats.fp8 import (
     scale_in_use,
     scale_of,
 )
-from surogate_recipe_fp8.experts import EMULATED, Experts, grouped
+from surogate_recipe_fp8.experts import EMULATED, Experts, expert_codes, grouped
 from surogate_recipe_fp8.panels import ScaledPanels
 from surogate_recipe_fp8.rounding import rounded
 from surogate_recipe_fp8.scaling import DelayedScaling
@@ -55,6 +55,7 @@ class FP8Hybrid(Recipe):
         """`native`: whether products run on FP8 tensor cores. `history`: number of steps that determine a scale."""
         self.native, self.margin, self.history, self.note = native, margin, history, note
         self.experts, self.note_of_experts = experts, experts.note
+        self.expert_codes = expert_codes if experts.native else None
         self.panel_op = ScaledPanels(margin) if native else None
 
     @classmethod
