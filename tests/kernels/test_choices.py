@@ -25,7 +25,8 @@ if importlib.util.find_spec("triton") is None:
             return (lambda program: program) if name == "jit" else Anything(name)
         def __call__(self, *args, **named):
             return Anything("result")
-    for name in ("triton", "triton.language", "triton.language.extra", "triton.tools", "triton.tools.tensor_descriptor"):
+    for name in ("", ".language", ".language.extra", ".tools", ".tools.tensor_descriptor"):
+        name = "triton" + name
         sys.modules[name] = Anything(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
 
