@@ -10,7 +10,7 @@ Shape suffixes: N rows, S slots, D features, V vocabulary, B steps of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from surogate_core.engine.assembly import Assembly
 from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Steps, with_own
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
-from surogate_core.generate.sampling import Rows, choose
+from surogate_core.generate.sampling import Filters, Rows, choose, filters_of
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
@@ -53,8 +53,7 @@ class Kind:
 
     rows: int
     longest: int
-    filters: bool
-    """Whether some row keeps only some tokens."""
+    filters: Filters
     penalty: bool
     """Whether some row has a repetition penalty."""
 
@@ -149,8 +148,9 @@ class State:
         ):
             target.copy_(values)
 
-    def rows(self, count: int, *, filters: bool) -> Rows:
-        """How the first rows choose, as views."""
+    def rows(self, kind: Kind) -> Rows:
+        """How the rows of a step choose, as views."""
+        count = kind.rows
         return Rows(
             temperature_N=self.temperature_N[:count],
             top_k_N=self.top_k_N[:count],
@@ -159,7 +159,7 @@ class State:
             penalty_N=self.penalty_N[:count],
             keys_N2=self.keys_N2[:count],
             positions_N=self.numbers_N[:count],
-            filters=filters,
+            filters=kind.filters,
         )
 
     def advance(self, count: int, tokens_N: Tensor, logprobs_N: Tensor, last: int) -> None:
@@ -346,6 +346,7 @@ class SteppedRunner:
         """The token after each prompt."""
         samplings = [s.request.sampling for s in new]
         rows = Rows.of(samplings, [s.key for s in new], [0] * len(new), self.weights.device)
+        rows = replace(rows, filters=filters_of(samplings))
         slots_N = torch.tensor([s.slot for s in new], device=self.weights.device)
         seen_NV = None
         if _penalised(samplings):
@@ -389,7 +390,7 @@ class SteppedRunner:
         return Kind(
             rows=_rows(rows),
             longest=_longest(self._reach + steps, self.cache.context),
-            filters=any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in samplings),
+            filters=filters_of(samplings),
             penalty=_penalised(samplings),
         )
 
@@ -423,7 +424,7 @@ class SteppedRunner:
                 self._attention.begin(number, reader)
                 x_ND = layer(x_ND, tables)
             seen_NV = self._seen()[slots_N] if kind.penalty else None
-            rows = state.rows(count, filters=kind.filters)
+            rows = state.rows(kind)
             tokens_N, logprobs_N = choose(self.weights.logits(x_ND), rows, seen_NV)
         if kind.penalty:
             self._seen().index_put_((slots_N, tokens_N), torch.ones((), dtype=torch.bool, device=x_ND.device))

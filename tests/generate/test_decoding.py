@@ -15,6 +15,7 @@ from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.generate import decoding
 from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager
 from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.sampling import filters_of
 from surogate_core.generate.weights import Weights
 from surogate_core.testing import tiny
 
@@ -22,7 +23,9 @@ PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
 GREEDY = Sampling(temperature=0)
 SAMPLINGS = {
     "plain": Sampling(temperature=1.5),
-    "filters": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    "few": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    "mass": Sampling(temperature=1.5, top_p=0.9, min_p=0.01),
+    "sorted": Sampling(temperature=1.5, top_k=64, top_p=0.9),
     "penalty": Sampling(temperature=1.2, repetition_penalty=1.5, top_p=0.9),
 }
 
@@ -134,7 +137,12 @@ def test_a_step_reads_nothing_on_the_host(shared, name):
     assert isinstance(runner, SteppedRunner)
     sampling = SAMPLINGS[name]
     engine.generate(requests(sampling, new=2))
-    kind = Kind(rows=16, longest=80, filters=sampling.top_p < 1, penalty=sampling.repetition_penalty != 1)
+    kind = Kind(
+        rows=16,
+        longest=80,
+        filters=filters_of([sampling]),
+        penalty=sampling.repetition_penalty != 1,
+    )
     with torch.no_grad(), NoHost():
         runner._state.done.zero_()
         for _ in range(BLOCK):
@@ -174,12 +182,12 @@ def test_log_probabilities_of_documents(shared):
 
 
 def test_kinds_of_steps():
-    small = Kind(rows=16, longest=256, filters=False, penalty=False)
+    small = Kind(rows=16, longest=256, filters="none", penalty=False)
     assert replace(small, rows=64, longest=1024).serves(small)
     assert not small.serves(replace(small, rows=32))
     assert not replace(small, rows=128).serves(small)
     assert not replace(small, longest=2048).serves(small)
-    assert not replace(small, filters=True).serves(small)
+    assert not replace(small, filters="few").serves(small)
     assert [decoding._rows(n) for n in (1, 16, 17, 256)] == [16, 16, 32, 256]
     assert [decoding._longest(n, 4096) for n in (5, 257, 3000)] == [256, 512, 4096]
     assert decoding._longest(5, 80) == 80

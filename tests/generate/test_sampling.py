@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import generation
 
 from surogate_core.bundles import Request, Sampling
-from surogate_core.generate.sampling import Rows, choose, kept, key_of
+from surogate_core.generate.sampling import FEW, Rows, choose, filters_of, kept, kept_by_mass, key_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -53,6 +55,51 @@ def test_the_penalty_is_that_of_transformers():
     tokens, logprobs = choose(logits(), rows(*[Sampling(temperature=0, repetition_penalty=3.0)] * 4), seen)
     assert torch.equal(tokens, scores.argmax(-1))
     assert torch.equal(logprobs, torch.log_softmax(logits(), -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_a_choice_of_few_looks_at_the_most_probable_tokens_alone():
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(200, 3 * FEW, generator=generator) * 2
+    seen = torch.rand(200, 3 * FEW, generator=generator) < 0.1
+    some = [
+        Sampling(top_k=20, top_p=0.9, temperature=0.7),
+        Sampling(top_k=FEW - 1, min_p=0.02),
+        Sampling(temperature=0, repetition_penalty=2.0),
+        Sampling(top_k=5, temperature=3.0, repetition_penalty=0.5),
+    ]
+    full = rows(*some * 50)
+    assert filters_of(some) == "few"
+    chosen = [choose(scores, replace(full, filters=how), seen)[0] for how in ("few", "sorted")]
+    assert torch.equal(*chosen)
+    tokens, logprobs = choose(scores, replace(full, filters="few"))
+    assert torch.equal(tokens, choose(scores, full)[0])
+    assert torch.allclose(logprobs, choose(scores, full)[1], atol=1e-6)
+    assert (tokens != scores.argmax(-1))[3::4].any()
+
+
+def test_the_mass_of_tokens_is_found_without_a_sort():
+    generator = torch.Generator().manual_seed(6)
+    scores = torch.randn(300, 400, generator=generator) * torch.tensor([0.1, 1.0, 10.0]).repeat(100)[:, None]
+    some = [Sampling(top_p=0.9), Sampling(top_p=0.2, min_p=0.1), Sampling(min_p=0.3), Sampling(), Sampling(top_p=1e-6)]
+    full = rows(*some * 60)
+    assert filters_of(some) == "mass"
+    assert torch.equal(kept_by_mass(scores, full), kept(scores, full))
+    assert kept_by_mass(scores, full).sum(1).unique().numel() > 20
+    # Equal tokens stay together.
+    assert kept_by_mass(torch.zeros(1, 8), rows(Sampling(top_p=0.5))).all()
+
+
+def test_the_cheapest_way_to_filter():
+    short, long, nucleus, greedy = (
+        Sampling(top_k=20),
+        Sampling(top_k=FEW),
+        Sampling(top_p=0.9),
+        Sampling(temperature=0, top_k=FEW),
+    )
+    assert filters_of([Sampling(), Sampling(temperature=0)]) == "none"
+    assert filters_of([short, greedy]) == "few"
+    assert filters_of([nucleus, Sampling(), greedy]) == "mass"
+    assert filters_of([short, long]) == filters_of([short, nucleus]) == filters_of([short, Sampling()]) == "sorted"
 
 
 def test_samples_have_the_probabilities_of_the_softmax():
