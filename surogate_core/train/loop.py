@@ -223,7 +223,8 @@ class Loop:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state.get("loop")
-        if not isinstance(saved, dict) or saved.keys() != {f.name for f in fields(LoopState)}:
+        # Keys of a later version are at their defaults.
+        if not isinstance(saved, dict) or not saved.keys() <= {f.name for f in fields(LoopState)}:
             raise UserError(
                 f"{checkpoint.path}: was saved by another version of Surogate, whose state this one cannot read. "
                 f"Fix: install that version, or start anew with resume_from_checkpoint=false."

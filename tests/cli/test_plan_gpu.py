@@ -269,3 +269,18 @@ def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed
     assert main([*words, "torch_dtype=float32"]) == 0
     wide = " ".join(capsys.readouterr().out.split())
     assert "no kernel takes all their products in float32 here, so that each of 8 experts multiplies all rows" in wide
+
+
+def test_samples_need_keys_and_values_of_what_is_left(capsys: Any) -> None:
+    keys = ("sample_prompts=[Why?, {prompt: The chain}]", "sample_max_new_tokens=100", "max_steps=2", "device=cpu")
+    assert main(["plan", *SMALL, *keys]) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"samples: keys and values of 2 sequences of (\d+) tokens need ([\d.]+) MiB", printed)
+    assert found is not None
+    tokens, size = int(found[1]), float(found[2]) * 2**20
+    assert tokens > 100
+    # Two layers, keys and values, in fp32: of the sequences, and of one that does not count.
+    heads = size / (tokens * 2 * 2 * 128 * 4 * 3)
+    assert heads == pytest.approx(round(heads), rel=0.01)
+    assert main(["plan", *SMALL, "sample_prompts=gone.jsonl"]) == 2
+    assert "sample_prompts gone.jsonl: cannot be read: No such file" in capsys.readouterr().err

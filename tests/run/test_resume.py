@@ -271,6 +271,12 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, base: list[s
     _alter(state, tmp_path / "checkpoint-2" / "manifest.json", state.read_text().replace('"evaluated_step"', '"other"'))
     with pytest.raises(UserError, match="saved by another version of Surogate"):
         run_here(tmp_path, *base, "max_steps=3")
+    # An earlier version, which did not know a key of this one, has no keys that this one does not know.
+    earlier = json.loads(state.read_text())
+    earlier["loop"]["evaluated_step"] = earlier["loop"].pop("other")
+    del earlier["loop"]["sampled_step"]
+    _alter(state, tmp_path / "checkpoint-2" / "manifest.json", json.dumps(earlier))
+    assert run_here(tmp_path, *base, "max_steps=3") == 0
 
 
 def _alter(state: Path, manifest: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mixture import save_qwen3_moe
 from rank_world import World
 from run_fixtures import EMBEDDED, KILLER, LORA
 
@@ -149,6 +150,62 @@ def test_a_signal_ends_the_samples_and_the_resumed_run_takes_them(
     assert run_here(run, *keys, registry=registry) == 0
     assert [step for step, _ in taken(records, run)] == [0, 2, 4]
     assert digests(run / "adapter") == digests(sampled / "adapter")
+
+
+MODES: dict[str, tuple[str, ...]] = {
+    "full": ("lora=false", "optimizer=adamw", "master_dtype=bf16"),
+    "nf4": ("qlora_bnb=true", "recompute=true"),
+    "offloaded": ("qlora_fp8=true", "persistent_quants=true", "offload_quants=true", "offload_residual=true"),
+    "cpu-training": ("cpu_training=true", "lora=false"),
+    "fp8-hybrid": ("recipe=fp8-hybrid", "skip_quant_first_layers=1"),
+    "experts": ("router_aux_loss_coef=0.01", "train_router=true"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_samples_change_no_bit_in_any_mode(
+    mode: str,
+    tmp_path: Path,
+    base_model: list[str],
+    run_here: RunHere,
+    records: Records,
+    history: Any,
+    digests: Digests,
+) -> None:
+    keys = [*base_model, *MODES[mode]]
+    if mode == "experts":
+        keys.append(f"model={save_qwen3_moe(tmp_path / 'experts')}")
+    for name, own in (("plain", ()), ("sampled", SAMPLED)):
+        assert run_here(tmp_path / name, *keys, *own) == 0
+    assert len(taken(records, tmp_path / "sampled")) == 3
+    assert history(tmp_path / "sampled") == history(tmp_path / "plain")
+    for step in (2, 4):
+        assert digests(tmp_path / "sampled" / f"checkpoint-{step}") == digests(
+            tmp_path / "plain" / f"checkpoint-{step}"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [("lora=true",), ("lora=true", "qlora_bnb=true"), ("lora=false",)], ids=str)
+def test_samples_change_no_bit_on_a_gpu(
+    mode: tuple[str, ...],
+    tmp_path: Path,
+    base_model: list[str],
+    run_here: RunHere,
+    records: Records,
+    history: Any,
+    digests: Digests,
+) -> None:
+    keys = [*base_model, *mode, "device=cuda"]
+    for name, own in (("plain", ()), ("sampled", SAMPLED)):
+        assert run_here(tmp_path / name, *keys, *own) == 0
+    found = records(tmp_path / "sampled", "samples")
+    assert [one["step"] for one in found] == [0, 2, 4]
+    assert all(one["tokens"] > 0 for one in found)
+    assert history(tmp_path / "sampled") == history(tmp_path / "plain")
+    for name in ("checkpoint-2", "checkpoint-4"):
+        assert digests(tmp_path / "sampled" / name) == digests(tmp_path / "plain" / name)
 
 
 # ------------------------------------------------------------------------------ the prompts

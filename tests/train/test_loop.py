@@ -12,11 +12,11 @@ import torch
 from surogate_core.batch import MicroBatch
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.sampler import StepLoader
-from surogate_core.events import CheckpointSaved, ExpertLoads
+from surogate_core.events import CheckpointSaved, ExpertLoads, Notice, Samples
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.testing import tiny
 from surogate_core.train.flops import Work
-from surogate_core.train.leading import Leader
+from surogate_core.train.leading import Interrupted, Leader
 from surogate_core.train.loop import Loop, LoopState, settled_objects
 from surogate_core.train.prefetch import Prefetcher
 from surogate_core.train.sides import SideFigures
@@ -148,3 +148,60 @@ def test_a_checkpoint_that_nobody_planned_loses_no_loads(signalled: bool) -> Non
     assert (first.step, first.steps, first.tokens) == (3, 3, ((9, 3),))
     assert [type(event) for event in others if isinstance(event, ExpertLoads | CheckpointSaved)] == [CheckpointSaved]
     assert not list(loop._sides.flush(3))
+
+
+class Sampling(Loop):
+    """A loop that takes no steps, and whose sampler answers with what it is given."""
+
+    def __init__(self, answer: Any, every: Any = "auto", signals: StopSignals | None = None) -> None:
+        self.engine, self.bus, self.told = cast(Any, mock.MagicMock()), cast(Any, mock.MagicMock()), []
+        self.config = RunConfig(eval_steps=4, sample_steps=every)
+        self.signals = signals or StopSignals()
+        self.state, self.total_steps, self._clock = LoopState(step=8), 10, mock.MagicMock()
+        self.leader = Leader(Mesh(), self.signals)
+        self.sampler = lambda engine, step, stopped: answer
+
+    def emit(self, event: Any) -> bool:
+        self.told.append(event)
+        return False
+
+
+def test_samples_come_with_evaluations_or_at_steps_of_their_own() -> None:
+    def due(every: Any) -> list[int]:
+        loop = Sampling(None, every)
+        return [done for done in range(11) if loop._sampling_due(done)]
+
+    assert due("auto") == [0, 4, 8, 10]
+    assert due(3) == [0, 3, 6, 9, 10]
+    assert due(0) == [0, 10]
+    without = Sampling(None)
+    without.sampler = None
+    assert not without._sampling_due(0)
+
+
+def test_samples_are_taken_once_a_step() -> None:
+    samples = Samples(step=8, prompts=("a",), texts=("b",))
+    loop = Sampling(samples)
+    loop._sample()
+    assert loop.told == [samples]
+    assert not loop._sampling_due(8)
+    assert loop._sampling_due(10)
+    loop.engine.freshen.assert_called_once()
+
+
+def test_a_sampler_that_fails_is_not_asked_again() -> None:
+    notice = Notice(level="warning", message="no memory")
+    loop = Sampling(notice)
+    loop._sample()
+    assert loop.told == [notice]
+    assert loop.sampler is None
+    loop._sample()
+    assert loop.told == [notice]
+
+
+def test_samples_that_a_signal_ended_are_due_again() -> None:
+    loop = Sampling(None)
+    with pytest.raises(Interrupted):
+        loop._sample()
+    assert loop.told == []
+    assert loop._sampling_due(8)
