@@ -107,8 +107,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     asked = config
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
-    gpu = gpu or _here(device)
-    room = Room.here(config, gpu)
+    room = Room.here(config, gpu := gpu or _here(device))
     # What --fit proposes is named as changes of the fastest setting.
     free = None if budget is not None else room.device
     config = settled_for(config, registry, resolved, room=free)
