@@ -62,7 +62,9 @@ HOPPER_HIGH = Tile(m=128, c=128, b=64, warps=8, stages=3, copied=True)
 CODES = Tile(m=128, c=256, b=128, warps=8, stages=3, copied=True)
 """For products of codes on sm_90."""
 CODES_SHORT = Tile(m=128, c=128, b=128, warps=4, stages=3, copied=True)
-"""For inner dimensions up to `SHORT`, and adapters of a rank above `HIGH`."""
+"""For inner dimensions up to `SHORT`."""
+CODES_HIGH = Tile(m=128, c=128, b=128, warps=8, stages=3, copied=True)
+"""For adapters of a rank above `HIGH`."""
 SMALL = Tile(m=64, c=128, b=32, warps=4, stages=3)
 """For the others, which may have 99 KiB."""
 SMALL_HIGH = Tile(m=64, c=128, b=32, warps=8, stages=3)
@@ -419,7 +421,7 @@ def grouped_codes(
     assert order_R is None or len(x) == 1
     _, outputs, inputs = weights[0][0].shape
     rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
-    tile = tile or (CODES_SHORT if inputs * len(x) <= SHORT or rank > HIGH else CODES)
+    tile = tile or (CODES_HIGH if rank > HIGH else CODES_SHORT if inputs * len(x) <= SHORT else CODES)
     table_T4 = tile_table(ends_E, rows, tile.m)
     y_RO = torch.empty(rows, outputs, dtype=dtype, device=ends_E.device)
     unused = y_RO if u_RL is None else u_RL
