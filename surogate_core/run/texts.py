@@ -290,17 +290,23 @@ class Watch:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]):
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._lead = list(prompt[-TAIL:])
-        self._before = self._decoded([])
+        self._lead = self._whole_characters(prompt[-TAIL:])
         self._reach = TAIL + max((len(s) for s in stop), default=0)
         self.ids: list[int] = []
         self._given = 0
         """Characters that `settled` has given."""
+        self._fixed, self._done = "", 0
+        """The text of the first tokens, which are not decoded again, and their number."""
+        self._before = self._lead
+        """The last tokens before the others."""
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        # After some tokens of the prompt: a tokenizer may drop the space before a text's first word.
-        whole = [*self._lead, *ids]
-        return str(self._tokenizer.decode(whole, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """The text of tokens after others: a tokenizer may drop the space before a text's first word."""
+        start, whole = self._decoded(before), self._decoded([*before, *ids])
+        return whole[len(start) :] if whole.startswith(start) else self._decoded(ids)
 
     def take(self, token: int) -> bool:
         """Add a token; whether a stop text is complete."""
@@ -311,10 +317,22 @@ class Watch:
         return any(stop in tail for stop in self._stop) and self._end(self._whole()) is not None
 
     def _whole(self) -> str:
-        text = self._decoded(self.ids)
-        if text.startswith(self._before):
-            return text[len(self._before) :]
-        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self._after(self._lead, self.ids)
+
+    def _grown(self) -> str:
+        """The same as `_whole`, decoding only the last tokens."""
+        text = self._fixed + self._after(self._before, self.ids[self._done :])
+        done = len(self.ids) - TAIL
+        if done - self._done >= TAIL and not text.endswith("\ufffd"):
+            fixed = self._fixed + self._after(self._before, self.ids[self._done : done])
+            before = self._whole_characters(self.ids[done - TAIL : done])
+            if fixed + self._after(before, self.ids[done:]) == text:
+                self._fixed, self._done, self._before = fixed, done, before
+        return text
+
+    def _whole_characters(self, ids: Sequence[int]) -> list[int]:
+        """The tokens without the first ones that are the rest of a character."""
+        return next((list(ids[n:]) for n in range(len(ids)) if "\ufffd" not in self._decoded(ids[n:])), [])
 
     def _end(self, text: str) -> int | None:
         return min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
@@ -328,7 +346,8 @@ class Watch:
         """What is new of the text, without an end that later tokens may change: the bytes of a character, or what may
         become a stop text. All of it once it has `ended`.
         """
-        text = self.text()
+        text = self._grown()
+        text = text[: self._end(text)]
         end = len(text)
         if not ended:
             end = len(text.rstrip("\ufffd"))
