@@ -33,6 +33,8 @@ BLOCK = 8
 """Steps between two looks at the tokens. While the host looks, the next block runs."""
 FEWEST = 16
 """Rows of the smallest step. Row counts are this times a power of two."""
+COMPILED_ROWS = 32
+"""Rows from which layers are compiled: fewer, such as those of a chat, should not wait for a compiler."""
 SHORTEST = 256
 """Positions of the shortest step. Lengths are powers of two, up to the slots' own."""
 SPARE = 4
@@ -208,7 +210,8 @@ class SteppedRunner:
         """Why steps are not captured, or None."""
         self._attention = CachedAttention(cache)
         self._table = with_own(weights.programs.kernels, attention=self._attention)
-        self._layers = Layers(weights, self._attention, compiled=assembly.settings.compiler == "inductor")
+        compiles = assembly.settings.compiler == "inductor"
+        self._layers = Layers(weights, self._attention, least_rows=COMPILED_ROWS if compiles else None)
         self._state = State(_rows(cache.slots), cache.slots, weights.device)
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._loaded: list[Running] = []

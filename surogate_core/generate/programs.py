@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +45,10 @@ class Layers:
 
     weights: Weights
     attention: CachedAttention
-    compiled: bool
-    """Whether programs are made by the run's compiler; otherwise operations run one by one."""
+    least_rows: int | None
+    """Fewest rows for which the run's compiler makes programs. With fewer, or None, operations run one by one."""
     table: KernelTable = field(init=False)
     """The kernels of programs."""
-    _programs: dict[Any, Function] = field(default_factory=dict)
-    """(signature of a layer, rows) → its program."""
     _by_key: dict[tuple[str, int], Function] = field(default_factory=dict)
     """(key of a piece, rows) → its program."""
 
@@ -60,7 +57,7 @@ class Layers:
 
     def of(self, rows: int | None) -> Iterator[Layer]:
         """The layers in order for this number of rows; None for any, which never compiles."""
-        if rows is None or not self.compiled:
+        if rows is None or self.least_rows is None or rows < self.least_rows:
             yield from self.weights.layers()
             return
         _active.append(self.attention)
@@ -73,9 +70,10 @@ class Layers:
         found = self._by_key.get((piece.key, rows))
         if found is None:
             key = (self.weights.programs.signature(piece), rows)
-            if key not in self._programs:
-                self._programs[key] = self._compile(piece, rows)
-            found = self._by_key[piece.key, rows] = self._programs[key]
+            known = self.weights.compiled
+            if key not in known:
+                known[key] = self._compile(piece, rows)
+            found = self._by_key[piece.key, rows] = known[key]
         return found
 
     def _compile(self, piece: Piece, rows: int) -> Function:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class Weights:
     programs: ProgramBuilder
     store: Store
     rows: RecipeRows | None
+    compiled: dict[Any, Function] = field(default_factory=dict)
+    """(signature of a layer, rows) → its program for generation, which all engines share."""
 
     @classmethod
     def of(cls, engine: Engine) -> Weights:

@@ -156,11 +156,14 @@ def test_one_traced_program_serves_prompts_steps_and_all_layers(shared):
     engine = opened(shared, slots=3)
     runner = engine._runner
     assert isinstance(runner, SteppedRunner)
-    runner._layers.compiled = True
+    runner._layers.least_rows = 16
     same(engine.generate(asked), opened(shared, stepped=False).generate(asked))
-    assert list({rows for _, rows in runner._layers._programs}) == [16]
-    assert len(runner._layers._programs) == 1
+    assert [rows for _, rows in shared.compiled] == [16]
     assert len(runner._layers._by_key) == 2
+    again = opened(shared, slots=5)
+    again._runner._layers.least_rows = 16
+    again.generate(asked[:1])
+    assert len(shared.compiled) == 1
 
 
 def test_prompts_are_prefilled_in_several_passes_and_shared(shared, monkeypatch):

@@ -49,8 +49,11 @@ def weights(
     return Weights.load(tiny.assembly(config, lora=adapters, packs=list(packs), **changes), source)
 
 
-def opened(made: Weights, *, slots: int = 6) -> NativeEngine:
-    return NativeEngine(made, RolloutSettings(slots=slots, context=400))
+def opened(made: Weights, *, slots: int = 6, compiled: bool = True) -> NativeEngine:
+    engine = NativeEngine(made, RolloutSettings(slots=slots, context=400))
+    if compiled and made.device.type == "cuda":
+        runner(engine)._layers.least_rows = 16
+    return engine
 
 
 def runner(engine: NativeEngine) -> SteppedRunner:
@@ -111,14 +114,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["operations", "compiled"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_graphs_give_the_bits_of_single_operations(name):
+def test_graphs_give_the_bits_of_steps_without(name, compiled):
     changes = dict(CASES[name])
     if "weight_format" in changes:
         module = import_module(f"surogate_quant_{changes['weight_format']}")
         changes["weight_format"] = built(module.surogate_weight_format())
     made = weights(packs=triton_packs(), dtype=torch.bfloat16, **GPU, **changes)
-    captured, eager = opened(made), opened(made)
+    captured, eager = opened(made, compiled=compiled), opened(made, compiled=compiled)
     runner(eager).eager = "a test"
     found = captured.generate(requests())
     assert runner(captured)._graphs
