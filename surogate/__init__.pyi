@@ -83,6 +83,7 @@ def sft(
     lora_alpha: float = ...,
     lora_dropout: float = ...,
     lora_dtype: Literal["fp32", "bf16"] = ...,
+    lora_init: Literal["default", "loftq"] = ...,
     lora_target_modules: list[str] = ...,
     lora_expert_rank: int | None = ...,
     train_router: bool = ...,
@@ -228,6 +229,8 @@ def sft(
         lora_alpha: The adapter's output is scaled by alpha / r.
         lora_dropout: Dropout probability of the inputs of the adapters.
         lora_dtype: Dtype in which the model computes with the adapter weights; their masters have `master_dtype`.
+        lora_init: Initial values of new adapters: default has A uniform and B zero, as PEFT; loftq approximates the
+            rounding errors of the frozen weights, so that the first step's model is closer to the unquantised one.
         lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`) or by group:
             `attention`, `mlp` (outside of attention and experts), `experts`; `all` is every projection.
         lora_expert_rank: Rank of the adapters of experts, with the same alpha / r as the others; null is
@@ -399,6 +402,7 @@ def pt(
     lora_alpha: float = ...,
     lora_dropout: float = ...,
     lora_dtype: Literal["fp32", "bf16"] = ...,
+    lora_init: Literal["default", "loftq"] = ...,
     lora_target_modules: list[str] = ...,
     lora_expert_rank: int | None = ...,
     train_router: bool = ...,
@@ -544,6 +548,8 @@ def pt(
         lora_alpha: The adapter's output is scaled by alpha / r.
         lora_dropout: Dropout probability of the inputs of the adapters.
         lora_dtype: Dtype in which the model computes with the adapter weights; their masters have `master_dtype`.
+        lora_init: Initial values of new adapters: default has A uniform and B zero, as PEFT; loftq approximates the
+            rounding errors of the frozen weights, so that the first step's model is closer to the unquantised one.
         lora_target_modules: Projections that get an adapter, by their names in the model (`q_proj`) or by group:
             `attention`, `mlp` (outside of attention and experts), `experts`; `all` is every projection.
         lora_expert_rank: Rank of the adapters of experts, with the same alpha / r as the others; null is

@@ -219,6 +219,13 @@ RULES: tuple[Rule, ...] = (
         fix="set adapter_path to the adapter that is to be trained on",
     ),
     Rule(
+        name="init_of_trained_adapter",
+        key="lora_init",
+        wrong=lambda v: v["lora_init"] != "default" and v["adapter_init_mode"] == "trainable",
+        message="gives new adapters their values, and `adapter_init_mode: trainable` continues to train one.",
+        fix="lora_init: default, or adapter_init_mode: merge",
+    ),
+    Rule(
         name="merge_without_lora",
         key="merge_adapter",
         wrong=lambda v: v["merge_adapter"] and not v["lora"],

@@ -185,6 +185,10 @@ class RunConfig:
     """Dropout probability of the inputs of the adapters."""
     lora_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the model computes with the adapter weights; their masters have `master_dtype`."""
+    lora_init: Literal["default", "loftq"] = "default"
+    """Initial values of new adapters: default has A uniform and B zero, as PEFT; loftq approximates the rounding errors
+    of the frozen weights, so that the first step's model is closer to the unquantised one.
+    """
     lora_target_modules: list[Name] = field(default_factory=lambda: ["all"])
     """Projections that get an adapter, by their names in the model (`q_proj`) or by group: `attention`, `mlp` (outside
     of attention and experts), `experts`; `all` is every projection.

@@ -19,13 +19,24 @@ from surogate_core.engine.weight_formats import plan_format
 from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, fold
 from surogate_core.hf.weights import ModelDir
 from surogate_core.run.assemble import ResolvedModel, adopts_checkpoint
+from surogate_core.run.error_start import started_from_errors
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 
 def weights_source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
-    """The source of the initial values: random numbers, or files with the adapter folded in."""
+    """The source of the initial values: random numbers, or files with the adapter folded in; and with `lora_init` the
+    rounding errors of the weights.
+    """
+    source = _source(config, registry, resolved, assembly)
+    has_start = resolved.adapter is not None and resolved.adapter.start is not None
+    if config.lora_init == "default" or assembly.lora is None or has_start:
+        return source
+    return started_from_errors(source, assembly)
+
+
+def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, assembly: Assembly) -> Source:
     settings, weight_format = assembly.settings, assembly.weight_format
     std = float(resolved.model.config.get("initializer_range") or 0.02)
     random = RandomSource(seed=config.train_seed, std=std, device=settings.device)

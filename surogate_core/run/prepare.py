@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Evaluation, Steps, TaskSpec
+from surogate_core.bundles import Evaluation, Recipe, Steps, TaskSpec, WeightFormat
 from surogate_core.config import sharing
 from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
@@ -32,6 +32,7 @@ from surogate_core.run.assemble import (
     resolve_lora,
     resolve_model,
     resolve_recipe,
+    resolve_weight_format,
     unused_note,
     weight_format_keys,
     weight_format_notes,
@@ -101,6 +102,7 @@ _LORA_KEYS = frozenset(
         "lora_alpha",
         "lora_dropout",
         "lora_dtype",
+        "lora_init",
         "lora_target_modules",
         "lora_expert_rank",
         "train_router",
@@ -108,10 +110,18 @@ _LORA_KEYS = frozenset(
 )
 
 
-def _lora_notes(config: RunConfig) -> list[str]:
-    """A note about keys of LoRA that are not at their defaults while all weights are trained."""
-    if config.lora:
+def _lora_notes(config: RunConfig, recipe: Recipe, weight_format: WeightFormat | None) -> list[str]:
+    """Notes about keys of LoRA that have no effect, and about adapters that make up for a rounded base."""
+    if config.lora and config.lora_init == "default":
         return []
+    if config.lora and weight_format is None and recipe.rounded is None:
+        return [f"lora_init={config.lora_init}: no effect, because nothing rounds the frozen weights."]
+    if config.lora:
+        base = f"in {weight_format.name}" if weight_format is not None else f"under recipe {recipe.name}"
+        return [
+            f"lora_init={config.lora_init}: the adapters start from the rounding errors of the base, so they belong "
+            f"to the base {base}. On the unquantised base the result is less accurate."
+        ]
     usual = RunConfig()
     found = [
         f.name for f in fields(config) if f.name in _LORA_KEYS and getattr(config, f.name) != getattr(usual, f.name)
@@ -137,7 +147,10 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     notes += [*expert_notes(config, resolved, recipe, device), *router_notes(config, resolved.model)]
     keys = weight_format_keys(config, registry, resolved.model)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
-    notes += [*sharing.notes(config), *_lora_notes(config)]
+    notes += [
+        *sharing.notes(config),
+        *_lora_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
+    ]
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
     contents = None
