@@ -276,6 +276,9 @@ CONTRADICTIONS = {
     "adapter_without_lora": ["adapter_path=x", "lora=false", "from_scratch=false"],
     "adapter_on_random_weights": ["adapter_path=x", "lora=true", "from_scratch=true"],
     "trainable_without_adapter": ["adapter_init_mode=trainable"],
+    "init_of_trained_adapter": [
+        *("lora=true", "lora_init=loftq", "adapter_path=x", "adapter_init_mode=trainable", "from_scratch=false")
+    ],
     "merge_without_lora": ["merge_adapter=true", "lora=false"],
     **{
         f"offload_{what}_with_cpu_training": [f"offload_{what}=true", "cpu_training=true"]
