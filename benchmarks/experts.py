@@ -25,16 +25,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from replays import Run, cpu_ms, gpu_ms, relative
 from torch import Tensor
 
 from surogate_core.dsl.trace import Compiler, Recompute, Signature, differentiate, without_gradients
@@ -44,7 +43,6 @@ from surogate_core.kernels import grouped
 from surogate_core.kernels.ops import swiglu
 from surogate_core.kernels.registry import KernelTable, references, using
 
-Run = Callable[[], Sequence[Tensor]]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -403,52 +401,6 @@ def cases(s: Setup, tiles: Sequence[str]) -> dict[str, Callable[[], Iterator[Var
 
 
 # --------------------------------------------------------------------------- measurement
-
-
-def gpu_ms(run: Run, repeats: int) -> float:
-    """The median of replays of a CUDA graph, each after the L2 cache was overwritten."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(repeats + 2):
-        flush.zero_()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-        if sum(times) > 2000:
-            break
-    del kept
-    return median(times[2:] or times)
-
-
-def cpu_ms(run: Run, repeats: int) -> float:
-    """The shortest of the repeats."""
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begun)
-    return 1e3 * min(times)
-
-
-def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative error of the tensors, in the Euclidean norm."""
-    return max(
-        float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-        for a, b in zip(found, expected, strict=True)
-    )
 
 
 def measure(

@@ -198,6 +198,47 @@ def test_what_it_takes(tensors: Callable[[], list[Tensor]], taken: bool) -> None
     assert decoding.takes(*tensors(), 4, 0.2) == taken
 
 
+@pytest.mark.gpu
+def test_a_captured_graph_follows_slots_and_positions() -> None:
+    """Steps of a decoding loop: one graph serves all lengths up to its bucket, split and whole."""
+    attend = kernel("slot_attention")
+    for rows in (3, 130):
+        q, k, v, keys, values, slots, positions = case([0] * rows, heads=8, kv_heads=8, context=1024, device="cuda")
+        keys.nan_to_num_()
+        values.nan_to_num_()
+        own = keys.clone(), values.clone()
+        attend(q, k, v, keys, values, slots, positions, 1024, 0.2)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = attend(q, k, v, keys, values, slots, positions, 1024, 0.2)
+        for step in (1, 255, 256, 700, 1023):
+            positions.copy_((torch.arange(rows) * 7 + step).clamp(max=1023))
+            slots.copy_(torch.randperm(rows))
+            q.normal_()
+            for cache, before in zip((keys, values), own, strict=True):
+                cache.copy_(before)
+            graph.replay()
+            expected = attend(q, k, v, own[0].clone(), own[1].clone(), slots, positions, 1024, 0.2)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_a_slot_far_into_a_large_cache() -> None:
+    """Elements behind the first 2³¹ are reached."""
+    context, kv_heads, features, slots = 32768, 8, 128, 70
+    keys, values = (
+        torch.zeros(slots, context, kv_heads, features, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    )
+    q, k, v = (random(1, h, features, seed=h, dtype=torch.bfloat16).cuda() for h in (16, kv_heads, kv_heads))
+    values[slots - 2] = 1.0
+    places = [torch.tensor([n], device="cuda") for n in (slots - 2, context - 1)]
+    found = kernel("slot_attention")(q, k, torch.ones_like(v), keys, values, *places, context, 0.1)
+    assert torch.equal(found, torch.ones_like(found))
+    assert torch.equal(keys[slots - 2, context - 1], k[0])
+    assert not keys[slots - 2, : context - 1].any()
+
+
 # --------------------------------------------------------------------------- sampling
 
 
