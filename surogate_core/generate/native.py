@@ -45,6 +45,8 @@ class NativeEngine:
         self._runner: Runner = FixedRunner(weights, self.cache) if on_cpu else SteppedRunner(weights, self.cache)
         self._prompts: list[tuple[int, ...]] = [()] * self.slots
         """For each slot the prompt whose keys and values it begins with."""
+        self._used, self._uses = [0] * self.slots, count(1)
+        """For each slot when it was given away last."""
         self._last = [torch.empty(0)] * self.slots
         """For each slot the last layer's output for the last token of that prompt."""
 
@@ -145,8 +147,10 @@ class NativeEngine:
         while waiting and free:
             index, request = waiting.popleft()
             prompt = request.prompt
-            slot = next((s for s in free if self._prompts[s] == prompt), free[-1])
+            # Otherwise the slot whose prompt is least likely to be continued.
+            slot = next((s for s in free if self._prompts[s] == prompt), min(free, key=self._used.__getitem__))
             free.remove(slot)
+            self._used[slot] = next(self._uses)
             if prompt in fills:
                 followers.append((slot, fills[prompt].slot))
             elif self._prompts[slot] != prompt:

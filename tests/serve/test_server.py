@@ -170,6 +170,26 @@ def test_clients_at_the_same_time_get_what_they_get_alone(live: Live) -> None:
     assert [together[number] for number in range(len(bodies))] == alone
 
 
+def test_conversations_that_take_turns_keep_their_beginnings(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+    prefill = NativeEngine._prefill
+
+    def noted(self: NativeEngine, fills: Any) -> Any:
+        starts.extend(fill.start for fill in fills)
+        return prefill(self, fills)
+
+    live.engine.forget()
+    monkeypatch.setattr(NativeEngine, "_prefill", noted)
+    talks = [[{"role": "user", "content": f"{word} " * 20}] for word in ("one", "two", "three")]
+    for talk in talks:
+        live.complete(messages=talk, max_tokens=2)
+    first, starts[:] = list(starts), []
+    for talk in talks:
+        live.complete(messages=[*talk, {"role": "assistant", "content": "a"}, *HELLO], max_tokens=2)
+    assert max(first) < 16
+    assert min(starts) >= 16
+
+
 def test_models_and_health(live: Live) -> None:
     status, found = live.ask("/v1/models")
     assert status == 200
