@@ -34,6 +34,12 @@ VERSION_BASE = "1.3"
 SCHEMA = "schema"
 """Name of the ConfigStore node with the schema's defaults, first in the primary config's defaults list."""
 
+HYDRAS_OWN = tuple(
+    f"~hydra/{group}"
+    for group in ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "env")
+)
+"""Leave out Hydra's own groups, which only `hydra.main` uses. Merging them takes a quarter of a composition's time."""
+
 
 class SurogateSearchPath(SearchPathPlugin):
     """Adds the config directories of the plugins; Hydra makes the instance itself."""
@@ -84,7 +90,8 @@ def compose_config(overrides: Sequence[str], registry: Registry) -> DictConfig:
     """Compose; raises `ConfigError` with Hydra's reason in one line."""
     with _prepared(registry), initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE, job_name="surogate"):
         try:
-            return compose(CONFIG_NAME, overrides=list(overrides))
+            own = any(override.lstrip("+~").startswith("hydra") for override in overrides)
+            return compose(CONFIG_NAME, overrides=[*overrides, *(() if own else HYDRAS_OWN)])
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError([problem_of(error)]) from error
 

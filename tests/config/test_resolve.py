@@ -174,6 +174,9 @@ def test_a_plain_composition_has_every_key(registry: Registry) -> None:
         "allow_editable": False,
     }
     assert values["monitor"]["jsonl"]["name"] == "jsonl"
+    # An option of Hydra's own needs the groups that a composition otherwise leaves out.
+    for own in ("hydra/job_logging=none", "+hydra.job.env_set.A=b", "hydra.run.dir=here"):
+        assert plain_values(compose_config(["monitor=[jsonl]", own], registry)) == values
 
 
 def test_a_bundle_without_an_option_file(load: Any, install_plugin: Any) -> None:
