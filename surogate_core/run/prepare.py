@@ -110,23 +110,28 @@ _LORA_KEYS = frozenset(
 )
 
 
-def _lora_notes(config: RunConfig, recipe: Recipe, weight_format: WeightFormat | None) -> list[str]:
-    """Notes about keys of LoRA that have no effect, and about adapters that make up for a rounded base."""
-    if config.lora and config.lora_init == "default":
-        return []
-    if config.lora and weight_format is None and recipe.rounded is None:
-        return [f"lora_init={config.lora_init}: no effect, because nothing rounds the frozen weights."]
+def _lora_notes(config: RunConfig) -> list[str]:
+    """A note about keys of LoRA that are not at their defaults while all weights are trained."""
     if config.lora:
-        base = f"in {weight_format.name}" if weight_format is not None else f"under recipe {recipe.name}"
-        return [
-            f"lora_init={config.lora_init}: the adapters start from the rounding errors of the base, so they belong "
-            f"to the base {base}. On the unquantised base the result is less accurate."
-        ]
+        return []
     usual = RunConfig()
     found = [
         f.name for f in fields(config) if f.name in _LORA_KEYS and getattr(config, f.name) != getattr(usual, f.name)
     ]
     return [f"{', '.join(found)}: no effect with lora=false."] if found else []
+
+
+def _init_notes(config: RunConfig, recipe: Recipe, weight_format: WeightFormat | None) -> list[str]:
+    """A note about adapters that make up for a rounded base."""
+    if not config.lora or config.lora_init == "default":
+        return []
+    if weight_format is None and recipe.rounded is None:
+        return [f"lora_init={config.lora_init}: no effect, because nothing rounds the frozen weights."]
+    base = f"in {weight_format.name}" if weight_format is not None else f"under recipe {recipe.name}"
+    return [
+        f"lora_init={config.lora_init}: the adapters start from the rounding errors of the base, so they belong to the "
+        f"base {base}. On the unquantised base the result is less accurate."
+    ]
 
 
 def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bool = True) -> Base:
@@ -149,7 +154,8 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
     notes += [
         *sharing.notes(config),
-        *_lora_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
+        *_lora_notes(config),
+        *_init_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
     ]
     notes += weight_format_notes(config, registry, resolved, device)
     notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]

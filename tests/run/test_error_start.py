@@ -19,7 +19,7 @@ from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import assemble, resolve_model
 from surogate_core.run.error_start import ErrorStart, low_rank
 from surogate_core.run.initial_weights import weights_source
-from surogate_core.run.prepare import _lora_notes
+from surogate_core.run.prepare import _init_notes
 
 SMALL = (
     "model=qwen3",
@@ -143,7 +143,7 @@ def test_notes_and_mistakes(installed: Registry, opened: Callable[..., tuple[Sou
     def notes(*overrides: str) -> list[str]:
         config = load_run_config([*SMALL, *overrides], config_file=None, registry=installed)
         _, assembly, _ = opened(*overrides)
-        return _lora_notes(config, assembly.recipe, assembly.weight_format)
+        return _init_notes(config, assembly.recipe, assembly.weight_format)
 
     assert notes() == ["lora_init=loftq: no effect, because nothing rounds the frozen weights."]
     assert notes("lora_init=default", "recipe=nvfp4") == []
