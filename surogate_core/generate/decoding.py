@@ -239,8 +239,10 @@ class SteppedRunner:
             begin = end
 
     def _prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
-        whole = [number for number, fill in enumerate(fills) if not fill.start]
-        parts = [number for number, fill in enumerate(fills) if fill.start]
+        # The reference of attention would form the scores of all pairs of tokens of a pass.
+        has_kernel = self.weights.programs.kernels.offers("attention", self.weights.parameters.dtype)
+        whole = [number for number, fill in enumerate(fills) if has_kernel and not fill.start]
+        parts = [number for number, fill in enumerate(fills) if not has_kernel or fill.start]
         passes = [*self._packed(fills, whole), *self._segmented(fills, parts)]
         xs = [self.weights.embedded(one.ids_N) for one in passes]
         tables = [tables_of(self.weights, one.positions_N, one.lasts_N, one.real_N) for one in passes]
@@ -253,7 +255,7 @@ class SteppedRunner:
         for one, x_ND in zip(passes, xs, strict=True):
             for number, rows in one.rows:
                 found[number].append(x_ND[rows])
-        return [torch.cat(tensors) for tensors in found]
+        return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in found]
 
     def _packed(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
         """Passes of whole prompts."""
@@ -293,7 +295,7 @@ class SteppedRunner:
         )
 
     def _segmented(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
-        """Passes of prompts whose first tokens are in their slots already."""
+        """Passes of prompts of which a part is in their slots already, or that are read from there."""
         segments = [(number, start) for number in chosen for start in fills[number].segments()]
         widest = max((k * (e + f) for calls in self.cache.layers for k, e, f in _shapes(calls)), default=1)
         size = max(1, SCORES // (self.cache.context * widest))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -143,6 +143,7 @@ class NativeEngine:
         """Put waiting requests into free slots. Equal prompts that follow each other share one prefill."""
         begun: list[Running] = []
         fills: dict[tuple[int, ...], Fill] = {}
+        empty: set[int] = set()
         followers: list[tuple[int, int]] = []
         while waiting and free:
             index, request = waiting.popleft()
@@ -152,12 +153,14 @@ class NativeEngine:
             free.remove(slot)
             self._used[slot] = next(self._uses)
             if prompt in fills:
+                empty.add(slot)
                 followers.append((slot, fills[prompt].slot))
             elif self._prompts[slot] != prompt:
-                source, shared = self._longest_shared(prompt, fills)
+                source, shared = self._longest_shared(prompt, empty)
                 if source != slot and shared:
                     self.cache.copy_prefix(source, slot, shared)
                 if shared < len(prompt):
+                    empty.add(slot)
                     fills[prompt] = Fill(slot=slot, ids=prompt, start=shared)
                 else:
                     self._last[slot] = self._last[source]
@@ -174,12 +177,14 @@ class NativeEngine:
             sequence.hidden_D = self._last[sequence.slot]
         return begun
 
-    def _longest_shared(self, prompt: tuple[int, ...], fills: Mapping[tuple[int, ...], Fill]) -> tuple[int, int]:
-        """(slot, number of first tokens that a prompt in it shares): all of them, or whole segments."""
+    def _longest_shared(self, prompt: tuple[int, ...], empty: Collection[int]) -> tuple[int, int]:
+        """(slot, number of first tokens that a prompt in it shares): all of them, or whole segments. `empty`: slots that
+        do not have theirs yet.
+        """
         best, most = 0, 0
         for slot, other in enumerate(self._prompts):
-            if other in fills:
-                continue  # not there yet
+            if not other or other[0] != prompt[0] or slot in empty:
+                continue
             if other == prompt:
                 return slot, len(prompt)
             pairs = zip(prompt[:-1], other, strict=False)
