@@ -178,8 +178,8 @@ class NativeEngine:
         return begun
 
     def _longest_shared(self, prompt: tuple[int, ...], empty: Collection[int]) -> tuple[int, int]:
-        """(slot, number of first tokens that a prompt in it shares): all of them, or whole segments. `empty`: slots that
-        do not have theirs yet.
+        """(slot, number of first tokens that a prompt in it shares): all of them, or whole segments. `empty`: slots
+        that do not have theirs yet.
         """
         best, most = 0, 0
         for slot, other in enumerate(self._prompts):
