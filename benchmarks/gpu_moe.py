@@ -6,7 +6,7 @@
 Random weights, documents of 2048 tokens, 32,768 tokens an optimizer step. Routing is uneven: of 128 experts the
 largest gets about 10 times the mean (shapes.py); the table says what was measured. Adapters have r=16 and stand on all
 projections, those of experts included, unless the line's name says otherwise. Every line is a process of its own, and
-the median of whole optimizer steps by CUDA events. Memory is what torch allocated, beside what `surogate plan`
+the median of whole optimizer steps by CUDA events. Memory is what torch reserved, beside what `surogate plan`
 predicts of it. The files are written again after every line, so a line that fails costs only itself.
 """
 
@@ -244,7 +244,7 @@ def imbalance(result: Any) -> list[float] | None:
 
 def markdown(found: Mapping[str, dict[str, Any]]) -> str:
     """The table."""
-    heads = ["line", "tok/s", "÷ ours in bf16", "ours ÷ this", "ms a step", "SOL", "peak", "plan", "device", "set-up"]
+    heads = ["line", "tok/s", "÷ ours in bf16", "ours ÷ this", "ms a step", "SOL", "reserved", "plan", "device", "set-up"]
     heads += ["imbalance least, mean, most", "loss first … last"]
     text = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
 
@@ -268,7 +268,7 @@ def markdown(found: Mapping[str, dict[str, Any]]) -> str:
             ratio(peer.like if peer else None, name),
             f"{row['milliseconds']:.1f}",
             f"{sol:.1%}" if sol else "",
-            *(size(row, field) for field in ("peak_gib", "predicted_gib", "device_gib")),
+            *(size(row, field) for field in ("reserved_gib", "predicted_gib", "device_gib")),
             f"{row['setup_seconds']:.1f} s",
             ", ".join(f"{v:.1f}" for v in row["imbalance"] or ()),
             f"{losses[0]:.3f} … {losses[-1]:.3f}",
