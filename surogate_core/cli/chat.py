@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,9 @@ from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
     from surogate_core.bundles import RolloutEngine, Sampling
+    from surogate_core.generate.weights import Weights
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.adapters import Adapters
     from surogate_core.run.generation import Prepared
 
 USAGE = """\
@@ -66,6 +71,8 @@ class Partner:
     sampling: Sampling
     context: int
     stop: tuple[str, ...] = ()
+    activate: Callable[[], None] | None = None
+    """Puts its adapter into the weights that it shares with others."""
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, text: str, *, most: int, shown: Callable[[str], None]) -> str:
@@ -94,6 +101,8 @@ class Partner:
             parts.append(part)
             shown(part)
 
+        if self.activate is not None:
+            self.activate()
         try:
             generate_texts(self.engine, self.prepared.tokenizer, [request], self.stop, shown=take)
         except KeyboardInterrupt:
@@ -135,48 +144,82 @@ def _partners(words: Words) -> list[Partner]:
     from surogate_core.bundles import RolloutSettings
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.cli.progress import shown_progress
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.data.chat import chat_of
     from surogate_core.events import Progress
-    from surogate_core.run.generation import named, prepare, quantised_note, with_adapter
+    from surogate_core.run.adapters import Adapters
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
-    ready = {}
+    ready, base = _ready(words, registry)
+    partners = []
+    with shown_progress() as progress:
+
+        def opened(word: str, prepared: Prepared) -> tuple[Weights, RolloutEngine]:
+            def told(task: str, done: int, total: int) -> None:
+                progress(Progress(task=f"{word}: {task}", done=done, total=total))
+
+            weights = prepared.load(registry, progress=told)
+            settings = RolloutSettings(slots=1, context=_context(words, prepared), frozen=True)
+            return weights, spec.open(weights, settings)
+
+        if base is not None:
+            weights, shared = opened(words.models[0], base)
+            adapters = Adapters(weights, ready)
+        for word, prepared in ready.items():
+            if base is None:
+                engine, activate = opened(word, prepared)[1], None
+            else:
+                engine, activate = shared, partial(_activate, adapters, shared, word)
+            partners.append(
+                Partner(
+                    name=word,
+                    prepared=prepared,
+                    engine=engine,
+                    sampling=sampling_of(words.sampling, prepared.sampling),
+                    context=_context(words, prepared),
+                    stop=tuple(words.lists.get("--stop", ())),
+                    activate=activate,
+                )
+            )
+    return partners
+
+
+def _context(words: Words, prepared: Prepared) -> int:
+    return int(min(words.counts.get("--context", CONTEXT), prepared.context))
+
+
+def _activate(adapters: Adapters, engine: RolloutEngine, word: str) -> None:
+    if adapters.activate(word):
+        engine.forget()
+
+
+def _ready(words: Words, registry: Registry) -> tuple[dict[str, Prepared], Prepared | None]:
+    """(the partners' models, the base that all of them share); notes about them are printed."""
+    from surogate_core.config.resolve import load_run_config
+    from surogate_core.data.chat import chat_of
+    from surogate_core.run.adapters import NotSharedError, prepare_beside
+    from surogate_core.run.generation import named, prepare, quantised_note, with_adapter
+
     adapters = words.lists.get("--adapter", [])
     if adapters and len(words.models) > 1:
         raise UserError("surogate chat --adapter: adapters are on one model. Fix: name one MODEL")
     chosen = {word: named(word) for word in words.models}
     if adapters:
         chosen = {adapter: with_adapter(words.models[0], adapter) for adapter in adapters}
-    for word, found in chosen.items():
-        config = load_run_config([*found.overrides, *words.overrides], registry=registry)
-        ready[word] = prepare(found, config, registry)
-        chat_of(ready[word].tokenizer)  # without a template there is no chat
-        for note in (*ready[word].notes, *quantised_note(word, found, ready[word], registry)):
+    configs = {
+        word: load_run_config([*found.overrides, *words.overrides], registry=registry) for word, found in chosen.items()
+    }
+    ready: dict[str, Prepared] = {}
+    base = None
+    if len(chosen) > 1 and adapters:
+        with suppress(NotSharedError):
+            base, ready = prepare_beside(named(words.models[0]), chosen, configs[adapters[0]], registry)
+    if base is None:
+        ready = {word: prepare(found, configs[word], registry) for word, found in chosen.items()}
+    for word, prepared in ready.items():
+        chat_of(prepared.tokenizer)  # without a template there is no chat
+        for note in (*prepared.notes, *quantised_note(word, chosen[word], prepared, registry)):
             print(f"note: {word}: {note}", file=sys.stderr)
-    partners = []
-    with shown_progress() as progress:
-        for word, prepared in ready.items():
-
-            def told(task: str, done: int, total: int, word: str = word) -> None:
-                progress(Progress(task=f"{word}: {task}", done=done, total=total))
-
-            weights = prepared.load(registry, progress=told)
-            context = int(min(words.counts.get("--context", CONTEXT), prepared.context))
-            engine = spec.open(weights, RolloutSettings(slots=1, context=context, frozen=True))
-            sampling = sampling_of(words.sampling, prepared.sampling)
-            partners.append(
-                Partner(
-                    name=word,
-                    prepared=prepared,
-                    engine=engine,
-                    sampling=sampling,
-                    context=context,
-                    stop=tuple(words.lists.get("--stop", ())),
-                )
-            )
-    return partners
+    return ready, base
 
 
 def talk(partners: Sequence[Partner], system: str | None, *, most: int) -> None:

@@ -25,12 +25,16 @@ from surogate_core.run.generation import Named, Prepared, prepare
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
+class NotSharedError(UserError):
+    """An adapter cannot share its base with others."""
+
+
 def prepare_beside(
     base: Named, adapters: Mapping[str, Named], config: RunConfig, registry: Registry
 ) -> tuple[Prepared, dict[str, Prepared]]:
     """(the base with room for the adapters of these names, each adapter's tokenizer and settings); no weight is read.
 
-    Raises `UserError` for an adapter that cannot share the base with others.
+    Raises `NotSharedError` for an adapter that cannot share the base with others.
     """
     prepared = prepare(base, config, registry)
     found, tops = {}, []
@@ -38,7 +42,7 @@ def prepare_beside(
         one = prepare(adapter, config, registry)
         tops.append(_only(one, name))
         if one.model.config != prepared.model.config:
-            raise UserError(
+            raise NotSharedError(
                 f"--adapter {name}: it was trained with other positions (rope_scaling or max_model_len) than the base "
                 f"has. Fix: serve it alone."
             )
@@ -53,7 +57,7 @@ def _only(prepared: Prepared, name: str) -> LoraAdapter:
     *below, top = prepared.resolved.adapter.stack
     if below or top.whole:
         why = "it was trained on top of another adapter" if below else f"it has the whole weight {top.whole[0]}"
-        raise UserError(f"--adapter {name}: {why}, so it cannot share the base with others. Fix: serve it alone.")
+        raise NotSharedError(f"--adapter {name}: {why}, so it cannot share the base with others. Fix: serve it alone.")
     return top
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from adapters import random_adapter
 
 from surogate_core.cli import chat
 from surogate_core.cli.main import main
 from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
+from surogate_core.run.generation import Prepared
 
 Call = Callable[..., tuple[str, str]]
 WORDS = ("device=cpu", "--max-new-tokens=5", "--temperature=0")
@@ -66,6 +68,27 @@ def test_several_models_answer_in_turn(call: Call, hf_dir: Path, model_copy: Pat
     out, _ = call("Hello", models=(hf_dir, model_copy))
     answer = call("Hello")[0].rstrip("\n")
     assert out.splitlines() == [f"[{hf_dir}]", answer, f"[{model_copy}]", answer]
+
+
+def test_adapters_side_by_side_share_their_base(
+    call: Call, hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (random_adapter(hf_dir, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
+    alone = [call("Hello", "Why?", words=("--adapter", str(path)))[0].splitlines() for path in (one, two)]
+    loads: list[str] = []
+    load = Prepared.load
+    monkeypatch.setattr(Prepared, "load", lambda *args, **values: loads.append("") or load(*args, **values))
+    out, _ = call("Hello", "Why?", words=("--adapter", str(one), "--adapter", str(two)))
+    assert len(loads) == 1
+    turns = [[f"[{one}]", alone[0][n], f"[{two}]", alone[1][n]] for n in range(2)]
+    assert out.splitlines() == [*turns[0], *turns[1]]
+    (two / "stacked_on").mkdir()
+    for file in one.iterdir():
+        (two / "stacked_on" / file.name).write_bytes(file.read_bytes())
+    loads.clear()
+    out, _ = call("Hello", words=("--adapter", str(one), "--adapter", str(two)))
+    assert len(loads) == 2, "an adapter on top of another one has a base of its own"
+    assert out.splitlines()[:2] == [f"[{one}]", alone[0][0]]
 
 
 def test_a_turn_that_one_model_cannot_take_is_taken_back_for_all(
