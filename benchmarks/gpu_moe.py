@@ -244,8 +244,8 @@ def imbalance(result: Any) -> list[float] | None:
 
 def markdown(found: Mapping[str, dict[str, Any]]) -> str:
     """The table."""
-    heads = ["line", "tok/s", "÷ ours in bf16", "ours ÷ this", "ms a step", "SOL", "reserved", "plan", "device", "set-up"]
-    heads += ["imbalance least, mean, most", "loss first … last"]
+    heads = ["line", "tok/s", "÷ ours in bf16", "ours ÷ this", "ms a step", "SOL", "reserved", "plan", "device"]
+    heads += ["set-up", "imbalance least, mean, most", "loss first … last"]
     text = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
 
     def ratio(a: str | None, b: str | None) -> str:
