@@ -6,7 +6,7 @@ Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S d
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,30 +24,7 @@ if TYPE_CHECKING:
 STATE_VERSION = 1
 
 
-class Rows(Protocol):
-    """Packed rows, as `collate` reads them."""
-
-    @property
-    def sequence_len(self) -> int:
-        """Tokens of a row, padding included."""
-
-    @property
-    def padding_id(self) -> int:
-        """The token of padding."""
-
-    @property
-    def max_documents(self) -> int:
-        """Largest number of documents in a row, padding included."""
-
-    @property
-    def weighted(self) -> bool:
-        """Whether micro-batches carry loss weights."""
-
-    def row(self, index: int) -> Row:
-        """Row `index`."""
-
-
-def collate(rows: Rows, indices: Sequence[int | None]) -> MicroBatch:
+def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
     """The concatenated rows as one micro-batch of host tensors; None is a row of padding only."""
     import torch
 

@@ -1,6 +1,6 @@
 """A loaded model that tasks are measured on: completions by a rollout engine, likelihoods by the model's forward.
 
-Shape suffixes: T tokens of a document.
+Shape suffixes: N tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import RolloutEngineSpec
 from surogate_core.data.packing import best_fit_decreasing
-from surogate_core.data.sampler import collate
-from surogate_core.data.shards import Row
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.generate.losses import Document, documents_of
@@ -55,31 +55,31 @@ class Likelihood:
     """Whether each token is the most probable one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Packed rows in memory, as `collate` reads them."""
-
-    pairs: Sequence[Pair]
-    bins: Sequence[Sequence[int]]
-    sequence_len: int
-    padding_id: int = 0
-    weighted: bool = False
-
-    @property
-    def max_documents(self) -> int:
-        """Largest number of documents in a row, padding included."""
-        return max(map(len, self.bins)) + 1
-
-    def row(self, index: int) -> Row:
-        """The documents of a bin."""
-        some = [self.pairs[i] for i in self.bins[index]]
-        ids = [(*pair.context, *pair.continuation) for pair in some]
-        weights = [[0.0] * len(pair.context) + [1.0] * len(pair.continuation) for pair in some]
-        return Row(
-            input_ids=np.concatenate([np.array(one, np.int32) for one in ids]),
-            weights=np.concatenate([np.array(one, np.float32) for one in weights]),
-            lengths=tuple(map(len, ids)),
-        )
+def _batch(pairs: Sequence[Pair], size: int, borders: int) -> MicroBatch:
+    """The pairs end to end, with padding up to `size` tokens. The last token of each is a label alone."""
+    ids_N, labels_N = np.zeros(size, np.int64), np.full(size, IGNORE_LABEL, np.int64)
+    positions_N, ends = np.zeros(size, np.int32), [0]
+    for pair in pairs:
+        whole, at = (*pair.context, *pair.continuation), ends[-1]
+        end = at + len(whole) - 1
+        ids_N[at:end] = whole[:-1]
+        labels_N[at + len(pair.context) - 1 : end] = pair.continuation
+        ends.append(end)
+    tokens = ends[-1]
+    for begin, end in zip(ends, [*ends[1:], size], strict=True):
+        positions_N[begin:end] = np.arange(end - begin)
+    cu_seqlens = np.full(borders, size, np.int32)
+    cu_seqlens[: len(ends)] = ends
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids_N),
+        labels=torch.from_numpy(labels_N),
+        positions=torch.from_numpy(positions_N),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_seqlen=size,
+        tokens=tokens,
+        label_tokens=sum(len(pair.continuation) for pair in pairs),
+        real=torch.from_numpy(np.arange(size) < tokens),
+    )
 
 
 class Subject:
@@ -157,20 +157,20 @@ class Subject:
         """(number of a pair, its sums)."""
         if not pairs:
             return []
-        lengths = [len(pair.context) + len(pair.continuation) for pair in pairs]
+        lengths = [len(pair.context) + len(pair.continuation) - 1 for pair in pairs]
         longest = max(lengths)
         if longest > self.prepared.context:
             name, end = pairs[lengths.index(longest)].name, int(self.prepared.context)
             raise UserError(
-                f"{name}: has {longest:,} tokens, and the model's positions end at {end:,}. "
+                f"{name}: has {longest:,} tokens before its last one, and the model's positions end at {end:,}. "
                 f"Fix: shorten it, fewer --shots, or stretch the model with rope_scaling and max_model_len."
             )
         size = max(longest, min(sum(lengths), TOKENS.get(self.weights.device.type, 512)))
         size = -(-size // ALIGNED) * ALIGNED
         bins = best_fit_decreasing(lengths, size)
-        rows = _Rows(pairs=pairs, bins=bins, sequence_len=size)
+        borders = max(map(len, bins)) + 2
+        batches = (_batch([pairs[index] for index in some], size, borders) for some in bins)
         found: list[tuple[int, Document]] = []
-        batches = (collate(rows, [number]) for number in range(len(bins)))
         for number, documents in enumerate(documents_of(self.weights, batches)):
             refuse_nan(self.name, self.weights, documents)
             found += zip(bins[number], documents, strict=True)

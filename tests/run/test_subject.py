@@ -16,7 +16,7 @@ from surogate_core.run import subject as module
 from surogate_core.run.generation import named, prepare
 from surogate_core.run.subject import Pair, Subject
 
-LENGTHS = ((1, 1), (5, 3), (40, 7), (2, 60), (30, 30), (90, 20))
+LENGTHS = ((1, 1), (5, 3), (40, 7), (2, 60), (30, 30), (90, 20), (200, 57))
 """(tokens of the context, of the continuation)."""
 
 
@@ -51,8 +51,10 @@ def test_likelihoods_are_those_of_transformers(
         assert [one.greedy for one in found] == [greedy for _, greedy in expected]
         assert [one.logprob for one in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert subject.likelihoods([]) == []
-    with pytest.raises(UserError, match="r:9: has 257 tokens, and the model's positions end at 256"):
-        subject.likelihoods([*pairs, Pair(name="r:9", context=(1,) * 200, continuation=(2,) * 57)])
+    with pytest.raises(
+        UserError, match="r:9: has 257 tokens before its last one, and the model's positions end at 256"
+    ):
+        subject.likelihoods([*pairs, Pair(name="r:9", context=(1,) * 200, continuation=(2,) * 58)])
 
 
 def test_weights_that_are_no_numbers_are_named(model_copy: Path, installed: Registry) -> None:

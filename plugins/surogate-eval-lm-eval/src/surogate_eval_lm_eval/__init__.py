@@ -1,0 +1,30 @@
+"""Surogate plugin: the tasks of lm-eval (the Language Model Evaluation Harness)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from surogate_core import bundles, hookimpl
+
+SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_evaluator() -> bundles.EvaluatorSpec:
+    """The tasks of lm-eval."""
+    return bundles.EvaluatorSpec(name="lm-eval", open=_open)
+
+
+def _open(tasks: Sequence[str], settings: bundles.EvalSettings) -> bundles.Evaluator:
+    from surogate_core.errors import MachineError
+
+    try:
+        import lm_eval  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"--tasks lm-eval:{tasks[0]}: the package {error.name} is not installed. "
+            f"Fix: pip install 'surogate-eval-lm-eval[harness]'"
+        ) from error
+    from surogate_eval_lm_eval.evaluator import HarnessTasks
+
+    return HarnessTasks(tasks, settings)
