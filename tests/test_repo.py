@@ -479,9 +479,11 @@ def test_the_front_door_requires_every_plugin_by_default_or_by_an_extra():
     sources, project = project["tool"]["uv"]["sources"], project["project"]
     required = {extra: {re.match(r"[\w-]+", r)[0] for r in found} for extra, found in requirements(project).items()}
     trackers = {p.name for p in PLUGINS if p.name.endswith(("-mlflow", "-tensorboard", "-trackio", "-wandb"))}
+    evals = {"surogate-eval-lm-eval"}
     assert required["trackers"] == trackers
-    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - trackers
-    assert sources.keys() == required[""] | trackers
+    assert required["evals"] == evals
+    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - trackers - evals
+    assert sources.keys() == required[""] | trackers | evals
     assert (ROOT / "core" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 

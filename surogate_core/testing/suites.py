@@ -30,6 +30,7 @@ _MODULES = {
     "offload": "offloaders",
     "rollout": "rollouts",
     "export": "exports",
+    "eval": "evaluators",
     "launcher": "launchers",
     "fabric": "fabrics",
 }
