@@ -58,8 +58,11 @@ class SurogateLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
         """Token ids; a text that has the first special token already gets no other one."""
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+            add_special_tokens = not string.startswith(self._text([self.prefix_token_id]))
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+    def _text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation."""
@@ -138,8 +141,8 @@ class SurogateLM(TemplateLM):
             sampling=Sampling(**{"temperature": 0.0, **sampling}, seed=self.seed),
             stop=tuple(until),
         )
-        stops = [*until, self.tokenizer.decode(self.eot_token_id)]
+        stops = [*until, self._text([self.eot_token_id])]
         return [
-            postprocess_generated_text(self.tokenizer.decode(text.ids, skip_special_tokens=True), stops, None)
+            postprocess_generated_text(self._text(text.ids, skip_special_tokens=True), stops, None)
             for text in self.subject.complete(prompts, wanted)
         ]
