@@ -71,6 +71,17 @@ def _stores(fabric: Fabric) -> list[Tensor]:
     return [*found, shard]
 
 
+def test_parts_are_one_tensor_only_within_one_allocation() -> None:
+    whole = torch.arange(8, dtype=torch.float32)
+    found = groups._as_one(whole.split(4))
+    assert found is not None
+    assert torch.equal(found, whole)
+    memory = bytearray(32)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=4, offset=offset) for offset in (0, 16)]
+    assert apart[1].data_ptr() == apart[0].data_ptr() + apart[0].nbytes
+    assert groups._as_one(apart) is None
+
+
 def test_nccl_registers_no_buffers_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user wants it: with torch's expandable segments a replay hangs."""
     seen = []
