@@ -30,6 +30,7 @@ from os import PathLike
 from typing import Any, Literal, TypeAlias
 
 from surogate_core.api.evaluation import evaluate as evaluate
+from surogate_core.api.exporting import export as export
 from surogate_core.api.generation import generate as generate
 from surogate_core.api.results import Evaluation as Evaluation
 from surogate_core.api.results import Paths as Paths

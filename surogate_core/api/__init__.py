@@ -4,8 +4,22 @@ Importing this package imports neither torch nor Hydra.
 """
 
 from surogate_core.api.evaluation import evaluate
+from surogate_core.api.exporting import export
 from surogate_core.api.generation import generate
 from surogate_core.api.results import Evaluation, Paths, Report, Run, Sample, load
 from surogate_core.api.training import pt, sft, train
 
-__all__ = ["Evaluation", "Paths", "Report", "Run", "Sample", "evaluate", "generate", "load", "pt", "sft", "train"]
+__all__ = [
+    "Evaluation",
+    "Paths",
+    "Report",
+    "Run",
+    "Sample",
+    "evaluate",
+    "export",
+    "generate",
+    "load",
+    "pt",
+    "sft",
+    "train",
+]

@@ -174,6 +174,12 @@ class Run:
         merge(base_model, self.path, target, families=model_families)
         return target
 
+    def export(self, to: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the result as another program's file; the options are those of `surogate.export`."""
+        from surogate_core.api.exporting import export
+
+        return export(self.path, to, **options)
+
     def report(self) -> Report:
         """Write the report anew, from what the run has recorded until now."""
         from surogate_core.report.write import write_report

@@ -29,7 +29,7 @@ PEERS_COMMANDS = {
     "preprocess": "tokenize",
     **dict.fromkeys(("infer", "inference", "predict", "complete"), "generate"),
     "evaluate": "eval",
-    **dict.fromkeys(("push", "upload", "push_to_hub", "convert", "gguf"), "export"),
+    **dict.fromkeys(("push", "upload", "push_to_hub", "convert"), "export"),
 }
 """Name of a command in other trainers → its name here."""
 

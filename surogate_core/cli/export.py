@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from surogate_core.cli.words import Flags, Words
-from surogate_core.errors import ConfigError, Problem, UserError
+from surogate_core.errors import UserError
 from surogate_core.files.runs import latest_run, run_directory
-
-if TYPE_CHECKING:
-    from surogate_core.bundles import ExportFormat
 
 USAGE = """\
 usage: surogate export [RUN] --to hub://USER/NAME [--public] [--base-model HUB_ID] [--overwrite] [--dry-run]
@@ -97,7 +93,7 @@ def _convert(name: str, argv: Sequence[str]) -> int:
     from surogate_core.cli.progress import shown_progress
     from surogate_core.events import Progress
     from surogate_core.files.atomic import human_bytes
-    from surogate_core.run.conversion import convert, format_of, place_of
+    from surogate_core.run.conversion import convert, format_of, options_of, place_of
 
     logs.configure()
     keys = [word for word in argv if "=" in word and not word.startswith("-")]
@@ -116,7 +112,8 @@ def _convert(name: str, argv: Sequence[str]) -> int:
     if not target or "://" in target:
         what = f"--to {target}: only files and directories are known" if target else "--to missing"
         raise UserError(f"{flags.command}: {what}. Fix: --to FILE{spec.suffix}")
-    options = _options(spec, words, own)
+    values = {field: words.texts[flag] for field, flag in own.items() if flag in words.texts}
+    options = options_of(spec, values | {field: own[field] in words.switches for field in switches}, prefix="--")
     with shown_progress() as progress:
 
         def told(done: int, total: int) -> None:
@@ -143,19 +140,6 @@ def _model_of(words: Words, command: str) -> str:
     if len(words.models) > 1:
         raise UserError(f"{command}: {' and '.join(words.models)}: one model at a time. Fix: keep one")
     return words.models[0] if words.models else str(latest_run(command=command))
-
-
-def _options(spec: ExportFormat, words: Words, own: dict[str, str]) -> Any:
-    """The format's options, from its flags."""
-    from surogate_core.config.typed import Builder
-
-    values: dict[str, Any] = {field: words.texts[flag] for field, flag in own.items() if flag in words.texts}
-    values.update({field: True for field, flag in own.items() if flag in words.switches})
-    builder = Builder(lambda key: "", lambda key, known: Problem(key=key, message="is not known."))
-    found = builder.dataclass(spec.options, values, "--")
-    if found is None:
-        raise ConfigError(builder.problems)
-    return found
 
 
 def _push(words: _Words, export: Path, target: str) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from surogate_core.bundles import ExportFormat, ExportJob
+from surogate_core.bundles.options import field_types
 from surogate_core.config.resolve import load_run_config
+from surogate_core.config.typed import Builder
 from surogate_core.dsl.experts import expanded
 from surogate_core.engine.pieces import distinct, pieces
-from surogate_core.errors import UserError
+from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.files import atomic
 from surogate_core.files.runs import run_directory
 from surogate_core.hf.lora_files import fold
@@ -23,6 +26,7 @@ from surogate_core.run.merge import merge_warnings
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from surogate_core.config.yamlfile import Source
     from surogate_core.plugins.registry import Registry
 
 PARTS = ("model", "adapter", "merged")
@@ -46,6 +50,31 @@ def format_of(registry: Registry, name: str) -> ExportFormat:
         missing = registry.explain_missing("export", name, known)
         raise UserError(f"--format {name}: {missing.message} Fix: {missing.fix or 'hf, or a format of a plugin'}")
     found: ExportFormat = registry.get("export", name)
+    return found
+
+
+def format_by_suffix(registry: Registry, file: Path) -> ExportFormat:
+    """The export format whose files end as a file's name does; raises `UserError` if there is none."""
+    known: Mapping[str, ExportFormat] = registry.all("export")
+    found = [spec for spec in known.values() if spec.suffix == file.suffix]
+    if len(found) != 1:
+        names = ", ".join(f'"{name}" ({spec.suffix})' for name, spec in known.items()) or "none is installed"
+        raise UserError(f"{file}: does not tell the format. Fix: set `format`: {names}")
+    return found[0]
+
+
+def options_of(spec: ExportFormat, values: Mapping[str, Any], *, prefix: str = "") -> Any:
+    """An instance of the format's options; raises `ConfigError`, whose keys begin with `prefix`."""
+    known = [f"{prefix}{name}" for name in field_types(spec.options)]
+
+    def unknown(key: str, names: Iterable[str]) -> Problem:
+        near = get_close_matches(key, known, n=1)
+        return Problem(key=key, message=f"is no option of {spec.name}.", fix=near[0] if near else ", ".join(known))
+
+    builder = Builder(lambda key: "", unknown)
+    found = builder.dataclass(spec.options, values, prefix)
+    if found is None:
+        raise ConfigError(builder.problems)
     return found
 
 
@@ -77,15 +106,18 @@ def convert(
     *,
     adapter: str | None = None,
     overrides: Sequence[str] = (),
+    config_file: Source | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Converted:
     """Write the model that a word names, with its adapters folded in, as the file `place`.
 
-    A former file stays until the new one is complete. `overrides`: keys of a run, as for `surogate generate`.
-    `progress` receives the bytes written and in total. Raises `UserError` or `MachineError`.
+    A former file stays until the new one is complete. `overrides` and `config_file`: keys of a run, as for
+    `surogate generate`. `progress` receives the bytes written and in total. Raises `UserError` or `MachineError`.
     """
-    found = with_adapter(word, adapter) if adapter is not None else named(word)
-    prepared = prepare(found, load_run_config([*found.overrides, *overrides], registry=registry), registry)
+    found = with_adapter(word, adapter) if adapter is not None else named(word, command="surogate export")
+    prepared = prepare(
+        found, load_run_config([*found.overrides, *overrides], config_file=config_file, registry=registry), registry
+    )
     with atomic.replaced_file(place, what="--to", fix="choose another place") as file:
         job = _job(prepared, name=title_of(adapter or word), file=file, place=place, progress=progress)
         done = spec.write(job, options)

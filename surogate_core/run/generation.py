@@ -67,8 +67,11 @@ def with_adapter(word: str, adapter: str) -> Named:
     return replace(base, stack=tuple(stack), files=used, notes=notes)
 
 
-def named(word: str) -> Named:
-    """A Hugging Face directory, a run, a checkpoint with an adapter, an adapter, or a hub id."""
+def named(word: str, *, command: str = "surogate generate") -> Named:
+    """A Hugging Face directory, a run, a checkpoint with an adapter, an adapter, or a hub id.
+
+    `command`: the one that takes ``--adapter``, for a message.
+    """
     path = run_directory(word)
     if not path.is_dir():
         if path.exists() or not is_hub_id(word.partition("@")[0]):
@@ -80,9 +83,7 @@ def named(word: str) -> Named:
             return Named(overrides=(f"model={encode(str(place))}",), files=place)
     stack, used = open_trained(path, key="model")
     top = stack[-1]
-    repo, revision = named_base(
-        own_base(top, used, fix=f"surogate generate BASE --adapter {word}, with its base as BASE")
-    )
+    repo, revision = named_base(own_base(top, used, fix=f"{command} BASE --adapter {word}, with its base as BASE"))
     overrides = [f"model={encode(repo)}"]
     if not Path(repo).expanduser().is_dir() and (revision or top.base_commit):
         overrides.append(f"model.revision={encode(str(revision or top.base_commit))}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from surogate_export_gguf.modelfile import Frame, modelfile
-from surogate_export_gguf.vocabulary import Vocabulary
+from surogate_export_gguf.vocabulary import Vocabulary, _unmarked
 
 from surogate_core.bundles import ExportJob, Sampling
 from surogate_core.data.chat import chat_of
@@ -140,6 +140,17 @@ def job_of(tokenizer: Any, place: Path) -> ExportJob:
         file=place,
         place=place,
     )
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES.values() if "generation" in t])
+def test_marks_of_what_is_trained_have_no_effect(template: str) -> None:
+    """Programs other than transformers do not know them."""
+    marked, plain = with_template(template), with_template(_unmarked(template))
+    assert "endgeneration" not in plain.chat_template
+    conversation = messages(False, 3)
+    for prompted in (False, True):
+        texts = [chat_of(t).render(conversation, add_generation_prompt=prompted) for t in (marked, plain)]
+        assert texts[0] == texts[1]
 
 
 def test_the_file(tmp_path: Path) -> None:

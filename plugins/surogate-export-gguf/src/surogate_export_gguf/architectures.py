@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 
 from surogate_core.bundles import ExportJob
-from surogate_core.dsl.rope import Rope, longest_covered
+from surogate_core.dsl.rope import Rope
 from surogate_core.errors import UserError
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -131,8 +131,7 @@ class Architecture:
         config = self.config
         writer.add_vocab_size(self.vocab_size)
         writer.add_block_count(self.layers)
-        if (longest := longest_covered(config)) < 2**31:
-            writer.add_context_length(int(longest))
+        writer.add_context_length(self._context())
         writer.add_embedding_length(int(config["hidden_size"]))
         writer.add_feed_forward_length(int(config["intermediate_size"]))
         writer.add_head_count(self.heads)
@@ -146,6 +145,12 @@ class Architecture:
             writer.add_expert_used_count(int(config["num_experts_per_tok"]))
             writer.add_expert_feed_forward_length(int(config["moe_intermediate_size"]))
         self._add_rope(writer)
+
+    def _context(self) -> int:
+        """Tokens of the longest sequence. Some models with yarn state the positions before it."""
+        positions, parameters = int(self.config["max_position_embeddings"]), self.rope.parameters
+        original, factor = (parameters.get(key) for key in ("original_max_position_embeddings", "factor"))
+        return max(positions, int(original * factor)) if self.rope.kind == "yarn" and original and factor else positions
 
     def _add_rope(self, writer: gguf.GGUFWriter) -> None:
         rope, parameters = self.rope, self.rope.parameters

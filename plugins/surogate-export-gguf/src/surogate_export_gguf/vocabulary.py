@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,5 +154,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _template(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]] | None:
     found = tokenizer.chat_template
     if isinstance(found, dict):
-        return [{"name": name, "template": template} for name, template in found.items()]
-    return found or None
+        return [{"name": name, "template": _unmarked(template)} for name, template in found.items()]
+    return _unmarked(found) if found else None
+
+
+def _unmarked(template: str) -> str:
+    """The template without marks of what is trained, which only transformers knows; they are blocks without effect."""
+    template = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", template)
+    return re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", template)

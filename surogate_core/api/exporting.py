@@ -1,0 +1,42 @@
+"""`export`: a model as another program's file, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from surogate_core.api.process import contained, plain
+
+
+def export(
+    model: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    keys: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write a model as one file, with its adapters folded in: ``surogate.export(run.path, "shop.gguf", type="q8_0")``.
+
+    `model`: a directory, a run, a checkpoint, an adapter or a hub id. `to`: the file, or a directory to write it in.
+    `format`: without it the one whose files end as `to` does.
+    `adapter`: an adapter, a run or a checkpoint to fold in, where that is not part of `model`. `keys`: keys of the
+    configuration, such as ``{"rope_scaling": "yarn"}``. `options`: those of the format. Returns the file. Raises
+    `UserError` or `MachineError`.
+    """
+    with contained():
+        from surogate_core.cli.arguments import Arguments, registry_for
+        from surogate_core.config.yamlfile import with_keywords
+        from surogate_core.run.conversion import convert, format_by_suffix, format_of, options_of, place_of
+
+        source = with_keywords(None, {key: plain(value) for key, value in (keys or {}).items()})
+        registry = registry_for(Arguments(config_file=source))
+        spec = format_of(registry, format) if format is not None else format_by_suffix(registry, Path(to))
+        word = os.fspath(model)
+        chosen = options_of(spec, {name: plain(value) for name, value in options.items()})
+        place = place_of(os.fspath(to), spec, word)
+        top = None if adapter is None else os.fspath(adapter)
+        return convert(word, spec, chosen, place, registry, adapter=top, config_file=source).file
