@@ -85,6 +85,7 @@ def test_nothing_that_fits_is_the_smallest_and_an_unknown_room_the_fastest(load:
     assert settled(config, installed, resolved, room=None, borders=8) == fastest(config)
 
 
+@pytest.mark.slow_cases("qwen2", "llama")
 @pytest.mark.parametrize("model", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("method", ["lora=true", "lora=false"])
 def test_the_bound_is_above_the_prediction(load: Load, installed: Registry, model: str, method: str) -> None:

@@ -53,7 +53,8 @@ def test_every_checkpoint_continues_bit_identically(
     keys = [*base, *mode, "save_steps=1", "save_total_limit=9", "eval_steps=2", "lr_scheduler_type=cosine"]
     run_here(tmp_path / "whole", *keys)
     whole = tmp_path / "whole" / "checkpoint-6"
-    for step in (1, 2, 5):
+    # At an evaluation and between two.
+    for step in (2, 5):
         copy = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"from-{step}"))
         for path in copy.glob("checkpoint-*"):
             if int(path.name.removeprefix("checkpoint-")) > step:

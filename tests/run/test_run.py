@@ -36,8 +36,8 @@ def test_two_runs_are_bit_identical(
     assert history(tmp_path / "a") == history(tmp_path / "b")
     for directory in ("checkpoint-6", "adapter" if mode else "model"):
         assert digests(tmp_path / "a" / directory) == digests(tmp_path / "b" / directory)
-    assert run_here(tmp_path / "c", *base, *mode, "train_seed=7") == 0
-    assert history(tmp_path / "c") != history(tmp_path / "a")
+    assert run_here(tmp_path / "c", *base, *mode, "train_seed=7", "max_steps=1") == 0
+    assert history(tmp_path / "c")[0] != history(tmp_path / "a")[0]
 
 
 def test_held_out_loss_falls_on_the_embedded_default(
@@ -49,7 +49,7 @@ def test_held_out_loss_falls_on_the_embedded_default(
         f"datasets=[{{path: '{data}/train.jsonl', type: conversation, samples: 1000}}]",
         f"validation_datasets=[{{path: '{data}/validation.jsonl', type: conversation, samples: 60}}]",
         f"tokenizer='{data}/tokenizer'",
-        "max_steps=50",
+        "max_steps=30",
         "eval_steps=0",
         "monitor=[jsonl]",
         "device=cpu",
@@ -58,7 +58,7 @@ def test_held_out_loss_falls_on_the_embedded_default(
     run_here(tmp_path, *keys, "model.config.num_hidden_layers=2", "model.config.hidden_size=64")
     first, last = (line["loss"] for line in records(tmp_path, "eval_end"))
     assert first == pytest.approx(math.log(1024), abs=0.2)
-    assert last < first - 2.5
+    assert last < first - 2
 
 
 # ------------------------------------------------------------------------- what is written
