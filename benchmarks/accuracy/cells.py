@@ -31,12 +31,22 @@ class Cell:
         return f"{self.row.replace(' ', '_').replace(',', '')}-s{self.seed}"
 
 
+SEARCHED: Mapping[str, Any] = {"name": "nvfp4", "frozen_blocks": "1x16", "search_scales": True}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "bf16 nvfp4, first 2 and last 2 layers bf16": {
+    "bf16 nvfp4, first 2 and last 2 layers in bf16": {
         "recipe": "nvfp4", "skip_quant_first_layers": 2, "skip_quant_last_layers": 2,
     },
+    "bf16 nvfp4, blocks of 1x16": {"recipe": {"name": "nvfp4", "frozen_blocks": "1x16"}},
+    "bf16 nvfp4, blocks of 1x16, searched": {"recipe": SEARCHED},
+    "bf16 nvfp4, LoftQ": {"recipe": "nvfp4", "lora_init": "loftq"},
+    "bf16 nvfp4, blocks of 1x16, searched, LoftQ": {"recipe": SEARCHED, "lora_init": "loftq"},
+    "nf4 bf16, LoftQ": {"recipe": "bf16", "qlora_format": "nf4", "lora_init": "loftq"},
+    "nvfp4 bf16, searched": {"recipe": "bf16", "qlora_format": "nvfp4", "qlora_search_scales": True},
+    "nvfp4 bf16, searched, LoftQ": {
+        "recipe": "bf16", "qlora_format": "nvfp4", "qlora_search_scales": True, "lora_init": "loftq",
+    },
 }  # fmt: skip
-"""Ways out for nvfp4: line of the table → its keys."""
+"""Ways to lose less: line of the table → its keys."""
 
 
 def cells(groups: Sequence[str] = GROUPS, seeds: Sequence[int] = SEEDS) -> Iterator[Cell]:

@@ -14,10 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from accuracy import cells, corpus, data, finetune, parcel, pretrain, problems, table
+import torch
+from accuracy import cells, corpus, data, finetune, parcel, pretrain, problems, rounding, table
 
 from surogate_core.files.metrics import METRICS
+from surogate_core.formats.nvfp4 import quantise
+from surogate_core.generate.losses import Document
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,6 +148,7 @@ def test_cells_have_names_and_keys_of_their_own() -> None:
     assert len({cell.name for cell in found}) == len(found)
     assert len([cell for cell in found if cell.group == "lora"]) == 4 * 3 * 3
     assert all(re.fullmatch(r"[\w.-]+", cell.name) for cell in found)
+    assert {cell.row for cell in found if cell.group == "options"} == set(cells.OPTIONS)
     (own,) = (cell for cell in found if cell.row == "nf4 nvfp4" and cell.seed == 2)
     assert dict(own.keys) == {"recipe": "nvfp4", "qlora_format": "nf4"}
 
@@ -212,6 +217,29 @@ def test_a_parcel_comes_back_and_a_damaged_one_does_not(tmp_path: Path) -> None:
     assert not (tmp_path / "third").exists()
 
 
+def test_the_reference_in_float64_has_the_values_of_the_format() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(48, 64, generator=generator) * torch.exp2(
+        torch.randint(-6, 4, (48, 1), generator=generator).float()
+    )
+    x[:16, :16] = 0
+    for square in (False, True):
+        found = quantise(x, square=square, four_over_six=True)
+        theirs = rounding.reference(x.double().numpy(), height=16 if square else 1)
+        np.testing.assert_allclose((found.blocks(48, 64) * found.decode).numpy(), theirs, rtol=1e-5, atol=1e-12)
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 7.0])
+    assert rounding.nearest(rounding.E2M1, ties).tolist() == [0, 1, 1, 2, 2, 4, 4, -4, 6]
+
+
+def test_differences_are_over_pairs_of_documents() -> None:
+    exact = [Document(loss=loss, weight=2.0, tokens=2, hits=0) for loss in (2.0, 8.0, 20.0)]
+    shifted = [Document(loss=one.loss + 0.2, weight=2.0, tokens=2, hits=0) for one in exact]
+    found = rounding.difference(shifted, exact)
+    assert found.loss == pytest.approx(30.6 / 6)
+    assert found.difference == pytest.approx(0.1)
+    assert found.stderr == pytest.approx(0.0, abs=1e-12), "documents are far apart, pairs are not"
+
+
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("accuracy")
@@ -256,6 +284,10 @@ def test_a_trial_of_all_commands(collected: Path) -> None:
     assert '"step": 6' in run("pretrain")
     assert "without a result: none" in run("finetune", "--only", "bf16 bf16", "nf4 nvfp4")
     assert "2 of 2 cells have a result" in run("finetune", "--only", "bf16 bf16", "nf4 nvfp4")
+    text = run("rounding")
+    assert "| nvfp4 | weight and activation |" in text
+    assert "| base in nf4 | weight |" in text
+    assert "differ from the reference in float64 for 0 of " in text
     text = run("table")
     assert "| bf16 bf16 | 1 |" in text
     assert "| nf4 nvfp4 | 1 |" in text
