@@ -127,11 +127,11 @@ def run(given: argparse.Namespace) -> None:
     both: Sequence[Role] = ("weight", "activation")
     text += ["", f"`{DETAILED}` in one place only:", "", "| place | loss | difference |", "| --- | --- | --- |"]
     for number in range(len(weights.plan.layers)):
-        one = _compared(weights, batches, exact, roundings, both, lambda layer, _, n=number: layer == n)
+        one = _compared(weights, batches, exact, roundings, both, _only_layer(number))
         found["layers"][number] = asdict(one)
         text.append(f"| layer {number} | {one} |")
     for kind in sorted({slot.module for slot in weights.plan.layers[0].slots}):
-        one = _compared(weights, batches, exact, roundings, both, lambda _, module, k=kind: module == k)
+        one = _compared(weights, batches, exact, roundings, both, _only_module(kind))
         found["projections"][kind] = asdict(one)
         text.append(f"| all {kind} | {one} |")
     different, values = against_reference(weights)
@@ -140,6 +140,14 @@ def run(given: argparse.Namespace) -> None:
     (given.out / "rounding.md").write_text("\n".join(text) + "\n")
     (given.out / "rounding.json").write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(text))
+
+
+def _only_layer(number: int) -> Takes:
+    return lambda layer, module: layer == number
+
+
+def _only_module(name: str) -> Takes:
+    return lambda layer, module: module == name
 
 
 def _opened(given: argparse.Namespace, registry: Registry) -> tuple[Weights, list[Any]]:
