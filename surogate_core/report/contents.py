@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +64,9 @@ SMOOTHED = ("loss", "grad_norm")
 
 SMOOTH = 0.8
 """Weight that a mean keeps with each further step, unless the reader chooses another."""
+
+LONGEST_SAMPLE = 2000
+"""Characters of a sample that are shown."""
 
 EXPERTS_HEADER = ("layer", "imbalance", "highest", "busiest expert", "experts without a token")
 PLUGIN_HEADER = ("plugin", "distribution", "version")
@@ -165,14 +170,24 @@ def samples(run: RunRecord, count: int = 12) -> Rows:
     """(prompt, step, generated text): at most `count` steps of each prompt, from the last one to the first one."""
     by_prompt: dict[str, dict[int, str]] = {}
     for one in run.samples:
-        for prompt, text in zip(one.get("prompts") or (), one.get("texts") or (), strict=False):
-            by_prompt.setdefault(str(prompt), {})[int(one.get("step", 0))] = str(text)
+        # Earlier records do not say which texts the model ended.
+        ended = chain(one.get("ended") or (), repeat(True))
+        for prompt, text, whole in zip(one.get("prompts") or (), one.get("texts") or (), ended, strict=False):
+            by_prompt.setdefault(str(prompt), {})[int(one.get("step", 0))] = _sample(str(text), ended=bool(whole))
     rows: Rows = []
     for prompt, texts in by_prompt.items():
         steps = sorted(texts, reverse=True)
         places = np.unique(np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int))
         rows += [(prompt, f"{steps[place]:,}", texts[steps[place]]) for place in places.tolist()]
     return rows
+
+
+def _sample(text: str, *, ended: bool) -> str:
+    """A sample for a table: not longer than needed to judge it, and with a mark if it was cut."""
+    shown = re.sub(r"\n\s*\n\s*", "\n\n", text).strip("\n")[:LONGEST_SAMPLE]
+    if not shown.strip():
+        return "(no visible text)"
+    return shown if ended and len(text) <= LONGEST_SAMPLE else f"{shown} …"
 
 
 def milestones(run: RunRecord, count: int = 12) -> Rows:

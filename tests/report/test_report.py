@@ -276,6 +276,17 @@ def test_a_long_run_shows_some_steps_of_each_prompt(tmp_path: Path) -> None:
     assert all(text == f"{prompt} {step}" for prompt, step, text in rows)
 
 
+def test_a_sample_is_shown_as_far_as_it_says_something(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    texts = ("a\n\n\n\n\nb\n", "\n" * 20, "", "cut here", "x" * 5000)
+    event = Samples(step=0, prompts=tuple("12345"), texts=texts, ended=(True, False, True, False, True))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json_line(event, at=1.0))
+    shown = [text for _, _, text in contents.samples(read_run(run))]
+    assert shown[:4] == ["a\n\nb", "(no visible text)", "(no visible text)", "cut here …"]
+    assert len(shown[4]) == 2002
+
+
 def test_the_scripts_data_cannot_end_its_element_and_the_policy_names_its_script(tmp_path: Path) -> None:
     run = make_run(tmp_path / HOSTILE.replace("/", "-"))
     text = write_report([run])[0].read_text()
