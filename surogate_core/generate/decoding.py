@@ -32,13 +32,19 @@ if TYPE_CHECKING:
 BLOCK = 8
 """Steps between two looks at the tokens. While the host looks, the next block runs."""
 FEWEST = 16
-"""Rows of the smallest step. Row counts are this times a power of two."""
+"""Rows of a step for few sequences; for more it has rows for all slots. Row counts are multiples of this.
+
+Which of the two is used depends on the requests alone and not on what was captured before: it decides how products are
+added up, and the same requests give the same bits in every process.
+"""
 COMPILED_ROWS = 32
 """Rows from which layers are compiled: fewer, such as those of a chat, should not wait for a compiler."""
 SHORTEST = 256
-"""Positions of the shortest step. Lengths are powers of two, up to the slots' own."""
-SPARE = 4
-"""A captured step serves fewer rows or shorter sequences, down to one in SPARE."""
+"""Positions of the shortest step if attention has no kernel. Lengths are powers of two, up to the slots' own."""
+SHORTEST_OF_KERNELS = 4096
+"""The same with a kernel, which reads a row's own positions only."""
+GATHER = 16
+"""Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
 PREFILL_ROWS = 8192
 """Tokens of prompts that go through the layers together, unless one prompt has more."""
 BATCH_ROWS = 65536
@@ -58,14 +64,6 @@ class Kind:
     filters: Filters
     penalty: bool
     """Whether some row has a repetition penalty."""
-
-    def serves(self, other: Kind) -> bool:
-        """Whether it does the work of the other at little more cost."""
-        return (
-            (self.filters, self.penalty) == (other.filters, other.penalty)
-            and other.rows <= self.rows <= SPARE * other.rows
-            and other.longest <= self.longest <= SPARE * other.longest
-        )
 
 
 def why_eager(assembly: Assembly) -> str | None:
@@ -90,7 +88,7 @@ def working_bytes(weights: Weights, slots: int, context: int) -> int:
     tokens = slots * context
     activations = min(tokens, PREFILL_ROWS) * (2 * features + 6 * model.width) * itemsize
     outputs = 2 * min(tokens, BATCH_ROWS) * model.width * itemsize
-    return activations + outputs + _rows(slots) * model.vocab_size * LOGIT_BYTES
+    return activations + outputs + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
 
 
 class State:
@@ -211,8 +209,11 @@ class SteppedRunner:
         self._attention = CachedAttention(cache)
         self._table = with_own(weights.programs.kernels, attention=self._attention)
         compiles = assembly.settings.compiler == "inductor"
+        has_kernel = weights.programs.kernels.offers("slot_attention", weights.parameters.dtype)
+        self._shortest = SHORTEST_OF_KERNELS if has_kernel else SHORTEST
+        self.gather = max(1, cache.slots // GATHER)
         self._layers = Layers(weights, self._attention, least_rows=COMPILED_ROWS if compiles else None)
-        self._state = State(_rows(cache.slots), cache.slots, weights.device)
+        self._state = State(self._rows_for(cache.slots), cache.slots, weights.device)
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._loaded: list[Running] = []
         """The sequences whose rows the buffers have. Those that have ended run on, until a slot is filled again."""
@@ -220,6 +221,10 @@ class SteppedRunner:
         """The block after the one that was read last."""
         self._first_result = 0
         """The row of the results of the block that was started last."""
+        self._rows = 0
+        """The rows of the last step."""
+        self._keeps_rows = False
+        """Whether the next block has as many, although it is loaded anew: its step was not captured in time."""
         self._reach = 0
         """The largest position of a row of the buffers."""
         self._seen_SV: Tensor | None = None
@@ -343,7 +348,7 @@ class SteppedRunner:
         if block is None or not any(id(sequence) in ids for sequence in block.running):
             block = self._start(running)
         left = max(s.remaining for s in running) - block.steps
-        if self._loaded and left > 0 and _rows(len(running)) * SPARE >= _rows(len(self._loaded)):
+        if self._loaded and left > 0 and self._rows_for(len(running)) == self._rows:
             self._ahead = self._go_on(running, min(BLOCK, left))
         return block.read()
 
@@ -378,44 +383,45 @@ class SteppedRunner:
         """Start a block of tokens of each."""
         steps = min(BLOCK, max(s.remaining for s in running))
         self._reach = max(s.length for s in running) - 1
-        kind = self._kind(running, len(running), steps)
-        if self.eager is None and self._graph(kind) is None:
+        if not self._keeps_rows:
+            self._rows = self._rows_for(len(running))
+        self._keeps_rows = False
+        kind = self._kind(running, steps)
+        if self.eager is None and kind not in self._graphs:
             self._capture(kind)
         self._state.load(running)
         self._loaded = list(running)
         return self._queue(kind, steps)
 
     def _go_on(self, running: Sequence[Running], steps: int) -> Block | None:
-        """Start the block after one that the host has not read; None if it needs a graph that is not captured."""
-        kind = self._kind(running, len(self._loaded), steps)
-        return self._queue(kind, steps) if self.eager is not None or self._graph(kind) is not None else None
+        """Start the block after one that the host has not read; None if its step is not captured."""
+        kind = self._kind(running, steps)
+        if self.eager is None and kind not in self._graphs:
+            self._keeps_rows = True
+            return None
+        return self._queue(kind, steps)
 
-    def _kind(self, running: Sequence[Running], rows: int, steps: int) -> Kind:
+    def _rows_for(self, count: int) -> int:
+        return FEWEST if count <= FEWEST else -(-self.cache.slots // FEWEST) * FEWEST
+
+    def _kind(self, running: Sequence[Running], steps: int) -> Kind:
         samplings = [s.request.sampling for s in running]
         return Kind(
-            rows=_rows(rows),
-            longest=_longest(self._reach + steps, self.cache.context),
+            rows=self._rows,
+            longest=_longest(self._reach + steps, self.cache.context, shortest=self._shortest),
             filters=filters_of(samplings),
             penalty=_penalised(samplings),
         )
 
     def _queue(self, kind: Kind, steps: int) -> Block:
         """Let the device run a block for the rows of the buffers."""
-        graph = self._graph(kind)
+        run = partial(self.step, kind) if self.eager is not None else self._graphs[kind].replay
         self._first_result = BLOCK - self._first_result
         self._state.done.fill_(self._first_result)
         for _ in range(steps):
-            if graph is None:
-                self.step(kind)
-            else:
-                graph.replay()
+            run()
         self._reach += steps
         return Block(self._state, self._loaded, self._first_result, steps)
-
-    def _graph(self, kind: Kind) -> torch.cuda.CUDAGraph | None:
-        """The graph of a step that does the work of this kind, or None."""
-        known = [one for one in self._graphs if one.serves(kind)] if self.eager is None else []
-        return self._graphs[min(known, key=lambda one: (one.rows, one.longest))] if known else None
 
     def step(self, kind: Kind) -> None:
         """The next token of every row, on the device alone."""
@@ -477,17 +483,9 @@ def _shapes(calls: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, int, 
     return ((keys.shape[2], keys.shape[3], values.shape[3]) for keys, values in calls)
 
 
-def _rows(count: int) -> int:
-    """Rows of a step for so many sequences."""
-    rows = FEWEST
-    while rows < count:
-        rows *= 2
-    return rows
-
-
-def _longest(needed: int, context: int) -> int:
+def _longest(needed: int, context: int, *, shortest: int = SHORTEST) -> int:
     """Positions that a step reads at most."""
-    longest = SHORTEST
+    longest = shortest
     while longest < needed:
         longest *= 2
     return min(longest, context)

@@ -96,7 +96,8 @@ class NativeEngine:
             requests = ()
             if not (waiting or running):
                 return
-            running += self._begin(waiting, free)
+            if not running or len(free) >= min(self._runner.gather, len(waiting)):
+                running += self._begin(waiting, free)
             going = []
             for sequence, chosen in zip(running, self._runner.advance(running), strict=True):
                 reason = self._take(sequence, chosen, on_token)

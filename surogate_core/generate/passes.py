@@ -41,6 +41,7 @@ class _Pass:
 class FixedRunner:
     """Runs the layers with fixed numbers of rows, one token at a time."""
 
+    gather = 1
     least_shared = SEGMENT
 
     def __init__(self, weights: Weights, cache: Cache):

@@ -59,6 +59,8 @@ Chosen = Sequence[tuple[int, float]]
 class Runner(Protocol):
     """Runs the layers of a model over its slots."""
 
+    gather: int
+    """Slots that must be free before some are filled, unless all waiting requests have one or none runs."""
     least_shared: int
     """First tokens of a prompt that are copied from another slot, if there are as many or more."""
 

@@ -192,16 +192,64 @@ def test_log_probabilities_of_documents(shared):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-def test_kinds_of_steps():
-    small = Kind(rows=16, longest=256, filters="none", penalty=False)
-    assert replace(small, rows=64, longest=1024).serves(small)
-    assert not small.serves(replace(small, rows=32))
-    assert not replace(small, rows=128).serves(small)
-    assert not replace(small, longest=2048).serves(small)
-    assert not replace(small, filters="few").serves(small)
-    assert [decoding._rows(n) for n in (1, 16, 17, 256)] == [16, 16, 32, 256]
+def test_the_kind_of_a_step_depends_on_the_requests_alone(shared, monkeypatch):
+    """Whatever was captured before; one with a new kind may come while a block is not read yet."""
+    monkeypatch.setattr(decoding, "SHORTEST", 64)
+    used: list[tuple[Kind, int]] = []
+
+    class Graph:
+        def __init__(self, runner: SteppedRunner, kind: Kind):
+            self.runner, self.kind = runner, kind
+
+        def replay(self) -> None:
+            live = int(self.runner._state.live_N[: self.kind.rows].sum())
+            used.append((self.kind, live))
+            self.runner.step(self.kind)
+
+    def capture(self, kind):
+        self._state.clear()
+        self._graphs[kind] = Graph(self, kind)
+
+    monkeypatch.setattr(SteppedRunner, "_capture", capture)
+    engine = opened(shared, slots=20)
+    runner = engine._runner
+    assert isinstance(runner, SteppedRunner)
+    runner.eager = None
+    asked = [replace(one, sample=n // 6, max_new_tokens=40 - n) for n, one in enumerate(requests(GREEDY) * 3)]
+    expected = opened(shared, stepped=False).generate(asked)
+    kinds = []
+    for _ in range(2):
+        used.clear()
+        same(engine.generate(asked), expected)
+        kinds.append([kind for kind, _ in used])
+    assert kinds[0] == kinds[1]
+    assert {(kind.rows, kind.longest) for kind in kinds[0]} == {(32, 64), (32, 80), (16, 80)}
+
+
+def test_lengths_of_steps():
     assert [decoding._longest(n, 4096) for n in (5, 257, 3000)] == [256, 512, 4096]
-    assert decoding._longest(5, 80) == 80
+    assert decoding._longest(5, 80) == decoding._longest(5, 80, shortest=4096) == 80
+
+
+def test_slots_are_filled_together(shared, monkeypatch):
+    begun: list[int] = []
+    begin = NativeEngine._begin
+
+    def noted(self, waiting, free):
+        found = begin(self, waiting, free)
+        begun.append(len(found))
+        return found
+
+    monkeypatch.setattr(NativeEngine, "_begin", noted)
+    monkeypatch.setattr(decoding, "GATHER", 2)
+    engine = opened(shared, slots=4)
+    asked = [replace(one, max_new_tokens=2 + 3 * n) for n, one in enumerate([*requests(GREEDY)] * 2)]
+    found = engine.generate(asked)
+    monkeypatch.undo()
+    same(found, opened(shared, stepped=False).generate(asked))
+    assert begun[0] == 4
+    assert min(begun) >= 2
+    assert sum(begun) == 12
 
 
 def test_the_reasons_to_run_without_graphs(shared, installed):

@@ -156,9 +156,11 @@ def test_generation_beside_training_changes_no_bit_of_it_and_sees_every_step():
 
 
 def test_the_graphs_of_a_long_call_are_few(in_fp32):
-    made = opened(in_fp32)
-    made.generate(requests(new=60))
+    made = opened(in_fp32, slots=20)
+    asked = [replace(one, sample=n // 6, max_new_tokens=60 - n) for n, one in enumerate(requests() * 3)]
+    found = made.generate(asked)
+    assert {kind.rows for kind in runner(made)._graphs} == {16, 32}
     count = len(runner(made)._graphs)
-    assert count <= 2
-    made.generate(requests(new=60))
+    assert count <= 4
+    assert made.generate(asked) == found
     assert len(runner(made)._graphs) == count
