@@ -248,8 +248,8 @@ def test_slots_are_filled_together(shared, monkeypatch):
     monkeypatch.undo()
     same(found, opened(shared, stepped=False).generate(asked))
     assert begun[0] == 4
-    assert min(begun) >= 2
     assert sum(begun) == 12
+    assert 1 not in begun
 
 
 def test_the_reasons_to_run_without_graphs(shared, installed):
