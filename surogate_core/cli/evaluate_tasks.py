@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.generation import Prepared
 
-FILES = ("match", "pattern", "prompt")
-"""Options of task files alone."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -48,6 +45,13 @@ class Asked:
             raise UserError(f"task_options: there is no {unknown[0]!r}. Fix: choose from {', '.join(known)}")
         stop = values.get("stop", ())
         return cls(tasks=tuple(tasks), **{**values, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+
+    def for_files(self) -> str | None:
+        """A flag that only files of JSON lines have."""
+        given = {f"--{name}": getattr(self, name) is not None for name in ("match", "pattern", "prompt")}
+        given |= {"--samples": self.samples > 1, "--stop": bool(self.stop)}
+        given |= {flag: True for flag in self.sampling or {} if flag != "--seed"}
+        return next((flag for flag, there in given.items() if there), None)
 
     @classmethod
     def of_words(cls, words: Words) -> Asked:
@@ -97,8 +101,8 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
             stop=asked.stop,
         )
         found.append(LocalTasks(tasks=read_tasks(files, options), wanted=wanted, chat=asked.chat, system=asked.system))
-    elif given := next((name for name in FILES if getattr(asked, name) is not None), None):
-        raise UserError(f"--{given}: is for files of JSON lines, and none is named. Fix: leave it out.")
+    elif given := asked.for_files():
+        raise UserError(f"{given}: is for files of JSON lines, and none is named. Fix: leave it out.")
     settings = EvalSettings(
         shots=asked.shots,
         limit=asked.limit,

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.dsl.sides import REAL
+from surogate_core.generate.cache import with_own
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
-from surogate_core.kernels.registry import using
+from surogate_core.kernels.registry import KernelTable, using
 
 LOGITS = 2**26
 """Logits that exist at one time."""
@@ -57,6 +58,16 @@ def documents_of(weights: Weights, batches: Iterable[MicroBatch]) -> Iterator[li
         ]
 
 
+def _bounded(kernels: KernelTable, longest: int) -> KernelTable:
+    """The kernels of a run for documents of up to `longest` tokens. The blocks of loaded weights know no bound."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+        with using(kernels):
+            return ops.attention(q, k, v, cu_seqlens, longest, scale)
+
+    return with_own(kernels, attention=attention)
+
+
 def _losses(weights: Weights, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """(negative log-likelihood of each label in float64, whether it is the most probable token), on the host."""
     device, model = weights.device, weights.plan.assembly.model
@@ -66,7 +77,7 @@ def _losses(weights: Weights, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         assert batch.real is not None
         tables.append(batch.real.to(device))
     losses, hits = [], []
-    with using(weights.programs.kernels):
+    with using(_bounded(weights.programs.kernels, batch.max_seqlen)):
         x_ND = weights.embedded(batch.input_ids.to(device))
         for layer in weights.layers():
             x_ND = layer(x_ND, tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,48 @@ def test_bad_options_from_python(hf_dir: Path, task: Path) -> None:
         with pytest.raises(surogate.UserError) as error:
             surogate.evaluate(hf_dir, device="cpu", **options)  # type: ignore[call-overload]
         assert message in str(error.value)
+
+
+WORDS = """
+from surogate_core import bundles, hookimpl
+from surogate_core.errors import UserError
+
+class Words:
+    def __init__(self, words, settings):
+        if "gone" in words:
+            raise UserError("--tasks words:gone: there is no such word")
+        self.words, self.limit = words, settings.limit
+
+    def run(self, subject, taken):
+        for word in self.words:
+            taken({"model": subject.name, "task": word})
+        value = float(len(self.words))
+        return [
+            bundles.TaskResult(model=subject.name, task="words", metric="count", value=value, stderr=0.0, rows=self.limit)
+        ]
+
+@hookimpl
+def surogate_evaluator():
+    return bundles.EvaluatorSpec(name="words", open=Words)
+"""
+
+
+def test_a_plugin_brings_tasks(
+    hf_dir: Path, install_plugin: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_plugin("eval-words", WORDS)
+    words = ["--tasks", "words:a", "--tasks", "words:b", "--limit", "7", "device=cpu"]
+    capsys.readouterr()
+    assert main(["eval", str(hf_dir), *words, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["task"], found["metric"], found["value"], found["rows"]) == ("words", "count", 2.0, 7)
+    for more, message in (
+        (("--tasks", "words:gone"), "there is no such word"),
+        (("--tasks", "words:"), "names no task. Fix: --tasks words:TASK"),
+        (("--match", "exact"), "--match: is for files of JSON lines, and none is named"),
+        (("--samples", "2"), "--samples: is for files of JSON lines"),
+        (("--stop", "a"), "--stop: is for files of JSON lines"),
+        (("--temperature", "1"), "--temperature: is for files of JSON lines"),
+    ):
+        assert main(["eval", str(hf_dir), "--tasks", "words:a", "device=cpu", *more]) == 2
+        assert message in capsys.readouterr().err

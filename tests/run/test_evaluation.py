@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.cli.evaluate import prepared_models
@@ -151,6 +152,23 @@ def test_other_tokens_are_not_compared() -> None:
     assert _figures("b", documents, "y", (first, documents)).difference is None
     assert _figures("b", documents, "x", (first, documents)).difference == 0
     assert first.perplexity == pytest.approx(math.e)
+
+
+def test_a_model_with_nan_is_one_clear_line(
+    model_copy: Path, rows: Path, data_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = model_copy.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = [f"datasets=[{{path: '{rows}', type: text}}]", "sequence_len=64", f"data_cache_dir={data_cache}"]
+    capsys.readouterr()
+    assert main(["eval", str(model_copy), *words, "device=cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (
+        f"{model_copy}: the loss is not a number: model.layers.0.mlp.up_proj.weight has NaN or infinity. Fix: " in err
+    )
 
 
 def test_the_table_and_the_file(
