@@ -103,10 +103,8 @@ class Words:
     def run(self, subject, taken):
         for word in self.words:
             taken({"model": subject.name, "task": word})
-        value = float(len(self.words))
-        return [
-            bundles.TaskResult(model=subject.name, task="words", metric="count", value=value, stderr=0.0, rows=self.limit)
-        ]
+        figures = {"metric": "count", "value": float(len(self.words)), "stderr": 0.0, "rows": self.limit}
+        return [bundles.TaskResult(model=subject.name, task="words", **figures)]
 
 @hookimpl
 def surogate_evaluator():
