@@ -22,43 +22,80 @@ from surogate_core.plugins.registry import Registry
 from surogate_core.run.adapters import Adapters, prepare_beside
 from surogate_core.run.generation import named, prepare, with_adapter
 
+CPU = ("device=cpu",)
+SETTINGS = RolloutSettings(slots=2, context=32, frozen=True)
 PROMPTS = ((5, 6, 7, 8), tuple(range(20, 40)))
 
 
-def logprobs(weights: Weights) -> list[Any]:
+@pytest.fixture(scope="module")
+def pair(hf_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters of one kind."""
+    place = tmp_path_factory.mktemp("pair")
+    return {name: random_adapter(hf_dir, place / name, seed=seed) for seed, name in enumerate(("one", "two"))}
+
+
+def completed(engine: NativeEngine) -> list[Any]:
     """What greedy decoding gives, tokens and log-probabilities."""
-    engine = NativeEngine(weights, RolloutSettings(slots=2, context=32))
     sampling = Sampling(temperature=0)
     found = engine.generate([Request(prompt=p, max_new_tokens=6, sampling=sampling) for p in PROMPTS])
     return [(one.ids, one.logprobs) for one in found]
 
 
-def alone(base: Path, adapter: Path | None, registry: Registry) -> list[Any]:
+def logprobs(weights: Weights) -> list[Any]:
+    return completed(NativeEngine(weights, SETTINGS))
+
+
+def alone(base: Path, adapter: Path | None, registry: Registry, *keys: str) -> list[Any]:
     found = with_adapter(str(base), str(adapter)) if adapter is not None else named(str(base))
-    config = load_run_config([*found.overrides, "device=cpu"], registry=registry)
+    config = load_run_config([*found.overrides, *(keys or CPU)], registry=registry)
     return logprobs(prepare(found, config, registry).load(registry))
 
 
-def beside(base: Path, adapters: dict[str, Path], registry: Registry) -> tuple[Weights, Adapters]:
+def beside(base: Path, adapters: dict[str, Path], registry: Registry, *keys: str) -> tuple[Weights, Adapters]:
     found = named(str(base))
-    config = load_run_config([*found.overrides, "device=cpu"], registry=registry)
+    config = load_run_config([*found.overrides, *(keys or CPU)], registry=registry)
     words = {name: with_adapter(str(base), str(path)) for name, path in adapters.items()}
     prepared, each = prepare_beside(found, words, config, registry)
     weights = prepared.load(registry)
     return weights, Adapters(weights, each)
 
 
-def test_adapters_take_turns_on_one_base(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
-    given = {"one": random_adapter(hf_dir, tmp_path / "one"), "two": random_adapter(hf_dir, tmp_path / "two", seed=2)}
-    weights, adapters = beside(hf_dir, given, installed)
+def test_adapters_take_turns_on_one_base(hf_dir: Path, pair: dict[str, Path], installed: Registry) -> None:
+    weights, adapters = beside(hf_dir, pair, installed)
     base = logprobs(weights)
     assert base == alone(hf_dir, None, installed)
-    for name in ("two", "one", "two"):
+    for name in ("two", "one"):
         assert adapters.activate(name)
         assert not adapters.activate(name)
-        assert logprobs(weights) == alone(hf_dir, given[name], installed), "to the bit, with equal ranks"
+        assert logprobs(weights) == alone(hf_dir, pair[name], installed), "to the bit, with equal ranks"
     assert adapters.activate(None)
     assert logprobs(weights) == base
+
+
+@pytest.mark.slow_cases("bf16", "host")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (*CPU, "qlora_bnb=true"),
+        (*CPU, "model_dtype=bf16", "lora_dtype=bf16"),
+        (*CPU, "offload=host"),
+        pytest.param(("model_dtype=bf16",), marks=pytest.mark.gpu),
+        pytest.param(("model_dtype=bf16", "qlora_bnb=true"), marks=pytest.mark.gpu),
+    ],
+    ids=["nf4", "bf16", "host", "gpu", "gpu-nf4"],
+)
+def test_adapters_on_a_base_that_is_kept_otherwise(
+    hf_dir: Path, pair: dict[str, Path], installed: Registry, keys: tuple[str, ...]
+) -> None:
+    weights, adapters = beside(hf_dir, pair, installed, *keys)
+    engine = NativeEngine(weights, SETTINGS)
+    found = {}
+    for name in ("one", "two", "one"):
+        adapters.activate(name)
+        engine.forget()
+        found[name] = completed(engine)
+    for name, path in pair.items():
+        assert found[name] == alone(hf_dir, path, installed, *keys), "an engine that is open reads the new adapter"
 
 
 def test_adapters_of_other_ranks_scales_and_places(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
