@@ -13,7 +13,7 @@ import torch
 import transformers
 from surogate_export_gguf import surogate_export_format
 from surogate_export_gguf.options import GgufOptions
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from surogate_core.bundles import ExportJob, Sampling
@@ -302,12 +302,55 @@ def test_llama_cpp_splits_texts_in_the_same_way(
         assert (ids[0] == 0) is adds_bos
 
 
+def of_pieces(*, scheme: str | None = None, merges: Callable[[list[Any]], list[Any]] = list) -> PreTrainedTokenizerFast:
+    """A tokenizer as transformers makes it from SentencePiece's BPE."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(
+        [TEXT + " the slips slip chains abab baba ababa bab abba aab"] * 4,
+        trainers.BpeTrainer(vocab_size=110, show_progress=False),
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    vocab = {token: i for i, token in enumerate([*special, *made])}
+    pairs = [(t[:i], t[i:]) for t in made for i in range(1, len(t)) if t[:i] in vocab and t[i:] in vocab]
+    fallback = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges(pairs), **fallback))
+    if scheme is None:
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.add_special_tokens(special[:3])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("scheme", [None, "always", "never", "first"])
+def test_tokenizers_of_sentencepiece(scheme: str | None, make: Make) -> None:
+    tokenizer = of_pieces(scheme=scheme)
+    job, _ = make("llama", like=tokenizer)
+    done = SPEC.write(job, GgufOptions())
+    assert any("in front of a text behind a special token" in note for note in done.notes) == (scheme == "first")
+    fields = gguf.GGUFReader(job.place).fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama"
+    assert fields["tokenizer.ggml.add_space_prefix"].contents() is (scheme != "never")
+    assert fields["tokenizer.ggml.token_type"].contents()[:4] == [2, 3, 3, 6]
+    llama_cpp = pytest.importorskip("llama_cpp")
+    llama = llama_cpp.Llama(str(job.place), vocab_only=True, verbose=False)
+    texts = [TEXT, "the chain  slips ☃\n slip", "slips</s>chains and so", "ababab babaab abbaba"]
+    for text in (t for t in texts if scheme != "first" or "</s>" not in t):
+        assert llama.tokenize(text.encode(), add_bos=True, special=True) == tokenizer(text)["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "reason"),
     [
         (lambda: a_tokenizer([pre_tokenizers.Whitespace(), QWEN[1]]), "splits texts in a way"),
         (lambda: a_tokenizer([pre_tokenizers.ByteLevel(add_prefix_space=True)]), "splits texts in a way"),
-        (lambda: a_tokenizer(QWEN, byte_fallback=True), "SentencePiece"),
+        (lambda: a_tokenizer(QWEN, byte_fallback=True), "another treatment of spaces than SentencePiece"),
+        (lambda: of_pieces(merges=lambda pairs: pairs[:-1]), "merges are not those of SentencePiece"),
+        (lambda: of_pieces(merges=lambda pairs: pairs[::2] + pairs[1::2]), "merges are not those of SentencePiece"),
         (lambda: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))), "WordLevel"),
     ],
 )

@@ -1,17 +1,20 @@
-"""The tokenizer in a GGUF file: byte-level BPE whose way of splitting texts llama.cpp knows by a name."""
+"""The tokenizer in a GGUF file: byte-level BPE that splits texts in a way that llama.cpp has a name for, or
+SentencePiece's BPE.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gguf
 
 from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
+from surogate_export_gguf import pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,15 +40,23 @@ SPLITS: Mapping[tuple[Any, ...], str] = {
 class Vocabulary:
     """The tokenizer of a file."""
 
+    model: str
+    """llama.cpp's name of the kind: ``gpt2`` for bytes, ``llama`` for characters."""
     pre: str
     tokens: tuple[str, ...]
     types: tuple[int, ...]
-    merges: tuple[str, ...]
+    merges: tuple[str, ...] = ()
+    """Of bytes."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Of characters: token → score."""
+    has_space_prefix: bool = False
+    """Whether a space is put in front of texts, of characters."""
     ids: Mapping[str, int]
     """Role, such as ``eos`` → token id."""
     adds_bos: bool
     adds_eos: bool
     template: str | list[dict[str, str]] | None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
@@ -53,20 +64,22 @@ class Vocabulary:
         if not tokenizer.is_fast:
             raise _refusal("has no tokenizer.json")
         values = json.loads(tokenizer.backend_tokenizer.to_str())
-        pre, merges = _pre(values), _merges(values)
+        kind = _pieces(values) if pieces.is_of_pieces(values) else _bytes(values)
         tokens = {i: token for token, i in values["model"]["vocab"].items()}
         types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
         for added in values["added_tokens"]:
             tokens[added["id"]] = added["content"]
             types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        if kind["model"] == "llama":
+            types |= {i: gguf.TokenType.BYTE for i, token in tokens.items() if pieces.BYTE.fullmatch(token)}
+            types |= {i: gguf.TokenType.UNKNOWN for i in [tokenizer.unk_token_id] if i is not None}
         if (largest := max(tokens)) >= size:
             raise _refusal(f"has token ids up to {largest}, and the embedding has {size} rows")
         adds_bos, adds_eos = _added(tokenizer)
         return cls(
-            pre=pre,
+            **kind,
             tokens=tuple(tokens.get(i, f"[PAD{i}]") for i in range(size)),
             types=tuple(int(types.get(i, gguf.TokenType.UNUSED)) for i in range(size)),
-            merges=merges,
             ids=_ids(tokenizer),
             adds_bos=adds_bos,
             adds_eos=adds_eos,
@@ -75,11 +88,15 @@ class Vocabulary:
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
         """Write it."""
-        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.types)
-        writer.add_token_merges(self.merges)
+        if self.model == "llama":
+            writer.add_token_scores([self.scores.get(token, pieces.UNREACHED) for token in self.tokens])
+            writer.add_add_space_prefix(self.has_space_prefix)
+        else:
+            writer.add_token_merges(self.merges)
         for role, i in self.ids.items():
             getattr(writer, f"add_{role}_token_id")(i)
         writer.add_add_bos_token(self.adds_bos)
@@ -95,13 +112,33 @@ def _refusal(why: str) -> UserError:
     )
 
 
+def _bytes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of byte-level BPE."""
+    return {"model": "gpt2", "pre": _pre(values), "merges": _merges(values)}
+
+
+def _pieces(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SentencePiece's BPE."""
+    prefix, scores = pieces.prefix(values), pieces.scores(values)
+    if prefix is None:
+        raise _refusal("is BPE over characters, with another treatment of spaces than SentencePiece")
+    if scores is None:
+        raise _refusal("is BPE over characters, and its merges are not those of SentencePiece")
+    note = "llama.cpp puts a space in front of a text behind a special token, and this tokenizer does not."
+    return {
+        "model": "llama",
+        "pre": "default",
+        "scores": scores,
+        "has_space_prefix": prefix != "never",
+        "notes": (note,) if prefix == "first" else (),
+    }
+
+
 def _pre(values: Mapping[str, Any]) -> str:
     """llama.cpp's name of how texts are split."""
     model, normalizer = values["model"], values.get("normalizer")
     if model["type"] != "BPE":
         raise _refusal(f"is of type {model['type']}; only byte-level BPE is available")
-    if model.get("byte_fallback"):
-        raise _refusal("is BPE over characters (SentencePiece); only byte-level BPE is available")
     if wrong := [k for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(k)]:
         raise _refusal(f"has `{wrong[0]}`, which llama.cpp lacks")
     # llama.cpp does not normalise. Most text is in the form NFC already.

@@ -45,11 +45,12 @@ def write(job: ExportJob, options: GgufOptions) -> Exported:
     vocabulary = Vocabulary.of(job.tokenizer, architecture.vocab_size)
     chosen = _type(job, options)
     types = {tensor.name: _type_of(tensor, chosen) for tensor in architecture.tensors}
-    notes: list[str] = []
+    notes = list(vocabulary.notes)
     texts: dict[Path, str] = {}
     if options.ollama is not None:
         path = Path(options.ollama).expanduser()
-        texts[path], notes = modelfile(job, vocabulary, path)
+        texts[path], own = modelfile(job, vocabulary, path)
+        notes += own
     if uneven := [name for name, kind in types.items() if chosen is Type.Q8_0 and kind is Type.F16]:
         notes.append(f"{len(uneven)} matrices are f16: their rows are no multiples of {GROUP}, such as {uneven[0]}.")
     writer = gguf.GGUFWriter(None, architecture.name)
