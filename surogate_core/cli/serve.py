@@ -199,7 +199,9 @@ def _loaded(words: Words) -> tuple[Mapping[str, Served], Worker]:
         engine = spec.open(weights, RolloutSettings(slots=slots, context=context, frozen=True))
         # What the first request would wait for is compiled now, and weights that are not numbers are found.
         told("warming up", 0, 1)
-        engine.generate([Request(prompt=(0,), max_new_tokens=min(2, context - 1), sampling=Sampling(temperature=0))])
+        one = Request(prompt=(0,), max_new_tokens=min(2, context - 1), sampling=Sampling(temperature=0))
+        for count in sorted({1, slots}):  # a GPU has one kind of step for few sequences and one for many
+            engine.generate([one] * count)
         told("warming up", 1, 1)
 
     def activate(name: str) -> None:

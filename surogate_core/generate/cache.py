@@ -39,6 +39,8 @@ class Places:
     starts_G: Tensor
     width: int
     """W."""
+    longest: int | None = None
+    """More than the position of every row of a slot that counts; by default the slots' own number."""
 
     def positions(self) -> Tensor:
         """[N] int64."""
@@ -47,8 +49,9 @@ class Places:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """[N, H, E]: every row reads its slot up to itself."""
-        function = cpu_attention if q.device.type == "cpu" else attention
-        return function(q, k, v, keys, values, self, scale)
+        if q.device.type == "cpu":
+            return cpu_attention(q, k, v, keys, values, self, scale)
+        return attention(q, k, v, keys[:, : self.longest], values[:, : self.longest], self, scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

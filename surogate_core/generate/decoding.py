@@ -302,12 +302,13 @@ class SteppedRunner:
     def _segmented(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
         """Passes of prompts of which a part is in their slots already, or that are read from there."""
         segments = [(number, start) for number in chosen for start in fills[number].segments()]
+        longest = max((len(fills[number].ids) for number in chosen), default=0)
         widest = max((k * (e + f) for calls in self.cache.layers for k, e, f in _shapes(calls)), default=1)
-        size = max(1, SCORES // (self.cache.context * widest))
+        size = max(1, SCORES // max(1, longest * widest))
         for first in range(0, len(segments), size):
-            yield self._segments(fills, segments[first : first + size])
+            yield self._segments(fills, segments[first : first + size], -(-longest // SEGMENT) * SEGMENT)
 
-    def _segments(self, fills: Sequence[Fill], some: Sequence[tuple[int, int]]) -> _Pass:
+    def _segments(self, fills: Sequence[Fill], some: Sequence[tuple[int, int]], longest: int) -> _Pass:
         device = self.weights.device
         ids, lasts, rows = [], [], []
         for place, (number, start) in enumerate(some):
@@ -319,6 +320,7 @@ class SteppedRunner:
             slots_G=torch.tensor([fills[number].slot for number, _ in some], device=device),
             starts_G=torch.tensor([start for _, start in some], device=device),
             width=SEGMENT,
+            longest=longest,
         )
         return _Pass(
             ids_N=torch.tensor(ids, device=device),
