@@ -41,7 +41,7 @@ REPEATED = 0.5
 """Largest share of long lines that other texts have."""
 LETTERS = 0.4
 """Smallest share of letters and spaces, which tables of numbers and encoded data do not have."""
-_ROFF = re.compile(r"\\f[BIRP]|\\f\(..|\\[&|^/,]|\\s[-+]?\d|\\\((?:co|rs)")
+_ROFF = re.compile(r"\\f[A-Z0-9]|\\f\(..|\\[&|^/,]|\\s[-+]?\d|\\\((?:co|rs)")
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def read(path: Path) -> str | None:
         if not SIZES[0] // 4 <= path.stat().st_size <= SIZES[1]:
             return None
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").replace("\r\n", "\n")
     except (OSError, EOFError, UnicodeDecodeError, zlib.error):
         return None
     if path.name.removesuffix(".gz").endswith(tuple(KINDS["manual pages"])):
@@ -97,7 +97,7 @@ def read(path: Path) -> str | None:
 
 
 def _is_text(text: str) -> bool:
-    sample = text[:20_000]
+    sample = text[:4_000]
     return sum(c.isalpha() or c.isspace() for c in sample) >= LETTERS * len(sample) and "\0" not in sample
 
 

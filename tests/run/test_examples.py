@@ -36,12 +36,13 @@ def command(name: str, index: int = 0) -> list[str]:
     return example_commands.commands(example_commands.ROOT / "examples" / f"{name}.yaml")[index]
 
 
-@pytest.mark.slow_cases("qwen2_sft_lora", "llama3_sft_lora", "instruction_data", "full_finetune")
+@pytest.mark.slow_cases("qwen2_sft_lora", "qlora_nvfp4", "llama3_sft_lora", "instruction_data", "full_finetune")
 @pytest.mark.parametrize(
     ("name", "result"),
     [
         ("lora", "lora/adapter/adapter_model.safetensors"),
         ("qlora_8b", "qlora-8b/adapter/adapter_model.safetensors"),
+        ("qlora_nvfp4", "qlora-nvfp4/model/model.safetensors"),
         ("instruction_data", "instruction-lora/adapter/adapter_model.safetensors"),
         ("full_finetune", "full-finetune/model/model.safetensors"),
         ("pretrain", "pretrain/model/model.safetensors"),
