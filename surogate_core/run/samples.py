@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from surogate_core.bundles import Request, RolloutEngine, RolloutEngineSpec, Sampling
+from surogate_core.bundles import Request, RolloutEngine, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.device_memory import give_back
@@ -20,18 +20,19 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Notice, Progress, Samples
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import read_prompts
-from surogate_core.generate.cache import Cache, shapes_of
 from surogate_core.generate.weights import Weights
 from surogate_core.run.assemble import ResolvedModel, is_out_of_memory
 from surogate_core.run.generation import Prepared, untrained
 from surogate_core.run.texts import (
     Prompt,
     Wanted,
+    fitting_slots,
     generate_texts,
+    longest_of,
+    needed_bytes,
     prompt_of_messages,
     prompt_of_row,
     requests_of,
-    settings_of,
     usual_slots,
 )
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
@@ -155,8 +156,12 @@ class Sampler:
     def _samples(self, engine: Engine, step: int, stopped: Callable[[], bool]) -> Samples:
         started = time.perf_counter()
         if self._engine is None:
-            weights = Weights.of(engine)
-            self._engine = self.spec.open(weights, settings_of(weights, self.requests))
+            weights, context = Weights.of(engine), longest_of(self.requests)
+            wanted = usual_slots(weights.device, self.requests)
+            slots = fitting_slots(
+                weights, context, wanted, fix="shorter sample_prompts, or fewer sample_max_new_tokens"
+            )
+            self._engine = self.spec.open(weights, RolloutSettings(slots=slots, context=context))
         total = sum(request.max_new_tokens for request in self.requests)
         said = 0
 
@@ -182,7 +187,7 @@ class Sampler:
 def cache_note(
     config: RunConfig, registry: Registry, resolved: ResolvedModel, programs: ProgramBuilder
 ) -> tuple[int, str]:
-    """(bytes of the keys and values of a run's samples, a sentence about them); 0 without prompts."""
+    """(bytes that a run's samples need, a sentence about them); 0 without prompts."""
     if not config.sample_prompts:
         return 0, ""
     pretrained = config.model.path is not None and not config.from_scratch
@@ -192,7 +197,7 @@ def cache_note(
     plan, parameters = programs.plan, programs.parameters
     weights = Weights(plan=plan, parameters=parameters, programs=programs, store=DeviceStore("weights"), rows=None)
     slots = usual_slots(plan.assembly.settings.device, sampler.requests)
-    longest = max(len(request.prompt) + request.max_new_tokens for request in sampler.requests)
-    nbytes = Cache.bytes_per_token(shapes_of(weights), parameters.dtype) * longest * (slots + 1)
-    what = f"{slots} sequences of {longest:,} tokens" if slots > 1 else f"a sequence of {longest:,} tokens"
-    return nbytes, f"samples: keys and values of {what} need {human_bytes(nbytes)} of what training leaves free"
+    longest = longest_of(sampler.requests)
+    nbytes = needed_bytes(weights, longest)(slots)
+    what = f"{slots} sequences of {longest:,} tokens need" if slots > 1 else f"a sequence of {longest:,} tokens needs"
+    return nbytes, f"samples: {what} {human_bytes(nbytes)} of what training leaves free"

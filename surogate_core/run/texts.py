@@ -192,11 +192,16 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
     """
     if slots is not None:
         counted("slots", slots)
-    context = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    context = longest_of(requests)
     wanted = slots if slots is not None else usual_slots(weights.device, requests)
     least = 1 if slots is None else slots
     fix = "fewer --slots, a lower --max-new-tokens, or a shorter prompt"
     return RolloutSettings(slots=fitting_slots(weights, context, wanted, least=least, fix=fix), context=context)
+
+
+def longest_of(requests: Sequence[Request]) -> int:
+    """Tokens of the longest sequence."""
+    return max(len(r.prompt) + r.max_new_tokens for r in requests)
 
 
 def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1, fix: str) -> int:
@@ -218,7 +223,7 @@ def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1
 def needed_bytes(weights: Weights, context: int) -> Callable[[int], int]:
     """From the number of slots, what an engine allocates: keys and values, and on a GPU working memory."""
     one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
-    on_gpu = weights.device.type == "cuda"
+    on_gpu = weights.plan.assembly.settings.device.type == "cuda"
     return lambda slots: one * (slots + 1) + (working_bytes(weights, slots, context) if on_gpu else 0)
 
 

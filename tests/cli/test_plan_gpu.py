@@ -275,7 +275,7 @@ def test_samples_need_keys_and_values_of_what_is_left(capsys: Any) -> None:
     keys = ("sample_prompts=[Why?, {prompt: The chain}]", "sample_max_new_tokens=100", "max_steps=2", "device=cpu")
     assert main(["plan", *SMALL, *keys]) == 0
     printed = capsys.readouterr().out
-    found = re.search(r"samples: keys and values of 2 sequences of (\d+) tokens need ([\d.]+) MiB", printed)
+    found = re.search(r"samples: 2 sequences of (\d+) tokens need ([\d.]+) MiB", printed)
     assert found is not None
     tokens, size = int(found[1]), float(found[2]) * 2**20
     assert tokens > 100

@@ -15,7 +15,7 @@ from mixture import save_qwen3_moe
 from rank_world import World
 from run_fixtures import EMBEDDED, KILLER, LORA
 
-from surogate_core.bundles import RolloutEngineSpec
+from surogate_core.bundles import Request, RolloutEngineSpec
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import MachineError, UserError
@@ -101,7 +101,7 @@ def test_samples_without_held_out_rows_have_steps_of_their_own(
     assert records(tmp_path / "run", "eval_end") == []
 
 
-def no_room(*_: Any) -> Any:
+def no_room(*_: Any, **__: Any) -> Any:
     raise MachineError("The keys and values need more than is free.")
 
 
@@ -112,10 +112,11 @@ def test_no_error_of_samples_ends_a_run(tokenizer: Any, monkeypatch: pytest.Monk
         raise ZeroDivisionError("a bug")
 
     spec = RolloutEngineSpec(name="broken", open=broken)
-    sampler = samples.Sampler(shown=(), requests=(), spec=spec, tokenizer=tokenizer, show=lambda event: None)
     monkeypatch.setattr(samples, "Weights", mock.MagicMock())
-    for settings_of, why in ((no_room, "The keys and values need"), (mock.MagicMock(), "ZeroDivisionError('a bug')")):
-        monkeypatch.setattr(samples, "settings_of", settings_of)
+    requests = [Request(prompt=(1,), max_new_tokens=1)]
+    sampler = samples.Sampler(shown=("a",), requests=requests, spec=spec, tokenizer=tokenizer, show=lambda event: None)
+    for fitting, why in ((no_room, "The keys and values need"), (mock.MagicMock(), "ZeroDivisionError('a bug')")):
+        monkeypatch.setattr(samples, "fitting_slots", fitting)
         notice = sampler(mock.MagicMock(), 4, lambda: False)
         assert isinstance(notice, Notice)
         assert f"no samples from step 4 on, and the run goes on without them: {why}" in notice.message
@@ -131,7 +132,7 @@ def test_a_run_goes_on_without_samples_if_their_cache_has_no_room(
     digests: Digests,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(samples, "settings_of", no_room)
+    monkeypatch.setattr(samples, "fitting_slots", no_room)
     run = tmp_path / "run"
     assert run_here(run, *base_model, *SAMPLED) == 0
     assert digests(run / "adapter") == digests(plain / "adapter")
