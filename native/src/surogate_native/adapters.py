@@ -19,6 +19,8 @@ ROWS = 1024
 """Tokens whose contributions to a gradient one program adds, at most."""
 ROOM = 128
 """Columns past x are a multiple of this."""
+FEW = 512
+"""Most rows for which `down` has small tiles."""
 COLUMNS = 64
 """Inputs of a program of `down_gradient`."""
 PROGRAMS = 240
@@ -78,7 +80,7 @@ def down(
 ) -> None:
     """u = dropout(x) Aᵀ of all projections into `u_NR` and into `room`; x may have more columns than A."""
     n, inputs = x.shape[0], a_RI.shape[1]
-    tile, step = (64, 128) if slots > 1 else (32, 256)
+    tile, step, stages = _down_tile(n, a_RI.shape[0] // slots, slots)
     programs.down[triton.cdiv(n, tile) * slots,](
         x,
         a_RI,
@@ -96,8 +98,18 @@ def down(
         K=step,
         DROP=p > 0,
         num_warps=4,
-        num_stages=5,
+        num_stages=stages,
     )
+
+
+def _down_tile(n: int, rank: int, slots: int) -> tuple[int, int, int]:
+    """Rows, inner steps and stages of a program of `down`.
+
+    Few rows, as in generation, have few programs, which wait for memory: they get more programs and longer loads.
+    """
+    if n <= FEW:
+        return 16, max(64, 8192 // max(16, rank)), 3
+    return (64, 128, 5) if slots > 1 else (32, 256, 5)
 
 
 def parts_bytes(n: int, outputs: Sequence[int], rank: int) -> int:

@@ -302,3 +302,24 @@ def test_many_samples_are_those_of_the_reference(device: str) -> None:
     temperature = torch.ones_like(temperature)
     tokens, _ = kernel("choose_tokens")(logits, temperature, keys, numbers)
     assert torch.equal(tokens, ops.choose_tokens(logits, temperature, keys, numbers)[0])
+
+
+# --------------------------------------------------------------------------- adapters
+
+
+@devices
+@pytest.mark.parametrize(("rows", "rank", "slots", "inputs"), [(1, 16, 3, 1100), (33, 64, 1, 300), (512, 16, 2, 96)])
+def test_few_rows_times_the_first_matrices_of_adapters(
+    device: str, rows: int, rank: int, slots: int, inputs: int
+) -> None:
+    from surogate_native.adapters import down
+
+    x, a = random(rows, inputs, seed=1, dtype=torch.float16), random(rank * slots, inputs, seed=2, dtype=torch.float16)
+    room, u = torch.zeros(rows, inputs + 128, dtype=torch.float16), torch.zeros(rows, rank * slots, dtype=torch.float16)
+    room[:, :inputs] = x
+    x, a, u, room = (t.to(device) for t in (room[:, :inputs], a, u, room))
+    down(room, a, u, room[:, inputs:], torch.zeros((), dtype=torch.int32, device=device), slots, 0.0, range(slots))
+    expected = x.double() @ a.double().T
+    assert float((u.double() - expected).abs().max() / expected.abs().max()) <= 1e-3
+    assert torch.equal(room[:, inputs : inputs + rank * slots], u)
+    assert torch.equal(room[:, :inputs], x)

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
 ]
-PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token"}
+PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token", "down"}
 
 
 def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int) -> None:
@@ -32,6 +32,13 @@ def choose(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
 
     keys, temperature = empty(rows, 2, dtype=torch.int32), empty(rows, dtype=torch.float32)
     sampling._choose._init_fn(empty(rows, vocabulary, dtype=dtype), temperature, keys, keys[:, 0])
+
+
+def adapt(rows: int, rank: int, slots: int, inputs: int) -> None:
+    from surogate_native.adapters import down
+
+    x, a, u = empty(rows, inputs + 128), empty(rank * slots, inputs), empty(rows, rank * slots)
+    down(x, a, u, x[:, inputs:], empty(1, dtype=torch.int32), slots, 0.0, range(slots))
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -59,5 +66,7 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
         for vocabulary in (49152, 151936):
             choose(8, vocabulary, torch.bfloat16)
             choose(8, vocabulary, torch.float32)
+        for rank, slots in ((16, 3), (32, 1), (64, 2), (128, 1)):
+            adapt(128, rank, slots, 4096)
     assert {launch.program.__name__ for launch in launches} == PROGRAMS
     check_compiled(launches, capability, tmp_path / "program.cubin")
