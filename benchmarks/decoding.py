@@ -8,6 +8,7 @@
 `attention`: `slot_attention` with the heads of a model (`--models`). Lengths are `even`, all as long as the context, or
 `mixed`, evenly spread from 1 to it. `triton` decides itself whether chunks of a row are split over programs;
 `triton-split` and `triton-whole` do one of both. `choose`: `choose_tokens` for a vocabulary, half of the rows greedy.
+`filters`: the same with top-k and top-p, in each way that generation knows; `mass` ignores top-k.
 
 A time is the median of replays of a CUDA graph with a cold L2 cache. GB/s: the keys, values or logits
 that must be read. `error`: against the first variant of the case, relative. `equal`: whether two runs give equal bits.
@@ -20,7 +21,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,11 +32,16 @@ import torch
 from replays import Run, cpu_ms, gpu_ms, relative
 from torch import Tensor
 
+from surogate_core.bundles import Sampling
+from surogate_core.generate.sampling import Filters, Rows, choose
 from surogate_core.kernels import decoding as ops
+from surogate_core.kernels.registry import KernelTable, using
 
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "1b": (32, 8, 64), "small": (4, 2, 16)}
 """Name of a model → query heads, key heads, features: Qwen3-0.6B, Qwen3-8B, Llama-3.2-1B."""
 VOCABULARIES = {"0.6b": 151936, "8b": 151936, "1b": 128256, "small": 500}
+CASES = ("attention", "choose", "filters")
+FILTERS: tuple[Filters, ...] = ("sorted", "few", "mass")
 MOST_BYTES = 1 << 30
 """Largest cache for which the reference runs, which copies it in fp32."""
 
@@ -157,6 +163,33 @@ def choice(model: str, rows: int, device: torch.device, dtype: torch.dtype) -> C
     return Case(name="choose", model=model, rows=rows, moved=moved, variants=variants)
 
 
+def filters(model: str, rows: int, device: torch.device, dtype: torch.dtype) -> Case:
+    """Sampling with top-k 20 and top-p 0.95 by `generate.sampling.choose`, in each of its ways."""
+    vocabulary = VOCABULARIES[model]
+
+    def variants() -> Iterator[Variant]:
+        torch.manual_seed(0)
+        logits = torch.randn(rows, vocabulary, device=device, dtype=dtype) * 3
+        some = [Sampling(top_k=20, top_p=0.95)] * rows
+        chosen = Rows.of(some, [(n, n + 1) for n in range(rows)], range(rows), device)
+        table = KernelTable(device=device)
+
+        def call(how: Filters, kernels: KernelTable) -> Sequence[Tensor]:
+            with using(kernels):
+                return list(choose(logits, replace(chosen, filters=how)))
+
+        for how in FILTERS:
+            yield Variant(name=how, run=partial(call, how, table), patches={})
+        if has_triton(device):
+            from surogate_kernels_triton import sampling
+
+            kernels = tuple(replace(k, supports=lambda device, dtype: True) for k in sampling.kernels())
+            run = partial(call, "sorted", KernelTable(device=device, kernels=kernels))
+            yield Variant(name="triton", run=run, patches={})
+
+    return Case(name="filters", model=model, rows=rows, moved=rows * vocabulary * dtype.itemsize, variants=variants)
+
+
 def measure(case: Case, device: torch.device, names: Sequence[str], repeats: int) -> Iterator[Row]:
     """The lines of a case, of the first variant and those with these beginnings."""
     expected: list[Tensor] = []
@@ -197,12 +230,14 @@ def cases(arguments: argparse.Namespace, device: torch.device) -> Iterator[Case]
                             yield attention(model, rows, context, lengths, device, dtype, arguments.tiles)
             if "choose" in arguments.cases:
                 yield choice(model, rows, device, dtype)
+            if "filters" in arguments.cases:
+                yield filters(model, rows, device, dtype)
 
 
 def main() -> None:
     """Print all and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=("attention", "choose"), default=["attention", "choose"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--models", nargs="+", choices=sorted(HEADS), default=["0.6b", "8b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 128, 256])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 32768])

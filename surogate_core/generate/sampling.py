@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Request, Sampling
-from surogate_core.kernels.decoding import choose_tokens, gumbel_of, noisy, scaled
+from surogate_core.kernels.decoding import choose_tokens, gumbel_of, kept_of_sorted, noisy, scaled, token_bounds
+from surogate_core.kernels.registry import offered
 
 Filters = Literal["none", "few", "mass", "sorted"]
 """How rows choose among some of their tokens: they do not; only the `FEW` most probable tokens are looked at; the least
@@ -94,17 +95,26 @@ def choose(logits_NV: Tensor, rows: Rows, seen_NV: Tensor | None = None) -> tupl
     """
     if seen_NV is None and rows.filters == "none":
         return choose_tokens(logits_NV, rows.temperature_N, rows.keys_N2, rows.positions_N)
-    logits_NV = logits_NV.float()
-    scores_NV = logits_NV if seen_NV is None else _penalised(logits_NV, rows, seen_NV)
+    scores_NV = logits_NV if seen_NV is None else _penalised(logits_NV.float(), rows, seen_NV)
+    if rows.filters != "none" and offered("token_bounds", logits_NV.dtype):
+        found = token_bounds(scores_NV, rows.temperature_N, rows.top_k_N, rows.top_p_N, rows.min_p_N)
+        tokens_N, logprobs_N = choose_tokens(scores_NV, rows.temperature_N, rows.keys_N2, rows.positions_N, *found)
+        return tokens_N, logprobs_N if seen_NV is None else _logprobs(logits_NV, tokens_N)
+    logits_NV, scores_NV = logits_NV.float(), scores_NV.float()
     if rows.filters == "few":
         tokens_N = _choose_of_few(scores_NV, rows)
-        return tokens_N, logits_NV.gather(1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
+        return tokens_N, _logprobs(logits_NV, tokens_N)
     scores_NV = scaled(scores_NV, rows.temperature_N)
     if rows.filters != "none":
         keep_NV = kept(scores_NV, rows) if rows.filters == "sorted" else kept_by_mass(scores_NV, rows)
         scores_NV = scores_NV.masked_fill(~keep_NV & (rows.temperature_N[:, None] != 0), float("-inf"))
     tokens_N = noisy(scores_NV, rows.temperature_N, rows.keys_N2, rows.positions_N).argmax(dim=-1)
     return tokens_N, torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]
+
+
+def _logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    logits_NV = logits_NV.float()
+    return logits_NV.gather(1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
 
 
 def _penalised(scores_NV: Tensor, rows: Rows, seen_NV: Tensor) -> Tensor:
@@ -152,14 +162,4 @@ def kept_by_mass(scores_NV: Tensor, rows: Rows) -> Tensor:
 
 
 def _kept_of_sorted(sorted_NV: Tensor, rows: Rows) -> Tensor:
-    """The same of descending scores."""
-    size = sorted_NV.shape[1]
-    k_N1 = torch.where(rows.top_k_N > 0, rows.top_k_N, size).clamp(max=size)[:, None]
-    # Tokens that are as probable as the last of the k are kept too.
-    keep_NV = sorted_NV >= sorted_NV.gather(1, k_N1 - 1)
-    probabilities = torch.softmax(sorted_NV.masked_fill(~keep_NV, float("-inf")), dim=-1)
-    before_NV = probabilities.cumsum(dim=-1) - probabilities
-    keep_NV = keep_NV & ((before_NV < rows.top_p_N[:, None]) | (rows.top_p_N[:, None] >= 1))
-    keep_NV = keep_NV & (probabilities >= rows.min_p_N[:, None] * probabilities[:, :1])
-    keep_NV[:, 0] = True
-    return keep_NV
+    return kept_of_sorted(sorted_NV, rows.top_k_N, rows.top_p_N, rows.min_p_N)

@@ -119,14 +119,62 @@ def scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return logits_NV / torch.where(temperature_N == 0, 1.0, temperature_N)[:, None]
 
 
+def kept_of_sorted(sorted_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """[N, V] bool: what top-k, top-p and min-p keep of descending scores, in this order; the first always."""
+    size = sorted_NV.shape[1]
+    k_N1 = torch.where(top_k_N > 0, top_k_N, size).clamp(max=size)[:, None]
+    # Tokens that are as probable as the last of the k are kept too.
+    keep_NV = sorted_NV >= sorted_NV.gather(1, k_N1 - 1)
+    probabilities = torch.softmax(sorted_NV.masked_fill(~keep_NV, float("-inf")), dim=-1)
+    before_NV = probabilities.cumsum(dim=-1) - probabilities
+    keep_NV = keep_NV & ((before_NV < top_p_N[:, None]) | (top_p_N[:, None] >= 1))
+    keep_NV = keep_NV & (probabilities >= min_p_N[:, None] * probabilities[:, :1])
+    keep_NV[:, 0] = True
+    return keep_NV
+
+
+@op
+def token_bounds(
+    logits_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(bounds_N fp32, lasts_N int32): what top-k, top-p and min-p keep of each row, in this order; see `kept`.
+
+    The probabilities are those of the logits over the temperature. Tokens that are as probable as the last of the k are
+    kept too. A filter that keeps everything: 0, 1, 0. The most probable token is always kept, and at temperature 0
+    every token.
+    """
+    sorted_NV, order_NV = scaled(logits_NV.float(), temperature_N).sort(dim=-1, descending=True, stable=True)
+    keep_NV = kept_of_sorted(sorted_NV, top_k_N, top_p_N, min_p_N)
+    last_N1 = keep_NV.sum(dim=-1, keepdim=True) - 1
+    bounds_N, lasts_N = (t.gather(1, last_N1)[:, 0] for t in (sorted_NV, order_NV))
+    greedy_N = temperature_N == 0
+    return bounds_N.masked_fill(greedy_N, float("-inf")), lasts_N.int().masked_fill(greedy_N, logits_NV.shape[1])
+
+
+def kept(scores_NV: Tensor, bounds_N: Tensor, lasts_N: Tensor) -> Tensor:
+    """[N, V] bool: the tokens above the bound of their row, and of those that equal it the ones up to the last."""
+    tokens_V = torch.arange(scores_NV.shape[1], device=scores_NV.device)
+    equal_NV = scores_NV == bounds_N[:, None]
+    return (scores_NV > bounds_N[:, None]) | (equal_NV & (tokens_V <= lasts_N[:, None]))
+
+
 @op
 def choose_tokens(
-    logits_NV: Tensor, temperature_N: Tensor, keys_N2: Tensor, numbers_N: Tensor
+    logits_NV: Tensor,
+    temperature_N: Tensor,
+    keys_N2: Tensor,
+    numbers_N: Tensor,
+    bounds_N: Tensor | None = None,
+    lasts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(tokens_N int64, log-probabilities_N fp32 at temperature 1): a sample of each row, or its best at temperature 0.
 
-    See `gumbel` for keys and numbers. Computed in fp32; of equal sums the first token wins.
+    See `gumbel` for keys and numbers, `token_bounds` for bounds and lasts, without which every token may be chosen.
+    Computed in fp32; of equal sums the first token wins. The log-probabilities are those without bounds.
     """
     logits_NV = logits_NV.float()
-    tokens_N = noisy(scaled(logits_NV, temperature_N), temperature_N, keys_N2, numbers_N).argmax(dim=-1)
+    scores_NV = scaled(logits_NV, temperature_N)
+    if bounds_N is not None and lasts_N is not None:
+        scores_NV = scores_NV.masked_fill(~kept(scores_NV, bounds_N, lasts_N), float("-inf"))
+    tokens_N = noisy(scores_NV, temperature_N, keys_N2, numbers_N).argmax(dim=-1)
     return tokens_N, torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]

@@ -20,6 +20,7 @@ def test_a_line_for_each_variant(
         ("attention", "even"),
         ("attention", "mixed"),
         ("choose", ""),
+        ("filters", ""),
     ]
     assert all(row["equal"] and row["gb_per_s"] > 0 for row in found)
     assert capsys.readouterr().out.count("GB/s") == len(found)

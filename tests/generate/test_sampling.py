@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import generation
 
-from surogate_core.bundles import Request, Sampling
+from surogate_core.bundles import Kernel, Request, Sampling
 from surogate_core.generate.sampling import FEW, Rows, choose, filters_of, kept, kept_by_mass, key_of
+from surogate_core.kernels.registry import KernelTable, references, using
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -87,6 +88,27 @@ def test_the_mass_of_tokens_is_found_without_a_sort():
     assert kept_by_mass(scores, full).sum(1).unique().numel() > 20
     # Equal tokens stay together.
     assert kept_by_mass(torch.zeros(1, 8), rows(Sampling(top_p=0.5))).all()
+
+
+def test_a_kernel_of_bounds_takes_the_place_of_the_other_ways():
+    scores = torch.randn(60, 300, generator=torch.Generator().manual_seed(7))
+    seen = torch.rand(60, 300, generator=torch.Generator().manual_seed(8)) < 0.1
+    some = [Sampling(top_k=20, top_p=0.9), Sampling(repetition_penalty=2.0, min_p=0.02), Sampling(temperature=0)]
+    full = rows(*some * 20)
+    calls = []
+
+    def bounds(*arguments):
+        calls.append(arguments)
+        return references["token_bounds"].function(*arguments)
+
+    kernel = Kernel(op="token_bounds", name="test", function=bounds, supports=lambda device, dtype: True)
+    for masks in ((), (seen,)):
+        expected = choose(scores, full, *masks)
+        with using(KernelTable(device=CPU, kernels=(kernel,))):
+            found = choose(scores, full, *masks)
+        assert torch.equal(found[0], expected[0])
+        assert torch.allclose(found[1], expected[1], atol=1e-6)
+    assert len(calls) == 2
 
 
 def test_the_cheapest_way_to_filter():

@@ -54,6 +54,7 @@ WIDE = {
     "nvfp4_rounded": "cuda",
     "route": "triton",
     "slot_attention": "triton",
+    "token_bounds": "triton",
 }
 AMPERE = {
     "adapted_linears": "triton",
@@ -72,6 +73,7 @@ AMPERE = {
     "route": "triton",
     "slot_attention": "triton",
     "swiglu": "triton",
+    "token_bounds": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}
 GROUPED = {"grouped_product": "torch-grouped"}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.dsl.trace import Compiler, Signature, without_gradients
-from surogate_core.kernels.decoding import choose_tokens, gumbel, slot_attention
+from surogate_core.kernels.decoding import choose_tokens, gumbel, kept, slot_attention, token_bounds
 from surogate_core.kernels.registry import in_place, references
 from surogate_core.testing import op_cases
 from surogate_core.testing.op_cases import random
@@ -18,6 +18,8 @@ LENGTHS = [1, 7, 20]
 """Positions of each row, its own included."""
 SLOTS = [2, 0, 3]
 """Of five, the last of which takes rows that do not count."""
+
+OPS = ["slot_attention", "token_bounds", "choose_tokens"]
 
 
 def cache(
@@ -49,7 +51,7 @@ def places() -> tuple[Tensor, Tensor]:
 
 def test_every_op_is_tested() -> None:
     module = slot_attention.__module__
-    assert [n for n, k in references.items() if k.function.__module__ == module] == ["slot_attention", "choose_tokens"]
+    assert [n for n, k in references.items() if k.function.__module__ == module] == OPS
 
 
 @pytest.mark.parametrize("dtype", op_cases.BOUNDS, ids=str)
@@ -134,10 +136,28 @@ def test_tokens_are_those_of_the_largest_sums() -> None:
     assert tokens.dtype == torch.int64
 
 
-def test_neither_op_reads_a_value_on_the_host() -> None:
+def test_bounds_keep_what_is_kept_of_a_sort() -> None:
+    """Of equal tokens top-p keeps the first ones and top-k all; at temperature 0 nothing is dropped."""
+    logits = torch.tensor([[0.0, 2.0, 0.0, 1.0, 0.0, 0.0]]).repeat(5, 1)
+    heat, k = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 3, 2, 1, 0])
+    p, least = torch.tensor([0.75, 1.0, 1.0, 0.1, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.5, 0.3])
+    bounds = token_bounds(logits, heat, k, p, least)
+    assert [t.dtype for t in bounds] == [torch.float32, torch.int32]
+    kept_tokens = [row.nonzero()[:, 0].tolist() for row in kept(logits, *bounds)]
+    assert kept_tokens == [[0, 1, 3], [0, 1, 2, 3, 4, 5], [1, 3], [0, 1, 2, 3, 4, 5], [1, 3]]
+    _, keys, numbers = rows(200)
+    many = [t[2:3].expand(200, *t.shape[1:]) for t in (logits, heat, *bounds)]
+    tokens, logprobs = choose_tokens(many[0], many[1], keys, numbers, *many[2:])
+    assert set(tokens.tolist()) == {1, 3}
+    assert torch.equal(logprobs, torch.log_softmax(many[0], -1)[range(200), tokens])
+
+
+def test_no_op_reads_a_value_on_the_host() -> None:
     """So that a decoding step can be captured."""
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(t) for t in (*(random(3, h, 16, seed=h) for h in (4, 2, 2)), *cache(), *places())]
         assert slot_attention(*given, 24, SCALE).shape == (3, 4, 16)
-        found = choose_tokens(*(mode.from_tensor(t) for t in (random(3, 50), *rows(3))))
-        assert [tuple(t.shape) for t in found] == [(3,), (3,)]
+        logits, *chosen = (mode.from_tensor(t) for t in (random(3, 50), *rows(3)))
+        bounds = token_bounds(logits, chosen[0], chosen[2], chosen[0], chosen[0])
+        found = choose_tokens(logits, *chosen, *bounds)
+        assert [tuple(t.shape) for t in (*bounds, *found)] == [(3,)] * 4

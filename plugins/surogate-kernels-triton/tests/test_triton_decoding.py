@@ -304,6 +304,54 @@ def test_many_samples_are_those_of_the_reference(device: str) -> None:
     assert torch.equal(tokens, ops.choose_tokens(logits, temperature, keys, numbers)[0])
 
 
+def filtered(count: int, device: str) -> list[Tensor]:
+    """(temperatures, top-k, top-p, min-p) of rows that combine them."""
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.5])
+    top_k = torch.tensor([0, 20, 5, 0, 1, 300, 0])
+    top_p = torch.tensor([0.9, 1.0, 0.5, 1.0, 0.95])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.02, 0.0, 0.3, 0.0])
+    return [t[torch.arange(count) % len(t)].to(device) for t in (temperature, top_k, top_p, min_p)]
+
+
+@devices
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize(("vocabulary", "spread"), [(1, 1.0), (50, 3.0), (5000, 0.01), (5000, 5.0), (9000, 40.0)])
+def test_bounds(device: str, dtype: torch.dtype, vocabulary: int, spread: float) -> None:
+    """They keep the tokens that the reference keeps; `spread` decides whether few scores are near the largest."""
+    count = 140 if device == "cuda" else 12
+    logits = random(count, vocabulary, seed=8, scale=spread).to(dtype).to(device)
+    rows = filtered(count, device)
+    found = kernel("token_bounds")(logits, *rows)
+    assert [t.dtype for t in found] == [torch.float32, torch.int32]
+    scores = ops.scaled(logits.float(), rows[0])
+    keeps, expected = (ops.kept(scores, *bounds) for bounds in (found, ops.token_bounds(logits, *rows)))
+    # The sums of top-p are rounded elsewhere, so the last token that is kept may differ.
+    assert int((keeps != expected).sum()) <= count // 20
+    assert int((keeps != expected).sum(1).max()) <= 1
+    assert bool(keeps.sum(1).min() >= 1)
+
+
+@devices
+def test_bounds_among_equal_tokens(device: str) -> None:
+    """Of equal tokens top-p keeps the first ones, top-k all; infinities are never kept beside others."""
+    logits = torch.zeros(5, 6000, device=device)
+    logits[1, 4096:] = float("-inf")
+    logits[2, [7, 5000]] = 9.0
+    rows = [torch.ones(5), torch.tensor([0, 0, 1, 3, 5999]), torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0]), torch.zeros(5)]
+    rows = [t.to(device) for t in rows]
+    bounds = kernel("token_bounds")(logits, *rows)
+    keeps = ops.kept(logits, *bounds)
+    assert keeps.sum(1).tolist() == [3000, 2048, 2, 6000, 6000]
+    assert torch.equal(keeps, ops.kept(logits, *ops.token_bounds(logits, *rows)))
+    assert bool(keeps[1, :2048].all())
+    *_, keys, numbers = sampled(5, 1, torch.float32, device)
+    found = kernel("choose_tokens")(logits, rows[0], keys, numbers, *bounds)
+    expected = ops.choose_tokens(logits, rows[0], keys, numbers, *bounds)
+    assert torch.equal(found[0], expected[0])
+    assert bool(keeps.gather(1, found[0][:, None]).all())
+    torch.testing.assert_close(found[1], expected[1], rtol=3e-6, atol=2e-6)
+
+
 # --------------------------------------------------------------------------- adapters
 
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
 ]
-PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token", "down"}
+PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token", "token_bounds", "down"}
 
 
 def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int) -> None:
@@ -31,7 +31,10 @@ def choose(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     from surogate_kernels_triton import sampling
 
     keys, temperature = empty(rows, 2, dtype=torch.int32), empty(rows, dtype=torch.float32)
-    sampling._choose._init_fn(empty(rows, vocabulary, dtype=dtype), temperature, keys, keys[:, 0])
+    logits, lasts, top_k = empty(rows, vocabulary, dtype=dtype), keys[:, 0], empty(rows, dtype=torch.int64)
+    for bounds in ((None, None), (temperature, lasts)):
+        sampling._choose._init_fn(logits, temperature, keys, lasts, *bounds)
+    sampling._bounds._init_fn(logits, temperature, top_k, temperature, temperature)
 
 
 def adapt(rows: int, rank: int, slots: int, inputs: int) -> None:
