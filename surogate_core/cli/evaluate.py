@@ -33,6 +33,7 @@ checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a
                        all models have the rows, template, length and packing of the first run
   --json               print JSON
   --output FILE        write the JSON to a file too
+  --report             add the figures to the report of each run that is measured
 
 Tasks:
   --tasks FILE         JSON lines: {"prompt": TEXT, "answer": TEXT}, {"messages": […], "answer": TEXT} or
@@ -76,7 +77,7 @@ FLAGS = Flags(
     ),
     lists=("--tasks", "--stop"),
     counts=("--limit", "--max-new-tokens", "--samples", "--slots"),
-    switches=("--json", "--chat"),
+    switches=("--json", "--chat", "--report"),
     samples=True,
 )
 _ROWS = frozenset({"datasets", "dataset", "validation_datasets"})
@@ -114,6 +115,10 @@ def main(argv: Sequence[str]) -> int:
     print(text if "--json" in words.switches else lines)
     if output is not None:
         replace_file(output, f"{text}\n".encode(), key="--output")
+    if "--report" in words.switches:
+        from surogate_core.cli.evaluate_report import add_to_reports
+
+        add_to_reports(words.models, plain)
     return 0
 
 
@@ -290,5 +295,5 @@ def _shown(value: float | None) -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of JSON, which knows no NaN."""
-    return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()}
+    """Values of JSON, which knows neither NaN nor infinity."""
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -69,6 +70,7 @@ LONGEST_SAMPLE = 2000
 """Characters of a sample that are shown."""
 
 EXPERTS_HEADER = ("layer", "imbalance", "highest", "busiest expert", "experts without a token")
+EVALUATION_HEADER = ("model", "task", "metric", "value", "± stderr", "rows", "measured")
 PLUGIN_HEADER = ("plugin", "distribution", "version")
 
 
@@ -143,6 +145,7 @@ def sections(run: RunRecord, *, with_plugins: bool = True) -> list[Section]:
     zero = [(what, value) for what, value in counted if value == "0"]
     found = [
         Section(title="Samples", header=("prompt", "step", "text"), rows=samples(run)),
+        Section(title="Evaluations", header=EVALUATION_HEADER, rows=evaluations(run)),
         Section(title="Advice", header=("step", "seen", "key", "change", "evidence"), rows=advice(run)),
         Section(title="Notes", items=notices(run)),
         Section(title="Run", rows=facts(run)),
@@ -188,6 +191,17 @@ def _sample(text: str, *, ended: bool) -> str:
     if not shown.strip():
         return "(no visible text)"
     return shown if ended and len(text) <= LONGEST_SAMPLE else f"{shown} …"
+
+
+def evaluations(run: RunRecord) -> Rows:
+    """(part of the run, task, metric, value, standard error, rows, date) of what `surogate eval --report` measured."""
+    rows: Rows = []
+    for one in run.evaluations:
+        stderr = f"{one['stderr']:.4f}" if math.isfinite(one["stderr"]) else ""
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["time"])) if math.isfinite(one["time"]) else ""
+        count = f"{one['rows']:,.0f}" if math.isfinite(one["rows"]) else ""
+        rows.append((one["model"], one["task"], one["metric"], f"{one['value']:.4f}", stderr, count, date))
+    return rows
 
 
 def milestones(run: RunRecord, count: int = 12) -> Rows:

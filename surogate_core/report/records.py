@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 
 from surogate_core.errors import UserError
+from surogate_core.files.evaluations import read_evaluations
 from surogate_core.files.metrics import METRICS, as_number, parsed, read_lines
 from surogate_core.masking import masked_values, masked_yaml
 from surogate_core.report.loads import Loads
@@ -86,6 +87,8 @@ class RunRecord:
     advice: list[Mapping[str, Any]] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
     """Texts that the model generated for `sample_prompts`."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Figures of `surogate eval --report`."""
     notices: list[Mapping[str, Any]] = field(default_factory=list)
     """Warnings and errors, and what controls did."""
     routing: Mapping[str, Any] = field(default_factory=dict)
@@ -227,7 +230,8 @@ class RunRecord:
         self.samples = [s for s in self.samples if int(s.get("step", 0)) <= step]
 
     def read_files(self) -> None:
-        """Read ``config.yaml`` and ``run.json``, as far as they are there; secrets in them are masked."""
+        """Read the configuration, ``run.json`` and the evaluations, as far as they are there; secrets are masked."""
+        self.evaluations = read_evaluations(self.directory)
         self.config_text = masked_yaml(_text(self.directory / "config.yaml"))
         self.facts = masked_values(parsed(_text(self.directory / "run.json")) or {})
 

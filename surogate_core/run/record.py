@@ -1,8 +1,8 @@
 """The record of a run in its output directory, and the move of an earlier run's record.
 
-The record is `config.yaml`, `run.json`, the metrics, the report and the exports. It is written only after the run is
-accepted: after its configuration, checkpoint, base and data are checked. A new run in the directory of another one
-moves that one's record to ``former-1/`` (``former-2/``, …), which is a run directory of its own.
+The record is `config.yaml`, `run.json`, the metrics, the report, evaluations and the exports. It is written only after
+the run is accepted: after its configuration, checkpoint, base and data are checked. A new run in the directory of
+another one moves that one's record to ``former-1/`` (``former-2/``, …), which is a run directory of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from filelock import FileLock, Timeout
 
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
+from surogate_core.files.evaluations import EVALUATIONS
 from surogate_core.files.metrics import METRICS
 from surogate_core.hf.lora_files import MARKER
 
 FACTS = "run.json"
 CONFIG = "config.yaml"
-_REPORTS = ("report.html", "report.md")
+_BESIDE = ("report.html", "report.md", EVALUATIONS)
 _EXPORTS = ("adapter", "model")
 
 
@@ -54,7 +55,7 @@ class Record:
             number += 1
         # The file that marks a record is moved last, so the next start finishes an interrupted move.
         moved = [path for name in _EXPORTS if ((path := self._output / name) / MARKER).is_file()]
-        moved += [self._output / name for name in _REPORTS]
+        moved += [self._output / name for name in _BESIDE]
         moved += [self._output / METRICS, self._output / CONFIG, self._output / FACTS]
         try:
             former.mkdir()

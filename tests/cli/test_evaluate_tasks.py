@@ -90,6 +90,23 @@ def test_bad_options_from_python(hf_dir: Path, task: Path) -> None:
         assert message in str(error.value)
 
 
+def test_figures_are_added_to_the_report_of_a_run(
+    hf_dir: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").symlink_to(hf_dir)
+    (run / "config.yaml").write_text(json.dumps({"lora": False}))
+    (run / "metrics.jsonl").write_text('{"event": "run_start"}\n')
+    words = ["--tasks", str(task), "--max-new-tokens", "2", "device=cpu", "--report"]
+    assert main(["eval", str(run / "model"), str(hf_dir), *words]) == 0
+    assert f"note: {hf_dir} is no run" in capsys.readouterr().err
+    report = (run / "report.md").read_text()
+    assert "## Evaluations" in report
+    assert "| model | mixed | accuracy |" in report
+    assert "Evaluations" in (run / "report.html").read_text()
+
+
 WORDS = """
 from surogate_core import bundles, hookimpl
 from surogate_core.errors import UserError

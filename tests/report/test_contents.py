@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from surogate_core.report.contents import ranks, sections
+from surogate_core.files.evaluations import EVALUATIONS, add_evaluations
+from surogate_core.report.contents import evaluations, ranks, sections
 from surogate_core.report.records import RunRecord
 
 
@@ -29,3 +30,26 @@ def test_each_rank_has_its_figures() -> None:
 @pytest.mark.parametrize("damaged", [{}, {"peak_memory_bytes": 5}, {"peak_memory_bytes": "many"}])
 def test_damaged_figures_of_ranks_are_left_out(damaged: dict[str, Any]) -> None:
     assert ranks(run_of(**damaged)) == []
+
+
+def test_evaluations_have_the_last_figure_of_each_task(tmp_path: Path) -> None:
+    row = {
+        "time": 1e9,
+        "model": "the run",
+        "task": "sums",
+        "metric": "accuracy",
+        "value": 0.25,
+        "stderr": 0.1,
+        "rows": 1200,
+    }
+    add_evaluations(tmp_path, [row, row | {"task": "words", "stderr": None}])
+    add_evaluations(tmp_path, [row | {"value": 0.5}])
+    with (tmp_path / EVALUATIONS).open("a") as file:
+        file.write('{"model": 3}\n{"model": "the run", "task": "torn", "metric": "accuracy", "value": "x"}\n{"mod')
+    run = RunRecord(directory=tmp_path, name="run")
+    run.read_files()
+    assert [found[:6] for found in evaluations(run)] == [
+        ("the run", "words", "accuracy", "0.2500", "", "1,200"),
+        ("the run", "sums", "accuracy", "0.5000", "0.1000", "1,200"),
+    ]
+    assert [part.title for part in sections(run)] == ["Evaluations"]

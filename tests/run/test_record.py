@@ -18,7 +18,7 @@ from surogate_core.run.record import FACTS, Record
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
 
-RECORD = ("config.yaml", "run.json", "metrics.jsonl", "report.html", "report.md")
+RECORD = ("config.yaml", "run.json", "metrics.jsonl", "report.html", "report.md", "evaluations.jsonl")
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -88,8 +88,10 @@ def test_a_new_start_keeps_the_former_run_as_a_run_directory(
     export = "adapter" if mode else "model"
     keys = [*base, *mode, "save_steps=1", "save_total_limit=2"]
     run_here(tmp_path, *keys, "max_steps=3")
+    (tmp_path / "evaluations.jsonl").write_text("{}\n")
     first = contents(tmp_path)
     for number, seed in ((1, 5), (2, 6)):
+        (tmp_path / "evaluations.jsonl").write_text("{}\n")
         run_here(tmp_path, *keys, f"train_seed={seed}", "max_steps=2", "resume_from_checkpoint=false")
         (start,) = records(tmp_path, "run_start")
         former = tmp_path / f"former-{number}"
