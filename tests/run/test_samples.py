@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -256,6 +257,15 @@ def test_a_text_is_a_users_message_where_the_data_has_a_template(tokenizer: Any)
     (kept,) = decoded(tokenizer, replace(config, system="Be brief.", sample_prompts=[{"messages": own}]))
     assert "Be long." in kept
     assert "Be brief." not in kept
+
+
+def test_messages_without_a_template_are_refused(tokenizer: Any) -> None:
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    assert decoded(plain, RunConfig(sample_prompts=["Why?"])) == ["Why?"]
+    asked = [{"messages": [{"role": "user", "content": "Why?"}]}]
+    with pytest.raises(UserError, match="has no chat template, which conversations need"):
+        decoded(plain, RunConfig(sample_prompts=asked))
 
 
 def test_prompts_come_from_files_too(tokenizer: Any, tmp_path: Path) -> None:
