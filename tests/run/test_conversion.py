@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from surogate_core.bundles import Exported, ExportFormat, ExportJob
 from surogate_core.errors import MachineError, UserError
+from surogate_core.files import atomic
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.conversion import Converted, convert, place_of, title_of
 from surogate_core.run.merge import merge
@@ -109,6 +110,14 @@ def test_the_former_file_stays_if_writing_fails(hf_dir: Path, converting: Conver
     out = tmp_path / "out"
     assert (out / "a.safetensors").read_bytes() == first
     assert sorted(p.name for p in out.iterdir()) == ["a.safetensors", "a.txt"]
+
+
+def test_what_a_killed_export_left_is_replaced(hf_dir: Path, converting: Convert, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    left = atomic.sibling(tmp_path / "out" / "a.safetensors", "tmp")
+    left.write_bytes(b"half")
+    converting(hf_dir)
+    assert not left.exists()
 
 
 def test_names_and_places(tmp_path: Path, adapter: Path) -> None:

@@ -17,7 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from surogate_core.bundles import ExportJob, Sampling
-from surogate_core.errors import UserError
+from surogate_core.errors import MachineError, UserError
+from surogate_core.files import atomic
 
 SUROGATE_PLUGIN = "export-gguf"
 
@@ -234,6 +235,14 @@ def test_types(kind: str, bound: float, make: Make) -> None:
     assert np.abs(gguf.dequantize(data.data, data.tensor_type)[3] - expert).max() <= bound * np.abs(expert).max()
 
 
+def test_a_disk_without_room_is_found_before_writing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, _ = make("qwen3")
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
+    with pytest.raises(MachineError, match=r"tiny.gguf: the disk is full: .* KiB needed, 1000 B free"):
+        SPEC.write(job, GgufOptions())
+    assert not job.file.exists()
+
+
 def test_the_type_is_that_of_the_model(make: Make) -> None:
     job, model = make("llama", dtype=torch.bfloat16)
     SPEC.write(job, GgufOptions())
@@ -259,6 +268,8 @@ def test_the_vocabulary(make: Make) -> None:
     assert types[tokens.index("<tool>")] == gguf.TokenType.USER_DEFINED
     ids = {role: fields[f"tokenizer.ggml.{role}_token_id"].contents() for role in ("bos", "eos", "eot")}
     assert ids == {"bos": 0, "eos": 2, "eot": 2}
+    assert fields["general.sampling.temp"].contents() == pytest.approx(0.7)
+    assert fields["general.sampling.top_k"].contents() == 20
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)

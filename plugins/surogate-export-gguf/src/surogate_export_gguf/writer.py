@@ -60,8 +60,21 @@ def write(job: ExportJob, options: GgufOptions) -> Exported:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture.add_to(writer)
     vocabulary.add_to(writer)
+    _add_sampling(job, writer)
     _write_tensors(job, architecture, types, writer)
     return Exported(notes=tuple(notes), texts=texts)
+
+
+def _add_sampling(job: ExportJob, writer: gguf.GGUFWriter) -> None:
+    """How tokens are chosen by default, if the model's files say so."""
+    chosen = job.sampling
+    if chosen.temperature == 0:
+        return
+    writer.add_int32("general.sampling.top_k", chosen.top_k)
+    writer.add_float32("general.sampling.temp", chosen.temperature)
+    writer.add_float32("general.sampling.top_p", chosen.top_p)
+    writer.add_float32("general.sampling.min_p", chosen.min_p)
+    writer.add_float32("general.sampling.penalty_repeat", chosen.repetition_penalty)
 
 
 def _type(job: ExportJob, options: GgufOptions) -> gguf.GGMLQuantizationType:
