@@ -38,6 +38,7 @@ from surogate_core.api.results import Report as Report
 from surogate_core.api.results import Run as Run
 from surogate_core.api.results import Sample as Sample
 from surogate_core.api.results import load as load
+from surogate_core.api.serving import serve as serve
 from surogate_core.errors import ConfigError as ConfigError
 from surogate_core.errors import MachineError as MachineError
 from surogate_core.errors import PluginError as PluginError

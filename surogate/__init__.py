@@ -9,7 +9,21 @@ docs/python.md describes it. Importing this package imports no torch.
 """
 
 from surogate_core import __version__
-from surogate_core.api import Evaluation, Paths, Report, Run, Sample, evaluate, export, generate, load, pt, sft, train
+from surogate_core.api import (
+    Evaluation,
+    Paths,
+    Report,
+    Run,
+    Sample,
+    evaluate,
+    export,
+    generate,
+    load,
+    pt,
+    serve,
+    sft,
+    train,
+)
 from surogate_core.errors import ConfigError, MachineError, PluginError, SurogateError, UserError
 from surogate_core.events import Control, Event
 
@@ -32,6 +46,7 @@ __all__ = [
     "generate",
     "load",
     "pt",
+    "serve",
     "sft",
     "train",
 ]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 import signal
-import string
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +15,10 @@ from typing import TYPE_CHECKING
 from surogate_core.cli.sampling import number, sampling_of
 from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
-from surogate_core.serve import LOOPBACK
+from surogate_core.serve import LEAST_TOKEN, LOOPBACK, is_token
 
 if TYPE_CHECKING:
-    from surogate_core.plugins.registry import Registry
-    from surogate_core.run.generation import Prepared
-    from surogate_core.serve.models import Served
     from surogate_core.serve.server import Server
-    from surogate_core.serve.worker import Worker
 
 USAGE = """\
 usage: surogate serve MODEL [--adapter [NAME=]DIR …] [KEY=VALUE …]
@@ -49,11 +44,7 @@ id. KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 Ctrl-C ends the server.
 """
 
-CONTEXT, PORT = 4096, 8000
-SLOTS = {"cpu": 8, "cuda": 64}
-"""Sequences at a time on a device, unless the user says otherwise."""
-LEAST_TOKEN = 16
-"""Characters of the shortest token in a file."""
+PORT = 8000
 FLAGS = Flags(
     command="surogate serve",
     texts=("--name", "--host", "--port", "--token-file", "--engine"),
@@ -124,7 +115,7 @@ def _token_of(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise UserError(f"--token-file {file}: cannot be read: {reason}. Fix: a file with one line.") from error
-    if len(found) < LEAST_TOKEN or not set(found) <= set(string.ascii_letters + string.digits + string.punctuation):
+    if not is_token(found):
         raise UserError(
             f"--token-file {file}: has no token of at least {LEAST_TOKEN} letters, digits and signs in one line. "
             f"Fix: name a file that does not exist, which gets a random one."
@@ -148,100 +139,38 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def _server(words: Words, *, host: str, port: int, token: str | None) -> Iterator[Server]:
-    from surogate_core.serve.server import Server
-
-    models, worker = _loaded(words)
-
-    def note(line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-    try:
-        quiet = {"note": note} if "--quiet" not in words.switches else {}
-        server = Server(models, worker, host=host, port=port, token=token, **quiet)
-    except OSError as error:
-        raise UserError(
-            f"surogate serve: cannot listen on {host}:{port}: {error.strerror or error}. Fix: another --port or --host"
-        ) from error
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def _loaded(words: Words) -> tuple[Mapping[str, Served], Worker]:
-    """(models by name, the thread that generates)."""
-    from surogate_core.bundles import Request, RolloutSettings, Sampling
+def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:
     from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.cli.progress import shown_progress
+    from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
-    from surogate_core.run.adapters import Adapters
-    from surogate_core.run.generation import rollout_of
-    from surogate_core.run.texts import fitting_slots
-    from surogate_core.serve.worker import Worker
+    from surogate_core.serve.loading import Serving, listen, load
 
     registry = registry_for(Arguments(overrides=words.overrides))
-    spec = rollout_of(registry, words.texts.get("--engine", "native"))
-    prepared, beside = _prepared(words, registry)
-    context = int(min(words.counts.get("--context", CONTEXT), prepared.context))
-    models = _served(words, prepared, beside, context)
+    serving = Serving(
+        model=words.models[0],
+        configure=lambda overrides: load_run_config([*overrides, *words.overrides], registry=registry),
+        name=words.texts.get("--name", ""),
+        adapters=_named_adapters(words),
+        context=words.counts.get("--context"),
+        slots=words.counts.get("--slots"),
+        engine=words.texts.get("--engine", "native"),
+        sampling=lambda own: sampling_of(words.sampling, own),
+    )
     with shown_progress() as progress:
 
         def told(task: str, done: int, total: int) -> None:
             progress(Progress(task=task, done=done, total=total))
 
-        weights = prepared.load(registry, progress=told)
-        adapters = Adapters(weights, beside)
-        wanted = words.counts.get("--slots") or SLOTS.get(weights.device.type, 8)
-        least = words.counts.get("--slots", 1)
-        slots = fitting_slots(weights, context, wanted, least=least, fix="fewer --slots, or a lower --context")
-        engine = spec.open(weights, RolloutSettings(slots=slots, context=context, frozen=True))
-        # What the first request would wait for is compiled now, and weights that are not numbers are found.
-        told("warming up", 0, 1)
-        one = Request(prompt=(0,), max_new_tokens=min(2, context - 1), sampling=Sampling(temperature=0))
-        for count in sorted({1, slots}):  # a GPU has one kind of step for few sequences and one for many
-            engine.generate([one] * count)
-        told("warming up", 1, 1)
+        models, worker = load(
+            serving, registry, progress=told, note=lambda line: print(f"note: {line}", file=sys.stderr)
+        )
 
-    def activate(name: str) -> None:
-        if adapters.activate(name if name in beside else None):
-            engine.forget()
+    def note(line: str) -> None:
+        if "--quiet" not in words.switches:
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
-    return models, Worker(engine, slots=slots, activate=activate)
-
-
-def _prepared(words: Words, registry: Registry) -> tuple[Prepared, dict[str, Prepared]]:
-    """(the model, the adapters beside it by name); notes about them are printed."""
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.run.adapters import prepare_beside
-    from surogate_core.run.generation import named, prepare, quantised_note, with_adapter
-
-    (model,) = words.models
-    base = named(model)
-    config = load_run_config([*base.overrides, *words.overrides], registry=registry)
-    directories = _named_adapters(words)
-    if not directories:
-        prepared = prepare(base, config, registry)
-        _print_notes(model, (*prepared.notes, *quantised_note(model, base, prepared, registry)))
-        return prepared, {}
-    found = {name: with_adapter(model, directory) for name, directory in directories.items()}
-    prepared, beside = prepare_beside(base, found, config, registry)
-    _print_notes(model, prepared.notes)
-    for name, one in beside.items():
-        quantised = quantised_note(directories[name], found[name], one, registry)
-        _print_notes(directories[name], (*one.notes, *quantised))
-    return prepared, beside
-
-
-def _print_notes(word: str, notes: Sequence[str]) -> None:
-    for note in notes:
-        print(f"note: {word}: {note}", file=sys.stderr)
-
-
-def _name_of(words: Words) -> str:
-    """The name of the model itself."""
-    return words.texts.get("--name") or Path(words.models[0].rstrip("/")).name
+    return listen(models, worker, host=host, port=port, token=token, note=note)
 
 
 def _named_adapters(words: Words) -> dict[str, str]:
@@ -253,23 +182,7 @@ def _named_adapters(words: Words) -> dict[str, str]:
             name, directory = Path(word.rstrip("/")).name, word
         if not name or not directory:
             raise UserError(f"--adapter {word}: has no name or no directory. Fix: --adapter shop=runs/a")
-        if name in found or name == _name_of(words):
-            raise UserError(f"--adapter {word}: two models are called {name}. Fix: --adapter OTHER={directory}")
+        if name in found:
+            raise UserError(f"--adapter {word}: two adapters are called {name}. Fix: --adapter OTHER={directory}")
         found[name] = directory
     return found
-
-
-def _served(words: Words, prepared: Prepared, beside: Mapping[str, Prepared], context: int) -> dict[str, Served]:
-    from surogate_core.serve.models import Served
-
-    base = _name_of(words)
-    return {
-        name: Served(
-            name=name,
-            prepared=one,
-            sampling=sampling_of(words.sampling, one.sampling),
-            context=context,
-            parent=None if name == base else base,
-        )
-        for name, one in {base: prepared, **beside}.items()
-    }

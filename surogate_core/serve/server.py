@@ -17,7 +17,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 import structlog
@@ -83,6 +83,12 @@ class Server:
     def url(self) -> str:
         """The base URL for clients."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/v1"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop listening, and end what runs."""

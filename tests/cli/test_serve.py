@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import random_adapter
 
 from surogate_core.cli.main import main
-from surogate_core.cli.serve import FLAGS, _loaded, _named_adapters, _token_of
+from surogate_core.cli.serve import FLAGS, _named_adapters, _token_of
 from surogate_core.errors import UserError
-from surogate_core.serve.server import Server
 
 
 def free_port() -> int:
@@ -129,42 +127,11 @@ def test_bad_input(
     assert message in capsys.readouterr().err
 
 
-def test_adapters_are_models_of_their_own(hf_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (random_adapter(hf_dir, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
-    words = ["device=cpu", "--name=base", f"--adapter=shop={one}", "--adapter", str(two), "--slots=3"]
-    models, worker = _loaded(FLAGS.read([str(hf_dir), *words]))
-    server = Server(models, worker, token=None)
-    try:
-        assert list(models) == ["base", "shop", "two"]
-        assert [model.parent for model in models.values()] == [None, "base", "base"]
-        found: dict[int, str] = {}
-
-        def ask(number: int, name: str) -> None:
-            answer = asked(server.url, "", model=name, prompt="The chain", max_tokens=8, temperature=0)
-            found[number] = answer["choices"][0]["text"]
-
-        names = ["shop", "base", "two", "shop", "two", "base", "shop"]
-        threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(names)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        server.close()
-    for name, adapter in (("base", None), ("shop", one), ("two", two)):
-        texts = {found[number] for number, other in enumerate(names) if other == name}
-        capsys.readouterr()
-        more = [f"--adapter={adapter}"] if adapter else []
-        flags = ["--prompt=The chain", "--max-new-tokens=8", "--temperature=0", "--json"]
-        assert main(["generate", str(hf_dir), "device=cpu", *flags, *more]) == 0
-        assert texts == {json.loads(capsys.readouterr().out)["text"]}
-
-
 @pytest.mark.parametrize(
     ("adapters", "message"),
     [
-        (["shop=a", "shop=b"], "two models are called shop. Fix: --adapter OTHER=b"),
-        (["x/model"], "two models are called model"),
+        (["shop=a", "shop=b"], "two adapters are called shop. Fix: --adapter OTHER=b"),
+        (["shop=a", "x/shop"], "two adapters are called shop. Fix: --adapter OTHER=x/shop"),
         (["=a"], "has no name or no directory"),
     ],
 )

@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 
-from surogate_core.cli.serve import FLAGS, _loaded
-from surogate_core.serve.server import Server
+import surogate
 
 openai = pytest.importorskip("openai")
-TOKEN = "a-token-of-the-test"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
 def client(hf_dir: Path) -> Iterator[Any]:
-    models, worker = _loaded(FLAGS.read([str(hf_dir), "device=cpu", "--name=tiny"]))
-    server = Server(models, worker, token=TOKEN)
-    yield openai.OpenAI(base_url=server.url, api_key=TOKEN, max_retries=0)
-    server.close()
+    with surogate.serve(hf_dir, name="tiny", device="cpu") as server:
+        yield openai.OpenAI(base_url=server.url, api_key=server.token, max_retries=0)
 
 
 def test_chats(client: Any) -> None:
