@@ -28,6 +28,23 @@ PROGRAMS = {
 TOKENS, EXPERTS, CHOICES, WIDTH, INNER = 8192, 128, 8, 2048, 768
 
 
+def codes(rank: int, order: Tensor, ends: Tensor) -> None:
+    from surogate_kernels_triton import experts_launches
+
+    rows = len(order)
+    for inputs, outputs, count, gathered in (
+        (WIDTH, INNER, 1, True),
+        (INNER, WIDTH, 1, False),
+        (INNER, WIDTH, 2, False),
+    ):
+        x = [experts_launches.round_rows(empty(TOKENS if gathered else rows, inputs)) for _ in range(count)]
+        w = [(empty(EXPERTS, outputs, inputs, dtype=E4M3), empty(EXPERTS, outputs, dtype=torch.float32))] * count
+        b = [empty(EXPERTS, outputs, rank)] * count
+        where = order if gathered else None
+        named: dict[str, Any] = {"choices": CHOICES, "scale": 2.0, "backward": False, "dtype": torch.bfloat16}
+        experts_launches.grouped_codes(x, w, empty(rows, rank * count), b, where, ends, rows, **named)
+
+
 def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """All launches of a layer with experts, forward and backward."""
     from surogate_kernels_triton import (
@@ -64,19 +81,6 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         backward = experts_combined._backward._init_fn
         backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, [], a, b, u, 2.0, *masks)
 
-    def codes() -> None:
-        for inputs, outputs, count, gathered in (
-            (WIDTH, INNER, 1, True),
-            (INNER, WIDTH, 1, False),
-            (INNER, WIDTH, 2, False),
-        ):
-            x = [experts_launches.round_rows(empty(TOKENS if gathered else rows, inputs)) for _ in range(count)]
-            w = [(empty(EXPERTS, outputs, inputs, dtype=E4M3), empty(EXPERTS, outputs, dtype=torch.float32))] * count
-            b = [empty(EXPERTS, outputs, rank)] * count
-            where = order if gathered else None
-            named: dict[str, Any] = {"choices": CHOICES, "scale": 2.0, "backward": False, "dtype": torch.bfloat16}
-            experts_launches.grouped_codes(x, w, empty(rows, rank * count), b, where, ends, rows, **named)
-
     def plain(inputs: int, outputs: int) -> None:
         x, dy, w = empty(rows, inputs), empty(rows, outputs), empty(EXPERTS, outputs, inputs)
         experts_plain._product._init_fn(x, w, ends)
@@ -89,7 +93,7 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
         experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, weights)
         if major == 9:
-            codes()
+            codes(rank, order, ends)
         for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):
             linears(empty(TOKENS, WIDTH), INNER, 2, masks)
             linears(empty(rows, INNER), WIDTH, 1, masks)
