@@ -28,7 +28,7 @@ usage:
   surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
   surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
   surogate chat MODEL [MODEL …]                a chat in the terminal
-  surogate eval MODEL [MODEL …] datasets=FILE  held-out loss and perplexity; several models are compared in pairs
+  surogate eval MODEL [MODEL …]                held-out loss, or accuracy on tasks; several models are compared
   surogate serve MODEL [--adapter DIR …]       a server of the OpenAI API
   surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained

@@ -10,6 +10,7 @@ from typing import Any
 
 from surogate_core.bundles import Evaluator, RolloutEngineSpec, TaskResult
 from surogate_core.data.chat import encode_text
+from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.generation import Prepared
@@ -30,6 +31,15 @@ class LocalTasks:
     chat: bool = False
     """Whether a text prompt is a user's message."""
     system: str | None = None
+
+    def __post_init__(self) -> None:
+        for task in () if self.chat else self.tasks:
+            chat = next((shot for shot in task.shots if shot.prompt is None), None)
+            text = next((row for row in task.rows if row.prompt is not None), None)
+            if chat is not None and text is not None:
+                raise UserError(
+                    f"{chat.name}: this example is a chat, and {text.name} is a text. Fix: --chat, or rows of one kind"
+                )
 
     def run(self, subject: Subject, taken: Taken) -> list[TaskResult]:
         """The figures of a model."""

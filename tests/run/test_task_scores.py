@@ -12,6 +12,7 @@ import pytest
 
 from surogate_core.bundles import TaskResult
 from surogate_core.config.resolve import load_run_config
+from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.generation import named, prepare
 from surogate_core.run.subject import Likelihood, Pair, Subject
@@ -155,6 +156,13 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     )
     told.run(parrot.answer("2"), lambda line: None)
     assert parrot.prompts == [expected]
+
+
+def test_examples_of_a_text_are_texts(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "0+1 ="}], "answer": 1}, SUMS[0]]
+    with pytest.raises(UserError, match=r"t.jsonl:1: this example is a chat, and .*t.jsonl:2 is a text. Fix: --chat"):
+        tasks_of(tmp_path, rows, Wanted(), shots=1)
+    tasks_of(tmp_path, rows, Wanted(), shots=1, chat=True)
 
 
 CHOICE = [{"prompt": "A car has", "choices": ["two", "four wheels"], "answer": 1}]
