@@ -72,11 +72,15 @@ def one(run: list[Any], *args: str) -> Any:
     ],
 )
 def test_options_of_an_own_directory(run: list[Any], here: Path, flags: list[str]) -> None:
-    config = one(run, "sft", "recipe=mine", *flags)
-    assert (config.recipe.name, config.recipe.options.emulate) == ("fp8-hybrid", "auto")
     config = one(run, "sft", "+experiment=careful", *flags)
     assert (config.recipe.name, config.learning_rate, config.warmup_steps) == ("nvfp4", 1e-5, 10)
-    assert one(run, "sft", "experiment=careful", "learning_rate=1e-3", *flags).learning_rate == 1e-3
+
+
+def test_an_own_option_beside_others(run: list[Any], here: Path) -> None:
+    config = one(run, "sft", "recipe=mine", "--config-dir", "conf")
+    assert (config.recipe.name, config.recipe.options.emulate) == ("fp8-hybrid", "auto")
+    config = one(run, "sft", "experiment=careful", "learning_rate=1e-3", "--config-dir", "conf")
+    assert (config.learning_rate, config.warmup_steps) == (1e-3, 10)
 
 
 def test_an_own_option_may_name_the_data(run: list[Any], here: Path) -> None:
@@ -221,7 +225,6 @@ def test_mistakes_in_a_defaults_list(
     ("args", "directories"),
     [
         (["output_dir=out"], ["out/learning_rate=0.001", "out/learning_rate=0.0001"]),
-        (["hydra.sweep.dir=zz"], ["zz/learning_rate=0.001", "zz/learning_rate=0.0001"]),
         (["hydra.sweep.dir=zz", "output_dir=out"], ["zz/learning_rate=0.001", "zz/learning_rate=0.0001"]),
         (["output_dir=out", "hydra.sweep.subdir=run-${hydra.job.num}"], ["out/run-0", "out/run-1"]),
         (

@@ -206,6 +206,7 @@ class _HostStores(Stores):
 
 
 @pytest.mark.slow
+@pytest.mark.slow_cases("level 2", "level 3")
 @pytest.mark.parametrize("case", ["lora on a sharded base", "level 2", "level 3", "level 3 in 8 bits, bf16 masters"])
 def test_what_is_shared_out_may_be_in_host_memory(case: str) -> None:
     """Each rank moves its part. Weights are whole on the device up to level 2."""
@@ -257,6 +258,7 @@ def test_each_ranks_cpu_updates_its_part(case: str, world: int) -> None:
 
 
 @pytest.mark.slow_cases("lora", "level 1", "level 3")
+@pytest.mark.slow_cases("level 1", "level 2")
 @pytest.mark.parametrize("case", ["lora", "level 1", "level 2", "level 3"])
 def test_more_micro_batches_than_lanes(case: str) -> None:
     figures, state = alone(case, micro_batches=16)
@@ -266,6 +268,7 @@ def test_more_micro_batches_than_lanes(case: str) -> None:
 
 
 @pytest.mark.slow_cases("2-1", "3-2", "4-3")
+@pytest.mark.slow_cases("2-1", "3-1")
 @pytest.mark.parametrize(("world", "level"), [(2, 1), (3, 1), (3, 2), (4, 3)])
 def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, level: int) -> None:
     figures, _ = trained(1, micro_batches=12, zero_level=level)
@@ -277,6 +280,7 @@ def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, lev
 
 
 @pytest.mark.slow_cases("lora", "level 1 in 8 bits, bf16 masters")
+@pytest.mark.slow_cases("level 1 in 8 bits, bf16 masters")
 @pytest.mark.parametrize("case", ["lora", "level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
 def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
     """4 → 2 → 1 → 4 is as four on four ranks."""
@@ -313,6 +317,7 @@ def test_a_rank_holds_its_part_of_masters_and_state() -> None:
 
 
 @pytest.mark.slow_cases("lora", "level 2")
+@pytest.mark.slow_cases("level 1")
 @pytest.mark.parametrize("case", ["lora", "level 1", "level 2"])
 def test_not_a_number_on_one_rank_skips_the_step_on_all(case: str) -> None:
     def work(fabric: VirtualFabric) -> tuple[bool, list[tuple[float, float]]]:

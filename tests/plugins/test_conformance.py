@@ -42,23 +42,26 @@ torch.set_num_threads(1)
 OURS = sorted(p.name for p in installed_plugins() if p.distribution.startswith("surogate-"))
 
 
+NF4 = "quant nf4: trains as on rounded weights"
+
+
 @cache
 def registry() -> Registry:
     return load_plugins(import_policy())
 
 
 def cases() -> list[Any]:
-    """Those that trace a family's blocks or emulate NVFP4, or start an interpreter, are too slow for every run.
+    """Those that trace a family's blocks or start an interpreter are too slow for every run.
 
-    So are resumed runs under recipes and weight formats that round; every run of the tests has bf16's and optimizers'.
+    So are runs under recipes and weight formats that round, but for one of NF4; every run of the tests has bf16's.
     """
     found = []
     for name in OURS:
         for check in checks(name, registry()):
             traces = check.subject.startswith("model ") and check.title != "reads its presets"
-            emulates = check.subject == "recipe nvfp4" and check.title in ("trains", "resumes")
-            rounds = check.title == "resumes" and check.subject != "recipe bf16"
-            slow = traces or emulates or rounds or check.title == "imports quietly"
+            runs = check.title in ("trains", "resumes", "trains as on rounded weights")
+            rounds = runs and check.subject != "recipe bf16" and str(check) != NF4
+            slow = traces or rounds or check.title == "imports quietly"
             marks = [pytest.mark.slow] if slow else []
             found.append(pytest.param(check, id=f"{name}-{check}".replace(" ", "_"), marks=marks))
     return found
