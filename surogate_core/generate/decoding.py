@@ -411,9 +411,14 @@ class SteppedRunner:
         return Kind(
             rows=self._rows,
             longest=_longest(self._reach + steps, self.cache.context, shortest=self._shortest),
-            filters=filters_of(samplings),
+            filters=self._filters(samplings),
             penalty=_penalised(samplings),
         )
+
+    def _filters(self, samplings: Sequence[Sampling]) -> Filters:
+        found = filters_of(samplings)
+        has_kernel = self.weights.programs.kernels.offers("token_bounds", self.weights.parameters.dtype)
+        return "sorted" if found != "none" and has_kernel else found  # a kernel does the same for all
 
     def _queue(self, kind: Kind, steps: int) -> Block:
         """Let the device run a block for the rows of the buffers."""

@@ -7,6 +7,7 @@ prompts and single tokens, every layer of a kind, and every length.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,14 +20,15 @@ from surogate_core.generate.cache import CachedAttention, with_own
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.kernels.registry import KernelTable, using
 
-_active: list[CachedAttention] = []
-"""The attention of the runner whose programs run, at the end."""
+_current: ContextVar[CachedAttention | None] = ContextVar("surogate_cached_attention", default=None)
+"""The attention of the runner whose programs run."""
 
 
 @torch.library.custom_op("surogate::cached_attention", mutates_args=())
 def _cached_attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, scale: float) -> Tensor:
-    found = _active[-1](q_NHE, k_NKE, v_NKE, q_NHE.new_empty(0, dtype=torch.int32), 0, scale)
-    return found.contiguous()
+    attention = _current.get()
+    assert attention is not None, "a layer's program runs inside of `Layers.of`"
+    return attention(q_NHE, k_NKE, v_NKE, q_NHE.new_empty(0, dtype=torch.int32), 0, scale).contiguous()
 
 
 @_cached_attention.register_fake
@@ -60,11 +62,12 @@ class Layers:
         if rows is None or self.least_rows is None or rows < self.least_rows:
             yield from self.weights.layers()
             return
-        _active.append(self.attention)
         try:
-            yield from self.weights.layers(lambda piece: self._program(piece, rows))
+            for layer in self.weights.layers(lambda piece: self._program(piece, rows)):
+                _current.set(self.attention)
+                yield layer
         finally:
-            _active.pop()
+            _current.set(None)  # it would keep the cache
 
     def _program(self, piece: Piece, rows: int) -> Function:
         found = self._by_key.get((piece.key, rows))
