@@ -1,12 +1,13 @@
-"""The thread that generates: it takes requests from a queue while others run, in the order of their arrival.
+"""The thread that generates: it takes requests from a queue while others run.
 
-One model is active at a time. Requests for another one wait until those of the active model that came before them have
-ended.
+One model is active at a time. Its requests may overtake those for other models, so that the weights do not change for
+every request, until one of these has waited for `PATIENCE`. Then nothing joins until the weights have changed.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 MOST_WAITING = 1024
 """Completions that may wait."""
+PATIENCE = 1.0
+"""Seconds for which requests for the active model overtake one for another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,14 @@ class Ticket:
     """What has happened, for the thread that answers."""
     gone: bool = False
     """Whether nobody waits any more; set by the thread that answers."""
+    arrived: float = field(default_factory=time.monotonic)
     begun: int = 0
     """Requests that the engine has."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether the engine has all of them."""
+        return self.begun == len(self.requests)
 
 
 class Worker:
@@ -63,9 +72,11 @@ class Worker:
         slots: int,
         activate: Callable[[str], None] = lambda model: None,
         most_waiting: int = MOST_WAITING,
+        patience: float = PATIENCE,
     ):
         """`activate` puts a model's weights in place; `slots`: the sequences that the engine runs at a time."""
         self._engine, self._activate, self._slots, self._most_waiting = engine, activate, slots, most_waiting
+        self._patience = patience
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, tuple[Ticket, int]] = {}
@@ -121,16 +132,17 @@ class Worker:
     def _arriving(self, model: str) -> list[Request]:
         found: list[Request] = []
         with self._changed:
-            while self._waiting and not self._closed:
-                ticket = self._waiting[0]
-                if ticket.gone or ticket.begun == len(ticket.requests):
-                    self._waiting.popleft()
+            overdue = time.monotonic() - self._patience
+            for ticket in () if self._closed else self._waiting:
+                if ticket.gone:
                     continue
-                if ticket.model != model or len(self._running) >= self._slots:
+                if ticket.model != model and ticket.arrived <= overdue:
                     break
-                found.append(ticket.requests[ticket.begun])
-                self._running[self._count] = ticket, ticket.begun
-                self._count, ticket.begun = self._count + 1, ticket.begun + 1
+                while ticket.model == model and not ticket.taken and len(self._running) < self._slots:
+                    found.append(ticket.requests[ticket.begun])
+                    self._running[self._count] = ticket, ticket.begun
+                    self._count, ticket.begun = self._count + 1, ticket.begun + 1
+            self._waiting = deque(ticket for ticket in self._waiting if not (ticket.gone or ticket.taken))
         return found
 
     def _chosen(self, index: int, token: int, logprob: float) -> bool:

@@ -95,9 +95,13 @@ def test_requests_join_those_that_run_as_slots_become_free() -> None:
         assert engine.joined == [0, 1, 1, 1]
 
 
-def test_models_take_turns_in_the_order_of_arrival() -> None:
+@pytest.mark.parametrize(
+    ("patience", "turns", "order"), [(0.0, ["a", "b", "a", "b"], [0, 1, 2, 3, 4]), (1e6, ["a", "b"], [0, 1, 3, 2, 4])]
+)
+def test_models_take_turns(patience: float, turns: list[str], order: list[int]) -> None:
+    """In the order of arrival if nobody is patient; otherwise requests for the active model overtake others."""
     engine, active = Counting(), []
-    with working(engine, activate=active.append) as worker:
+    with working(engine, activate=active.append, patience=patience) as worker:
         tickets = [ticket(n, model=model, tokens=3) for n, model in enumerate("aabab")]
         worker.submit(tickets[0])
         engine.go.release()
@@ -107,8 +111,8 @@ def test_models_take_turns_in_the_order_of_arrival() -> None:
         engine.go.release(100)
         for one in tickets:
             assert reasons(one)[0][2] == "length"
-        assert active == ["a", "b", "a", "b"]
-        assert engine.joined == [0, 1, 2, 3, 4]
+        assert active == turns
+        assert engine.joined == order
 
 
 def test_nobody_waits_for_a_ticket_that_is_gone() -> None:
