@@ -180,6 +180,16 @@ def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
     assert train(made, range(3, 5)) != expected
 
 
+@pytest.mark.parametrize("options", [{"search_scales": True}, {"frozen_blocks": "1x16"}], ids=str)
+def test_frozen_weights_with_smaller_errors_train(options: dict[str, Any]) -> None:
+    parts = {"build": tiny.SmallModel, "optimizer": tiny.ADAMW, "lora": MODES["lora"]}
+    made = tiny.engine(tiny.SMALL_CONFIG, recipe=recipe_on(CPU, **options), **parts)
+    usual = train(engine("lora"), range(4))
+    found = train(made, range(4))
+    assert found != usual, "the options reach the products"
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in usual], rel=0.1)
+
+
 @pytest.mark.slow
 def test_rounding_to_nearest_is_another_run() -> None:
     assert train(engine("full"), range(2)) != train(engine("full", stochastic=False), range(2))
