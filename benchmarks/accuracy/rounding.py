@@ -60,7 +60,9 @@ Takes = Callable[[int, str], bool]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--model", type=Path, help="the model; OUT/pretrain/model without it")
-    parser.add_argument("--rows", type=Path, help="chats to measure the loss on; the held-out problems without it")
+    parser.add_argument(
+        "--rows", type=Path, nargs="*", help="files to measure the loss on; those held out of pre-training without it"
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--batches", type=int, default=16, help="micro-batches of 8 rows")
     parser.add_argument("--choices", nargs="*", choices=CHOICES, default=list(CHOICES))
@@ -168,9 +170,10 @@ def _model(given: argparse.Namespace) -> Path:
 
 
 def _config(given: argparse.Namespace, registry: Registry, words: Sequence[str]) -> RunConfig:
-    rows = encode([{"path": str(given.rows or given.out / "data/tune-held.jsonl"), "type": "conversation"}])
+    files = given.rows or [given.out / "data" / name for name in ("text-held.jsonl", "problems-held.jsonl")]
+    rows = encode([{"path": str(file)} for file in files])
     keys = [f"model={encode(str(_model(given)))}", f"datasets={rows}", f"validation_datasets={rows}", "lora=true"]
-    keys += [f"sequence_len={given.length}", "per_device_train_batch_size=8"]
+    keys += [f"sequence_len={given.length}", "truncation_strategy=split", "per_device_train_batch_size=8"]
     return load_run_config([*keys, *words], config_file=None, registry=registry)
 
 

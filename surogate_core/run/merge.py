@@ -294,6 +294,11 @@ def _dtype_warnings(base: str, model: ModelDir, used: Path, facts: Mapping[str, 
             f"{used} was trained on weights in {quantised}, and is folded into those of {base} as they are. "
             f"merge_adapter=true in the run folds it into the weights that it was trained on."
         )
+    elif (start := facts.get("configuration", {}).get("lora_init")) is not None:
+        yield (
+            f"{used} began with lora_init={start}, from the rounding errors of the recipe, and is folded into the "
+            f"unrounded weights of {base}. The merged model is less accurate than the trained one."
+        )
 
 
 def _trained_config(model: ModelDir, top: LoraAdapter, used: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import assemble, resolve_model
 from surogate_core.run.error_start import ErrorStart, low_rank
 from surogate_core.run.initial_weights import weights_source
+from surogate_core.run.merge import _dtype_warnings
 from surogate_core.run.prepare import _init_notes
 
 SMALL = (
@@ -154,3 +158,10 @@ def test_notes_and_mistakes(installed: Registry, opened: Callable[..., tuple[Sou
     with pytest.raises(ConfigError) as caught:
         load_run_config(words, config_file=None, registry=installed)
     assert any(p.key == "lora_init" for p in caught.value.problems)
+
+
+def test_merging_into_unrounded_weights_says_so() -> None:
+    model: Any = SimpleNamespace(scheme=None)
+    (found,) = _dtype_warnings("base", model, Path("a"), {"configuration": {"lora_init": "loftq"}})
+    assert "lora_init=loftq" in found
+    assert not list(_dtype_warnings("base", model, Path("a"), {"configuration": {"lora_rank": 4}}))
