@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ import torch
 from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
+from surogate_core.bundles import Completion, Request, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.generate import decoding
 from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.sampling import filters_of
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.testing import tiny
+from surogate_core.testing import rollouts, tiny
 
 PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
 GREEDY = Sampling(temperature=0)
@@ -57,6 +58,7 @@ def same(found: list[Completion], expected: list[Completion]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow_cases("mass", "sorted")
 @pytest.mark.parametrize("name", list(SAMPLINGS))
 def test_tokens_are_those_of_the_exact_runner(shared, name):
     asked = requests(SAMPLINGS[name])
@@ -65,6 +67,11 @@ def test_tokens_are_those_of_the_exact_runner(shared, name):
     assert len({c.ids for c in expected}) == len(asked)
     for slots in (1, 3, 6) if name == "plain" else (3,):
         same(opened(shared, slots=slots).generate(asked), expected)
+
+
+@pytest.mark.parametrize("check", rollouts.CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_of_engines(check):
+    check(RolloutEngineSpec(name="stepped", open=partial(NativeEngine, stepped=True)))
 
 
 def test_a_mixture_of_experts():
