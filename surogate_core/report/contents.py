@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -65,6 +66,9 @@ SMOOTHED = ("loss", "grad_norm")
 
 SMOOTH = 0.8
 """Weight that a mean keeps with each further step, unless the reader chooses another."""
+
+LONGEST_PROMPT = 300
+"""Characters of a sample's prompt that are shown."""
 
 LONGEST_SAMPLE = 2000
 """Characters of a sample that are shown."""
@@ -171,17 +175,20 @@ def shared_plugins(runs: Sequence[RunRecord]) -> Section | None:
 
 def samples(run: RunRecord, count: int = 12) -> Rows:
     """(prompt, step, generated text): at most `count` steps of each prompt, from the last one to the first one."""
-    by_prompt: dict[str, dict[int, str]] = {}
+    by_prompt: dict[tuple[str, int], dict[int, str]] = {}
     for one in run.samples:
         # Earlier records do not say which texts the model ended.
-        ended = chain(one.get("ended") or (), repeat(True))
+        ended, equal = chain(one.get("ended") or (), repeat(True)), Counter[str]()
         for prompt, text, whole in zip(one.get("prompts") or (), one.get("texts") or (), ended, strict=False):
-            by_prompt.setdefault(str(prompt), {})[int(one.get("step", 0))] = _sample(str(text), ended=bool(whole))
+            found = by_prompt.setdefault((str(prompt), equal[str(prompt)]), {})
+            found[int(one.get("step", 0))] = _sample(str(text), ended=bool(whole))
+            equal[str(prompt)] += 1
     rows: Rows = []
-    for prompt, texts in by_prompt.items():
+    for (prompt, _), texts in by_prompt.items():
+        asked = prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[:LONGEST_PROMPT]} …"
         steps = sorted(texts, reverse=True)
         places = np.unique(np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int))
-        rows += [(prompt, f"{steps[place]:,}", texts[steps[place]]) for place in places.tolist()]
+        rows += [(asked, f"{steps[place]:,}", texts[steps[place]]) for place in places.tolist()]
     return rows
 
 

@@ -287,6 +287,19 @@ def test_a_sample_is_shown_as_far_as_it_says_something(tmp_path: Path) -> None:
     assert len(shown[4]) == 2002
 
 
+def test_equal_prompts_are_not_one_and_long_ones_are_shortened(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for at in (0, 10):
+            event = Samples(step=at, prompts=("Why?", "Why?", "y" * 900), texts=("a", "b", "c"))
+            file.write(json_line(event, at=1.0))
+    rows = contents.samples(read_run(run))
+    assert [(step, text) for _, step, text in rows] == [
+        ("10", "a"), ("0", "a"), ("10", "b"), ("0", "b"), ("10", "c"), ("0", "c"),
+    ]  # fmt: skip
+    assert rows[-1][0] == "y" * 300 + " …"
+
+
 def test_the_scripts_data_cannot_end_its_element_and_the_policy_names_its_script(tmp_path: Path) -> None:
     run = make_run(tmp_path / HOSTILE.replace("/", "-"))
     text = write_report([run])[0].read_text()
