@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from surogate_core.plugins.registry import Registry
 
-TOKENS = {"cpu": 512, "cuda": 16384}
+TOKENS = {"cpu": 512, "cuda": 8192}
 """Tokens of a micro-batch, unless a document is longer."""
 ALIGNED = 64
 """Micro-batches are a multiple of it."""

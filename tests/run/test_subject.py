@@ -19,7 +19,7 @@ from surogate_core.run import subject as module
 from surogate_core.run.generation import named, prepare
 from surogate_core.run.subject import Pair, Subject
 
-LENGTHS = ((1, 1), (5, 3), (40, 7), (2, 60), (30, 30), (90, 20), (200, 57))
+LENGTHS = ((1, 1), (5, 3), (40, 7), (2, 60), (30, 9), (200, 57))
 """(tokens of the context, of the continuation)."""
 
 
