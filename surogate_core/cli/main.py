@@ -34,8 +34,7 @@ usage:
                                                tokenise and pack the data, show what is trained
   surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
   surogate export [RUN] --to hub://USER/NAME   upload the result to the Hugging Face hub, or copy it to a directory
-  surogate export [MODEL] --format gguf --to FILE.gguf
-                                               write one file for llama.cpp and Ollama
+  surogate export [MODEL] --to FILE.gguf       write one file for llama.cpp and Ollama
   surogate report [RUN …] [--output FILE|--serve]
                                                curves and figures of runs, as files or as a live page
   surogate numerics [KEY=VALUE …] [--recipes A,B]

@@ -53,10 +53,15 @@ def format_of(registry: Registry, name: str) -> ExportFormat:
     return found
 
 
-def format_by_suffix(registry: Registry, file: Path) -> ExportFormat:
-    """The export format whose files end as a file's name does; raises `UserError` if there is none."""
+def formats_by_suffix(registry: Registry, file: Path) -> list[ExportFormat]:
+    """The export formats whose files end as a file's name does."""
     known: Mapping[str, ExportFormat] = registry.all("export")
-    found = [spec for spec in known.values() if spec.suffix == file.suffix]
+    return [spec for spec in known.values() if spec.suffix == file.suffix]
+
+
+def format_by_suffix(registry: Registry, file: Path) -> ExportFormat:
+    """The one of them; raises `UserError` if there is none, or several."""
+    known, found = registry.all("export"), formats_by_suffix(registry, file)
     if len(found) != 1:
         names = ", ".join(f'"{name}" ({spec.suffix})' for name, spec in known.items()) or "none is installed"
         raise UserError(f"{file}: does not tell the format. Fix: set `format`: {names}")

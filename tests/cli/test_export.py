@@ -132,7 +132,7 @@ def test_a_dry_run_sends_nothing(hub: FakeHub, run: Path, capsys: pytest.Capture
         (["--to", "s3://me/a"], "only hub:// and directories"),
         (["--to", "x", "--public"], "--public is for the hub"),
         (["--too", "x"], "Fix: --to"),
-        (["b", "--to", "x"], "one run at a time"),
+        (["b", "--to", "x"], "one at a time"),
     ],
 )
 def test_mistakes(run: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +221,7 @@ def test_latest_is_the_default(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_gguf_file_continues_as_the_model(hf_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["export", str(hf_dir), "--format", "gguf", "--to", str(tmp_path / "a.gguf"), "--ollama"]
+    words = ["export", str(hf_dir), "--to", str(tmp_path / "a.gguf"), "--ollama"]
     assert main([*words, str(tmp_path / "ollama" / "Modelfile")]) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "a.gguf") in out
@@ -244,12 +244,14 @@ def test_a_gguf_file_continues_as_the_model(hf_dir: Path, tmp_path: Path, capsys
     [
         (["--format", "guf", "--to", "a.gguf"], "--format guf: there is no such export; known: gguf. Fix: gguf"),
         (["--format"], "export --format: a value must follow"),
+        (["--to", "a.gguf", "--type", "q4"], "--type: must be one of auto, f32, f16, bf16, q8_0"),
+        (["--to", "there", "device=cpu"], "device=cpu: keys are for --format"),
         (["--format=gguf"], "export --format gguf: --to missing. Fix: --to FILE.gguf"),
         (["--format=gguf", "--to", "hub://me/a"], "only files and directories are known"),
         (["--format=gguf", "--to", "a.bin"], "--to a.bin: is no .gguf file. Fix: --to a.bin.gguf"),
         (["--format=gguf", "--to", "a.gguf", "--type", "q4"], "--type: must be one of auto, f32, f16, bf16, q8_0"),
         (["--format=gguf", "--to", "a.gguf", "--public"], "export --format gguf: --public is not known"),
-        (["--format=gguf", "--to", "a.gguf", "another"], "one model at a time"),
+        (["--format=gguf", "--to", "a.gguf", "another"], "one at a time"),
         (["--format=gguf", "--to", "a.gguf", "--ollama", "mine"], "--ollama mine: this was not written by"),
         (["--format=hf", "--to", "there"], "there is no export in it"),
     ],
