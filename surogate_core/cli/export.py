@@ -92,7 +92,9 @@ def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat
 
     if chosen is not None:
         return format_of(registry, chosen)
-    found = formats_by_suffix(registry, Path(target))
+    found, name = formats_by_suffix(registry, Path(target)), Path(target).suffix[1:]
+    if not found and registry.explain_missing("export", name, ()).fix:
+        return format_of(registry, name)  # says which plugin offers it
     return found[0] if len(found) == 1 else None
 
 

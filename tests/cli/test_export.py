@@ -245,6 +245,7 @@ def test_a_gguf_file_continues_as_the_model(hf_dir: Path, tmp_path: Path, capsys
         (["--format", "guf", "--to", "a.gguf"], "--format guf: there is no such export; known: gguf. Fix: gguf"),
         (["--format"], "export --format: a value must follow"),
         (["--to", "a.gguf", "--type", "q4"], "--type: must be one of auto, f32, f16, bf16, q8_0"),
+        (["--to", "a.gguf", "plugins.block=[export-gguf]"], "offers it but is"),
         (["--to", "there", "device=cpu"], "device=cpu: keys are for --format"),
         (["--format=gguf"], "export --format gguf: --to missing. Fix: --to FILE.gguf"),
         (["--format=gguf", "--to", "hub://me/a"], "only files and directories are known"),
