@@ -149,7 +149,7 @@ def tables_of(weights: Weights, positions_N: Tensor, lasts_N: Tensor, real_N: Te
     three = torch.stack([torch.zeros_like(positions_N), positions_N, lasts_N], dim=1).flatten().int()
     tables = weights.plan.assembly.model.tables(three, weights.parameters.dtype)
     borders = torch.zeros(weights.plan.assembly.settings.borders, dtype=torch.int32, device=positions_N.device)
-    found = [*(table[1::3] for table in tables.values()), borders]
+    found = [*(table[1::3].contiguous() for table in tables.values()), borders]  # as programs and kernels expect them
     if REAL in weights.plan.tables:
         found.append(torch.ones_like(positions_N, dtype=torch.bool) if real_N is None else real_N)
     return found

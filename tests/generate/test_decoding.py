@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_model_qwen3 import surogate_model_family as qwen3
 from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
+from tiny_qwen3 import tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surogate_core.bundles import Completion, Request, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.generate import decoding
 from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager
 from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.passes import tables_of
 from surogate_core.generate.sampling import filters_of
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import KernelTable
@@ -172,6 +175,20 @@ def test_one_traced_program_serves_prompts_steps_and_all_layers(shared):
     again._runner._layers.least_rows = 16
     again.generate(asked[:1])
     assert len(shared.compiled) == 1
+
+
+def test_tables_have_the_layout_of_training():
+    config = tiny_config()
+    made = Weights.load(tiny.assembly(config, build=qwen3().build, lora=tiny.lora(targets=())), tiny.random_source())
+    positions = torch.tensor([3, 0, 7])
+    found = tables_of(made, positions, torch.tensor([3, 5, 9]))
+    signatures = made.plan.tables
+    assert len(found) == len(signatures)
+    for table, (name, signature) in zip(found, signatures.items(), strict=True):
+        assert table.is_contiguous(), name
+        assert (table.dtype, table.shape[1:]) == (signature.dtype, signature.shape[1:]), name
+    whole = made.plan.assembly.model.tables(torch.arange(8, dtype=torch.int32), torch.float32)
+    assert torch.equal(found[0], next(iter(whole.values()))[positions])
 
 
 def test_prompts_are_prefilled_in_several_passes_and_shared(shared, monkeypatch):
