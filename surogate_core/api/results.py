@@ -160,6 +160,12 @@ class Run:
 
         return generate(self.path, prompts, **options)
 
+    def evaluate(self, **options: Any) -> list[Any]:
+        """Measure the run's result on held-out rows or tasks; the options are those of `surogate.evaluate`."""
+        from surogate_core.api.evaluation import evaluate
+
+        return list(evaluate(self.path, **options))
+
     def merge(self, output: str | os.PathLike[str] | None = None, *, base_model: str | None = None) -> Path:
         """Fold the adapter into its base model; returns the new model's directory.
 

@@ -105,6 +105,8 @@ def test_figures_are_added_to_the_report_of_a_run(
     assert "## Evaluations" in report
     assert "| model | mixed | accuracy |" in report
     assert "Evaluations" in (run / "report.html").read_text()
+    (found,) = surogate.load(run).evaluate(tasks=[task], task_options={"max_new_tokens": 2, "limit": 1}, device="cpu")
+    assert (found.model, found.rows) == (str(run), 1)
 
 
 WORDS = """
