@@ -32,6 +32,9 @@ MISSING = "missing"
 LINK = "link"
 """In place of the digest of a directory that is a symbolic link; before the digest of a file that is one."""
 
+THREADED = 2**22
+"""Bytes of a distribution's files from which several threads read them. For a small plugin starting them costs more."""
+
 _SCRIPTS = frozenset({"bin", "Scripts"})
 _MODULE_SUFFIXES = tuple(importlib.machinery.all_suffixes())
 _IN_ORDER = (
@@ -224,6 +227,16 @@ def _digests(files: Mapping[str, Path | str]) -> dict[str, str]:
         value = digest_of(file, script=".." in parts and parts[-2] in _SCRIPTS)
         return label, f"{LINK} {value}" if file.is_symlink() else value
 
+    if sum(_size(file) for file in files.values() if isinstance(file, Path)) < THREADED:
+        return dict(sorted(map(digest, files.items())))
     # hashlib lets other threads run; a torch with its CUDA libraries is gigabytes.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return dict(sorted(pool.map(digest, files.items(), chunksize=16)))
+
+
+def _size(file: Path) -> int:
+    """Bytes; 0 of a file that cannot be read, whose digest says why."""
+    try:
+        return file.stat().st_size
+    except (OSError, ValueError):
+        return 0

@@ -17,7 +17,7 @@ from wheels import make_wheel
 from surogate_core.cli.main import main
 from surogate_core.config.schema import PluginPolicy
 from surogate_core.errors import PluginError, UserError
-from surogate_core.plugins import discovery, import_policy, load_plugins, policy
+from surogate_core.plugins import digests, discovery, import_policy, load_plugins, policy
 from surogate_core.plugins.discovery import installed_plugins
 from surogate_core.plugins.lock import installed_lock, read_lock, write_lock
 
@@ -65,6 +65,16 @@ def locked(tmp_path: Path, install_plugin: Any, only: None) -> Callable[..., Any
 def test_the_locked_set_loads(locked: Any) -> None:
     locked()
     assert "plugin_marked" in sys.modules
+
+
+def test_threads_read_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins = [p for p in installed_plugins() if p.name in ("dataset-chat", "recipe-bf16")]
+    found = []
+    for limit in (0, 2**60):
+        monkeypatch.setattr(digests, "THREADED", limit)
+        found.append(installed_lock(plugins).distributions)
+    assert found[0] == found[1]
+    assert all(len(distribution.files) > 1 for distribution in found[0].values())
 
 
 def test_every_difference_is_in_one_message(locked: Any, install_plugin: Any, tmp_path: Path) -> None:
