@@ -143,8 +143,9 @@ def test_conformance(surogate_check):
 `surogate plugins new` writes this file. With the pytest plugin, tests marked `gpu` are skipped on a machine without an
 NVIDIA GPU. `surogate_core.testing` also has what the tests of this repository's plugins share: models and micro-batches
 of a few dozen numbers in an engine (`tiny`), a model family against transformers (`parity`), the ops by their
-definitions (`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), chat templates on a tokenizer
-of bytes (`chat_templates`), and the events of a short run (`run_events`).
+definitions (`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), Triton's kernels in its
+interpreter (`interpreter`), chat templates on a tokenizer of bytes (`chat_templates`), and the events of a short run
+(`run_events`).
 
 ## Combinations
 

@@ -16,6 +16,7 @@ The kit also has helpers for the tests of plugins:
 - `parity`: a model family against transformers' class of it
 - `op_cases`, `attention_suite`: the ops by their definitions, and the tests of a pack's attention on a GPU
 - `host_cuda`, `fake_gpu`: CUDA C++ compiled for the host, and a GPU as far as questions about it go
+- `interpreter`: tests of Triton's kernels on a CPU, in Triton's interpreter
 - `chat_templates`: a tokenizer of single bytes, and the chat templates that users bring
 - `run_events`: the events of a short run
 """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +17,8 @@ from surogate_core.kernels import experts as ops
 from surogate_core.kernels.registry import KernelTable, using
 from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import tiny
+from surogate_core.testing.interpreter import INTERPRETED, run_interpreted, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="neither a GPU nor the interpreter"
@@ -33,18 +29,9 @@ OPS = {"route": "triton", "combine": "triton"}
 ODD = ("combined_linear", "triton-adapters")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run in this process")
+@starts_interpreter
 def test_in_the_interpreter() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 def linears(variant: str) -> dict[str, str]:

@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,33 +13,17 @@ import torch
 from torch import Tensor
 
 from surogate_core.kernels import decoding as ops
+from surogate_core.testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
 from surogate_core.testing.op_cases import random
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BOUND = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 DTYPES = [dtype for dtype in BOUND if not INTERPRETED or dtype != torch.bfloat16]
 """The interpreter multiplies no matrices in bf16."""
-devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")),
-    ],
-)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run in this process")
+@starts_interpreter
 def test_in_the_interpreter() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 def kernel(op: str) -> Callable[..., Any]:

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,31 +19,15 @@ from torch.autograd import Function
 from surogate_core.formats import fp8_rows
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels.grouped import grouped_product
+from surogate_core.testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
 from surogate_core.testing.op_cases import random
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BOUND = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")),
-    ],
-)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run in this process")
+@starts_interpreter
 def test_in_the_interpreter() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 def kernel(op: str, name: str = "triton") -> Callable[..., Any]:
