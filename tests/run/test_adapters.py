@@ -98,6 +98,31 @@ def test_adapters_on_a_base_that_is_kept_otherwise(
         assert found[name] == alone(hf_dir, path, installed, *keys), "an engine that is open reads the new adapter"
 
 
+def test_an_engine_that_runs_in_blocks_reads_the_adapter_too(
+    hf_dir: Path, pair: dict[str, Path], installed: Registry
+) -> None:
+    """The way of a GPU, on a CPU; requests join between its blocks."""
+    weights, adapters = beside(hf_dir, pair, installed)
+    engine = NativeEngine(weights, SETTINGS, stepped=True)
+    requests = [
+        Request(prompt=prompt, max_new_tokens=12, number=number, sampling=Sampling(temperature=1.0))
+        for number, prompt in enumerate([*PROMPTS, (9, 9), (3,)])
+    ]
+    for name in pair:
+        adapters.activate(name)
+        engine.forget()
+        arrivals = [requests[:1], requests[1:3], requests[3:]]
+        tokens: dict[int, list[int]] = {}
+
+        def take(index: int, token: int, logprob: float, tokens: dict[int, list[int]] = tokens) -> bool:
+            tokens.setdefault(index, []).append(token)
+            return False
+
+        engine.serve(lambda arrivals=arrivals: arrivals.pop(0) if arrivals else (), take)
+        expected = NativeEngine(weights, SETTINGS).generate(requests)
+        assert [tuple(tokens[index]) for index in range(4)] == [one.ids for one in expected]
+
+
 def test_adapters_of_other_ranks_scales_and_places(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
     given = {
         "small": random_adapter(hf_dir, tmp_path / "small"),
