@@ -16,11 +16,11 @@ from mixture import save_qwen3_moe
 from rank_world import World
 from run_fixtures import EMBEDDED, KILLER, LORA
 
-from surogate_core.bundles import Request, RolloutEngineSpec
+from surogate_core.bundles import Completion, Request, RolloutEngineSpec
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import MachineError, UserError
-from surogate_core.events import Notice
+from surogate_core.events import Notice, Samples
 from surogate_core.plugins.registry import Registry, load_plugins
 from surogate_core.run import samples
 
@@ -121,6 +121,38 @@ def test_no_error_of_samples_ends_a_run(tokenizer: Any, monkeypatch: pytest.Monk
         notice = sampler(mock.MagicMock(), 4, lambda: False)
         assert isinstance(notice, Notice)
         assert f"no samples from step 4 on, and the run goes on without them: {why}" in notice.message
+
+
+class Speaks:
+    """A rollout engine that always says the same token."""
+
+    def generate(self, requests: Any, *, on_token: Any = None) -> list[Completion]:
+        found = []
+        for number, request in enumerate(requests):
+            for _ in range(request.max_new_tokens):
+                on_token(number, 7)
+            ids = (7,) * request.max_new_tokens
+            found.append(Completion(ids=ids, logprobs=(0.0,) * len(ids), reason="length"))
+        return found
+
+
+def test_progress_is_shown_now_and_then_and_a_signal_ends_the_samples(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    spec = RolloutEngineSpec(name="speaks", open=lambda weights, settings: Speaks())
+    requests = [Request(prompt=(1,), max_new_tokens=100, number=number) for number in range(2)]
+    monkeypatch.setattr(samples, "Weights", mock.MagicMock())
+    monkeypatch.setattr(samples, "fitting_slots", lambda *_, **__: 2)
+    sampler = samples.Sampler(shown=("a", "b"), requests=requests, spec=spec, tokenizer=tokenizer, show=shown.append)
+    found = sampler(mock.MagicMock(), 4, lambda: False)
+    assert isinstance(found, Samples)
+    assert (found.step, found.prompts, found.ended, found.tokens) == (4, ("a", "b"), (False, False), 200)
+    assert found.texts == (tokenizer.decode([7] * 100),) * 2
+    assert [(one.done, one.total) for one in shown] == [(done, 200) for done in range(10, 201, 10)]
+    shown.clear()
+    assert sampler(mock.MagicMock(), 5, lambda: len(shown) >= 3) is None
+    assert len(shown) == 3
 
 
 @pytest.mark.slow
