@@ -1,8 +1,9 @@
 """Adapters that start from the rounding errors of the frozen weights (LoftQ, arXiv 2310.08659, one iteration).
 
 A frozen weight W that programs multiply as Q leaves the error W − Q. Its best approximation of rank r, U S Vᵀ, becomes
-the adapter: with the adapter's scale s, B = U √(S / s) and A = √(S / s) Vᵀ. Q + s B A is then as near to W as rank r
-allows.
+the adapter: with the adapter's scale s, A = n Vᵀ and B = U S / (s n), so that Q + s B A is as near to W as rank r
+allows. n is the norm that rows of A usually start with. LoftQ gives √S to both, which makes A so small that B learns
+slowly.
 
 Suffixes: O outputs, I inputs, R the rank, P the size of the sketched subspace, E experts.
 """
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 ITERATIONS = 6
 """Multiplications with the error and its transpose; the spectrum of rounding errors is nearly flat."""
+ROW_NORM = 3**-0.5
+"""Norm of a row of A that is uniform in ±1/√inputs."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 Rounding = Callable[[Tensor], Tensor]
@@ -35,7 +38,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def low_rank(error_OI: Tensor, rank: int, *, name: str) -> tuple[Tensor, Tensor]:
-    """(U √S [O, R], √S Vᵀ [R, I]) of the largest singular values, fp32, by subspace iteration.
+    """(U S / n [O, R], n Vᵀ [R, I]) of the largest singular values, fp32, by subspace iteration; n is `ROW_NORM`.
 
     The random start is a function of the name, so a run on the same device gives the same bits again.
     """
@@ -49,12 +52,11 @@ def low_rank(error_OI: Tensor, rank: int, *, name: str) -> tuple[Tensor, Tensor]
         y_OP = error @ torch.linalg.qr(error.t() @ torch.linalg.qr(y_OP).Q).Q
     q_OP = torch.linalg.qr(y_OP).Q
     u_PP, s_P, vt_PI = torch.linalg.svd(q_OP.t() @ error, full_matrices=False)
-    root_R = s_P[:rank].sqrt()
     b_OR = error.new_zeros(outputs, rank)
     a_RI = error.new_zeros(rank, inputs)
-    found = len(root_R)  # a rank above the sides of the weight is filled with zeros
-    b_OR[:, :found] = (q_OP @ u_PP)[:, :rank] * root_R
-    a_RI[:found] = vt_PI[:rank] * root_R[:, None]
+    found = min(rank, len(s_P))  # a rank above the sides of the weight is filled with zeros
+    b_OR[:, :found] = (q_OP @ u_PP)[:, :found] * (s_P[:found] / ROW_NORM)
+    a_RI[:found] = vt_PI[:found] * ROW_NORM
     return b_OR, a_RI
 
 

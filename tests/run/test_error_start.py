@@ -75,7 +75,9 @@ def test_low_rank_is_nearly_the_best_and_repeats() -> None:
         again = low_rank(error, rank, name="x")
         assert torch.equal(b, again[0])
         assert torch.equal(a, again[1])
-        torch.testing.assert_close(b.norm(dim=0), a.norm(dim=1), rtol=1e-3, atol=1e-6)
+        usual = (2 * torch.rand(4096, generator=generator) - 1) / 64
+        norms = a.norm(dim=1)[: min(shape)]
+        torch.testing.assert_close(norms, usual.norm().expand(len(norms)), rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("key", ["qlora_format=nf4", "qlora_format=nvfp4", "recipe=nvfp4"])
