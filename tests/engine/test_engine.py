@@ -147,6 +147,7 @@ def test_the_losses_of_many_chunks_do_not_drift(monkeypatch: pytest.MonkeyPatch)
     assert engine.evaluate([batch])[0] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow_cases("32")
 @pytest.mark.parametrize("chunks", [3, 7, 32])
 def test_head_chunks_do_not_matter(chunks: int) -> None:
     batches = ragged()
@@ -168,7 +169,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.slow_cases("qkv", "ffn", "swiglu", "rmsnorm")
+@pytest.mark.slow_cases("qkv", "ffn", "swiglu", "rmsnorm", "budget 0.6")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recompute_changes_no_bit(policy: str) -> None:
     """Also under dropout: the mask is drawn again, the same."""
@@ -296,6 +297,7 @@ def test_a_norm_of_zero_means_no_clipping() -> None:
     )
 
 
+@pytest.mark.slow_cases("full--inf", "lora--inf")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_a_step_of_non_finite_gradients_changes_nothing(adapters: bool, bad: float) -> None:

@@ -76,6 +76,7 @@ def test_a_recipe_that_rounds_products_rounds_the_unpacked_experts(recipe: str) 
     assert losses(weight_format=found) == losses(source=rounded(found, tiny.random_source()))
 
 
+@pytest.mark.slow_cases("nvfp4")
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
 def test_codes_that_a_recipe_makes_of_unpacked_experts_are_not_kept_for_the_backward(recipe: str) -> None:
     """They would be half as large as the unpacked weights, in every layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,9 +26,13 @@ def names(e: Engine) -> set[tuple[tuple[str, ...], ...]]:
     return {tuple(tuple(s.name for s in join.slots) for join in joins) for joins in e.parameters.joins.values()}
 
 
-@pytest.fixture(scope="module")
-def joined() -> Engine:
-    return engine()
+@pytest.fixture(scope="module", params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def joined(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine whose graphs have joins: as they are before Inductor compiles them, or compiled, which takes 10 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "traced":
+            patch.setattr(torch._inductor, "compile", lambda module, inputs, **options: module)
+        yield engine()
 
 
 def test_projections_of_one_input_are_joined(joined: Engine) -> None:

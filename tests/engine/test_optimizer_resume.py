@@ -62,6 +62,7 @@ def state(engine: Engine) -> dict[str, dict[str, Tensor]]:
     return {file: {n: t.cpu().clone() for n, t in named.items()} for file, named in engine.state().items()}
 
 
+@pytest.mark.slow_cases("adamw-cpu-torch.bfloat16", "adamw_8bit-cpu-torch.float32", "normuon-cpu-torch.float32")
 @pytest.mark.parametrize(("name", "device", "master"), CASES)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name: str, device: str, master: torch.dtype) -> None:
     first = made(name, device, master)

@@ -79,6 +79,7 @@ def test_training_is_that_on_rounded_weights_bit_for_bit(packs: list[KernelPack]
         assert torch.equal(exported[name], value), name
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_weights_that_are_left_out_stay_as_they_are(packs: list[KernelPack]) -> None:
     def skips(name: str) -> bool:
@@ -111,6 +112,7 @@ def test_one_layer_is_unpacked_at_a_time(packs: list[KernelPack]) -> None:
         assert (len(set(addresses)) == 1) == (spec.role == "weight"), spec.name
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize("packs", PACKS.values(), ids=PACKS)
 def test_packed_weights_may_be_offloaded(packs: list[KernelPack]) -> None:
     offloader, _ = strict_offloader()
