@@ -153,6 +153,7 @@ def check(program: Program, trained: str, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow_cases("qkv", "ffn", "rmsnorm")
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "references"])
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("policy", [*POLICIES, *BUDGETS])
@@ -168,6 +169,7 @@ def test_inductor_equals_autograd(policy: str) -> None:
     check(make(policy, "adapter", compiler="inductor"), "adapter")
 
 
+@pytest.mark.slow_cases("qkv", "ffn", "rmsnorm")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_frozen_inputs_cost_no_products(policy: str) -> None:
     """Trained: each of 7 weights needs a gradient product. Frozen: those 7 are gone, and nothing else."""
