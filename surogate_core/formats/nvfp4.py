@@ -114,11 +114,11 @@ def searched(tiles: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
     """(codes of the tiles, their block scales). Each block gets the E4M3 scale with the smallest squared error among
     its usual one, which scales its largest value to 6, `BELOW` numbers below it and `ABOVE` numbers above it.
 
-    Four-over-six's two are among them. `tiles`: [..., height, 16]. `s_enc`: 1536 / amax in a shape that blocks
-    broadcast with; every candidate is in range.
+    Four-over-six's two are among them. `tiles`: [..., height, 16]. `s_enc`: 1536 / amax, 0-d or of each matrix [E];
+    every candidate is in range.
     """
     decode = 1 / s_enc
-    six = _block_scales(tiles.abs().amax((-1, -2)) / fp4.LARGEST * s_enc)
+    six = _block_scales(tiles.abs().amax((-1, -2)) / fp4.LARGEST * _of_blocks(s_enc))
     # The bits of positive E4M3 numbers are in their order.
     own = six.view(torch.uint8).int()
     best = codes = chosen = None
@@ -158,10 +158,11 @@ def quantise(
     amax_blocks = tiles.abs().amax((-1, -2))
     top = 1536.0 if four_over_six or search else E4M3_MAX * fp4.LARGEST
     s_enc = _tensor_scale(amax_blocks.amax((-2, -1)), top)
-    decode, s_enc = 1 / s_enc, _of_blocks(s_enc)
+    decode = 1 / s_enc
     if search:
         codes, scales = searched(tiles, s_enc)
         return Quantised(_untiled(codes), scales, decode)
+    s_enc = _of_blocks(s_enc)
     # By a tensor: on a GPU a division by a number is a product with its reciprocal.
     six = torch.full_like(amax_blocks, fp4.LARGEST)
     if not four_over_six:

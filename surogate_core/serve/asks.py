@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -220,8 +219,8 @@ class _Fields:
         if value is None:
             return None
         kinds = int if name in WHOLE else int | float
-        fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or not least <= value <= most or (name == "top_p" and value == 0):
+        fits = isinstance(value, kinds) and not isinstance(value, bool)
+        if not fits or not least <= value <= most or (name == "top_p" and value == 0):  # NaN is in no range
             what = "a whole number" if name in WHOLE else "a number"
             raise RequestError(f"{name}: must be {what} from {least:g} to {most:g}.", param=name)
         return max(0, value) if name == "top_k" else value

@@ -120,7 +120,11 @@ class _Http(ThreadingHTTPServer):
                 request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()  # no thread has begun
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -226,13 +230,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestError(f"{self.command}: this path takes {method}.", status=405, code="method_not_allowed")
 
     def _body(self) -> bytes:
-        length = self.headers.get("Content-Length") or ""
-        if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdigit()):
+        given = self.headers.get("Content-Length") or ""
+        if self.headers.get("Transfer-Encoding") or not (given.isascii() and given.isdigit()):
             raise RequestError("the request has no Content-Length.", status=411)
-        if int(length) > MOST_BYTES:
-            raise RequestError(f"the body has {int(length):,} bytes; at most {MOST_BYTES:,} are read.", status=413)
-        found = self.rfile.read(int(length))
-        if len(found) < int(length):
+        # Python refuses to read a number of thousands of digits.
+        length = int(given) if len(given) < 20 else MOST_BYTES + 1
+        if length > MOST_BYTES:
+            raise RequestError(f"the body is too long; at most {MOST_BYTES:,} bytes are read.", status=413)
+        found = self.rfile.read(length)
+        if len(found) < length:
             raise _GoneError
         self._has_read = True
         return found

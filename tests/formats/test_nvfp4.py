@@ -318,6 +318,17 @@ def test_searched_scales_are_never_worse(square: bool) -> None:
         assert float(errors[0].sum()) < float(errors[1].sum())
 
 
+@pytest.mark.parametrize("square", [False, True])
+def test_each_of_several_matrices_is_searched_alone(square: bool) -> None:
+    x = torch.randn(3, 32, 48, generator=torch.Generator().manual_seed(6)) * torch.tensor([1.0, 9.0, 0.1])[:, None, None]
+    found = quantise(x, square=square, four_over_six=True, search=True)
+    for number, matrix in enumerate(x):
+        alone = quantise(matrix, square=square, four_over_six=True, search=True)
+        assert torch.equal(found.codes[number], alone.codes)
+        assert torch.equal(found.scales[number].float(), alone.scales.float())
+        assert torch.equal(found.decode[number], alone.decode)
+
+
 def test_search_keeps_zeros_and_spoilt_values() -> None:
     x = torch.zeros(16, 32)
     assert not quantise(x, square=False, four_over_six=True, search=True).codes.any()

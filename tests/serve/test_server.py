@@ -242,8 +242,9 @@ def test_connections_are_kept(live: Live) -> None:
     connection.close()
 
 
-def test_bodies_that_are_too_long_are_not_read(live: Live) -> None:
-    headers = {"Content-Length": str(MOST_BYTES + 1)}
+@pytest.mark.parametrize("length", [str(MOST_BYTES + 1), "9" * 5000])
+def test_bodies_that_are_too_long_are_not_read(live: Live, length: str) -> None:
+    headers = {"Content-Length": length}
     status, found = live.ask("/v1/completions", b"", method="POST", **headers)
     assert status == 413
     assert "at most" in found["error"]["message"]

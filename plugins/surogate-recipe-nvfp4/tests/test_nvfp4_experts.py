@@ -100,6 +100,17 @@ def test_scales_of_frozen_experts_can_be_searched() -> None:
     assert not torch.equal(alone.codes, quantise(w[1], square=True, four_over_six=True).codes)
 
 
+def test_experts_are_rounded_as_they_are_packed() -> None:
+    """What adapters that start from rounding errors rely on."""
+    options = NVFP4Options(frozen_blocks="1x16", search_scales=True)
+    recipe = built(surogate_recipe(), torch.device("cpu"), options)
+    w, slot = weights()[0], SLOTS[0]
+    packed = unpack(recipe.pack_experts(w, slot), slot.outputs, slot.inputs)
+    kept = packed.blocks(slot.outputs, slot.inputs) * packed.decode[:, None, None]
+    assert recipe.rounded_experts is not None
+    assert torch.equal(recipe.rounded_experts(w, "weight")[0], kept)
+
+
 def test_emulation_may_be_refused() -> None:
     never = NVFP4.of(NVFP4Options(emulate="never"), torch.device("cuda"), None)
     assert "EMULATED NVFP4 (there is no product of experts" in never.note_of_experts

@@ -8,7 +8,7 @@ stochastically. Emulation multiplies codes times block scales, which bf16 repres
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,10 +146,11 @@ class NVFP4(Recipe):
         return rounded(x, role, self.frozen)
 
     def rounded_experts(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """`rounded`, for weights with a tensor scale of each expert."""
+        """`rounded`, for weights with a tensor scale of each expert, in blocks of 16×16 as they are packed."""
         if x.ndim == 2:
             return self.rounded(x, role)
-        values, clipped = zip(*(self.rounded(weight_OI, role) for weight_OI in x), strict=True)
+        square = replace(self.frozen, height=BLOCK)
+        values, clipped = zip(*(rounded(weight_OI, role, square) for weight_OI in x), strict=True)
         return torch.stack(values), torch.stack(clipped)
 
 
