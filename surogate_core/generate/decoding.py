@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.engine.assembly import Assembly
-from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Steps, with_own
+from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Shape, Steps, with_own
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
 from surogate_core.generate.sampling import Filters, Rows, choose, filters_of
@@ -28,6 +28,7 @@ from surogate_core.kernels.registry import using
 
 if TYPE_CHECKING:
     from surogate_core.bundles import Sampling
+    from surogate_core.engine.pieces import Piece
 
 BLOCK = 8
 """Steps between two looks at the tokens. While the host looks, the next block runs."""
@@ -52,7 +53,9 @@ BATCH_ROWS = 65536
 LOGIT_BYTES = 40
 """Bytes that the choice of a token takes for each logit: sorted scores with their order, probabilities, noise."""
 SCORES = 2**27
-"""Elements of keys that are read at a time for the segments of prompts."""
+"""Elements of keys and values that are read at a time for the segments of prompts."""
+SCORE_BYTES = 8
+"""Bytes that each of them takes: a copy in the model's dtype, one in fp32, and scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +83,24 @@ def why_eager(assembly: Assembly) -> str | None:
     return None
 
 
-def working_bytes(weights: Weights, slots: int, context: int) -> int:
-    """An upper estimate of what prefill and steps allocate besides the cache: activations and logits."""
+def working_bytes(weights: Weights, shapes: Sequence[Sequence[Shape]], slots: int, context: int) -> int:
+    """An upper estimate of what prefill and steps allocate besides the cache: activations, keys of segments, logits."""
     plan, itemsize = weights.plan, weights.parameters.dtype.itemsize
     model = plan.assembly.model
-    features = max((sum(slot.outputs for slot in piece.slots) for piece in plan.layers), default=0)
     tokens = slots * context
-    activations = min(tokens, PREFILL_ROWS) * (2 * features + 6 * model.width) * itemsize
-    outputs = 2 * min(tokens, BATCH_ROWS) * model.width * itemsize
-    return activations + outputs + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
+    # A prompt that is longer goes through the layers alone.
+    rows, kept = (min(tokens, max(most, context)) for most in (PREFILL_ROWS, BATCH_ROWS))
+    features = max(map(_features, plan.layers), default=0)
+    activations = rows * (2 * features + 6 * model.width) * itemsize
+    outputs = 2 * kept * model.width * itemsize
+    keys = min(SCORES, tokens * _widest(shapes)) * SCORE_BYTES
+    return activations + outputs + keys + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
+
+
+def _features(piece: Piece) -> int:
+    """Outputs of a layer's projections for a token, those of all its experts included."""
+    dense, of_experts = sum(slot.outputs for slot in piece.slots), (s.outputs * s.choices for s in piece.experts)
+    return dense + sum(of_experts)
 
 
 class State:
@@ -207,6 +219,7 @@ class SteppedRunner:
         self.eager = why_eager(assembly)
         """Why steps are not captured, or None."""
         self._attention = CachedAttention(cache)
+        self._widest = _widest([[(*k.shape[2:], v.shape[3]) for k, v in calls] for calls in cache.layers])
         self._table = with_own(weights.programs.kernels, attention=self._attention)
         compiles = assembly.settings.compiler == "inductor"
         has_kernel = weights.programs.kernels.offers("slot_attention", weights.parameters.dtype)
@@ -303,8 +316,7 @@ class SteppedRunner:
         """Passes of prompts of which a part is in their slots already, or that are read from there."""
         segments = [(number, start) for number in chosen for start in fills[number].segments()]
         longest = max((len(fills[number].ids) for number in chosen), default=0)
-        widest = max((k * (e + f) for calls in self.cache.layers for k, e, f in _shapes(calls)), default=1)
-        size = max(1, SCORES // max(1, longest * widest))
+        size = max(1, SCORES // max(1, longest * self._widest))
         for first in range(0, len(segments), size):
             yield self._segments(fills, segments[first : first + size], -(-longest // SEGMENT) * SEGMENT)
 
@@ -486,8 +498,9 @@ class _Pass:
     """Number of a prompt → its rows, in order."""
 
 
-def _shapes(calls: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, int, int]]:
-    return ((keys.shape[2], keys.shape[3], values.shape[3]) for keys, values in calls)
+def _widest(shapes: Sequence[Sequence[Shape]]) -> int:
+    """Most features of keys and values that a call of attention reads for a position."""
+    return max((k * (e + f) for calls in shapes for k, e, f in calls), default=1)
 
 
 def _longest(needed: int, context: int, *, shortest: int = SHORTEST) -> int:

@@ -22,6 +22,7 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.generate.cache import Cache, shapes_of
 from surogate_core.generate.decoding import why_eager, working_bytes
+from surogate_core.generate.sequences import SEGMENT
 from surogate_core.run.build import free_memory
 from surogate_core.run.generation import Prepared
 
@@ -222,9 +223,10 @@ def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1
 
 def needed_bytes(weights: Weights, context: int) -> Callable[[int], int]:
     """From the number of slots, what an engine allocates: keys and values, and on a GPU working memory."""
-    one = Cache.bytes_per_token(shapes_of(weights), weights.parameters.dtype) * context
+    context, shapes = -(-context // SEGMENT) * SEGMENT, shapes_of(weights)
+    one = Cache.bytes_per_token(shapes, weights.parameters.dtype) * context
     on_gpu = weights.plan.assembly.settings.device.type == "cuda"
-    return lambda slots: one * (slots + 1) + (working_bytes(weights, slots, context) if on_gpu else 0)
+    return lambda slots: one * (slots + 1) + (working_bytes(weights, shapes, slots, context) if on_gpu else 0)
 
 
 def memory_notes(weights: Weights, settings: RolloutSettings) -> list[str]:

@@ -320,7 +320,10 @@ def test_searched_scales_are_never_worse(square: bool) -> None:
 
 @pytest.mark.parametrize("square", [False, True])
 def test_each_of_several_matrices_is_searched_alone(square: bool) -> None:
-    x = torch.randn(3, 32, 48, generator=torch.Generator().manual_seed(6)) * torch.tensor([1.0, 9.0, 0.1])[:, None, None]
+    x = (
+        torch.randn(3, 32, 48, generator=torch.Generator().manual_seed(6))
+        * torch.tensor([1.0, 9.0, 0.1])[:, None, None]
+    )
     found = quantise(x, square=square, four_over_six=True, search=True)
     for number, matrix in enumerate(x):
         alone = quantise(matrix, square=square, four_over_six=True, search=True)

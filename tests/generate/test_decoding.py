@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surogate_core.bundles import Completion, Request, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.generate import decoding
-from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager
+from surogate_core.generate.cache import shapes_of
+from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager, working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.sampling import filters_of
@@ -82,6 +83,24 @@ def test_a_mixture_of_experts():
     made = Weights.load(tiny.assembly(config, build=qwen3_moe().build, lora=tiny.lora()), tiny.random_source())
     asked = requests(GREEDY)
     same(opened(made, slots=4).generate(asked), opened(made, stepped=False).generate(asked))
+
+
+def test_working_memory_counts_what_a_pass_has(shared):
+    vocabulary, width = shared.plan.assembly.model.vocab_size, shared.plan.assembly.model.width
+    shapes = shapes_of(shared)
+    many = working_bytes(shared, shapes, 256, 2048)
+    assert many > 256 * vocabulary * 40 + 2 * 65536 * width * 4
+    assert many > working_bytes(shared, shapes, 16, 2048) > working_bytes(shared, shapes, 1, 8)
+    # A prompt of a million tokens is one pass.
+    assert working_bytes(shared, shapes, 1, 2**20) > 2**20 * 6 * width * 4
+    config = {**qwen3_moe().presets["tiny"], "num_hidden_layers": 2}
+    made = Weights.load(tiny.assembly(config, build=qwen3_moe().build), tiny.random_source())
+    (piece, *_) = made.plan.layers
+    features = sum(slot.outputs for slot in piece.slots)
+    features += sum(slot.outputs * config["num_experts_per_tok"] for slot in piece.experts)
+    assert (
+        working_bytes(made, shapes_of(made), 1, 8192) > 8192 * (2 * features + 6 * made.plan.assembly.model.width) * 4
+    )
 
 
 def test_tokens_behind_an_end_are_dropped(shared):

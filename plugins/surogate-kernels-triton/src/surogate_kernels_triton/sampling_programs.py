@@ -230,8 +230,7 @@ def token_bounds(
         whole = _sum_from(room, count, best, top, True, C)
     if share < 1.0:
         best = _largest_bound(room, count, share * whole, top, True, C)
-        # 0 if no sum reaches a share next to 1, since sums of another order round elsewhere.
-        bound = tl.where(best == 0, float("-inf"), _score_of(best))
+        bound = _score_of(best)
         before = _sum_from(room, count, best + 1, top, True, C)
         wanted = tl.maximum(tl.ceil((share * whole - before) / tl.exp(bound - top)), 1.0).to(tl.int32)
         equal = _sum_from(room, count, best, top, False, C) - _sum_from(room, count, best + 1, top, False, C)
