@@ -392,6 +392,27 @@ def test_codes_of_a_recipe(device: str, rank: int, count: int) -> None:
 
 
 @devices
+@pytest.mark.parametrize(("first", "second"), [(1.0, 1e-30), (1e-30, 1.0), (1.0, 0.0), (0.0, 1e-30), (1e-30, 1e-34)])
+def test_codes_of_pairs_of_different_sizes(device: str, first: float, second: float) -> None:
+    """Rows of one pair may be far smaller than those of the other."""
+    from surogate_kernels_triton import experts_launches as launches
+
+    ends = torch.tensor([9, 9, 30], dtype=torch.int32, device=device)
+    x = [random(30, 128, seed=n).float() * size for n, size in enumerate((first, second))]
+    weights = [random(3, 128, 128, seed=2 + n).float() for n in range(2)]
+    left, right = ([fp8_rows.quantise_rows(t.to(device)) for t in both] for both in (x, weights))
+    named = {"choices": 1, "scale": 1.0, "backward": True, "dtype": torch.float32}
+    found = launches.grouped_codes(left, right, None, [], None, ends, 30, **named)
+    expected = torch.zeros(30, 128, dtype=torch.float64)
+    for (codes, inverse), (w_codes, w_inverse) in zip(left, right, strict=True):
+        wide = [(c.double() * i.double()[..., None]).cpu() for c, i in ((codes, inverse), (w_codes, w_inverse))]
+        expected[:9] += wide[0][:9] @ wide[1][0].t()
+        expected[9:] += wide[0][9:] @ wide[1][2].t()
+    top = float(expected.abs().max())
+    assert float((found.cpu().double() - expected).abs().max()) <= 1e-2 * top
+
+
+@devices
 @pytest.mark.usefixtures("_exact_rounding")
 def test_codes_of_the_last_projection(device: str) -> None:
     """The gradient of the output is rounded before it is weighted by its route, and after it in the reference."""

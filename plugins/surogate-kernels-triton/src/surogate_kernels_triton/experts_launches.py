@@ -391,7 +391,8 @@ def multiplied(
 
 def round_rows(x: Tensor) -> Codes:
     """`fp8_rows.quantise_rows` of a matrix whose columns are adjacent."""
-    codes, inverse = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format), x.new_empty(len(x)).float()
+    codes = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+    inverse = x.new_empty(len(x), dtype=torch.float32)
     wide = triton.next_power_of_2(x.shape[1])
     size = max(8192 // wide, 1)
     products.round_rows[triton.cdiv(len(x), size),](

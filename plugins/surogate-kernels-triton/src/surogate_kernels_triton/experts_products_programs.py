@@ -221,6 +221,12 @@ def product_copied(
 
 
 @triton.jit
+def _at_least(value, floor):
+    """The larger one; a NaN stays."""
+    return tl.where(value < floor, floor, value)
+
+
+@triton.jit
 def product_codes(
     x0,
     x1,
@@ -288,9 +294,10 @@ def product_codes(
     if PAIRS > 1:
         rows_next = tl.load(sx1 + source, mask=inside, other=1.0)
         columns_next = tl.load(sw1 + place, mask=real, other=1.0)
-        # Zeros have the smallest of all scales, by which the quotients would overflow; any scale gives the same zeros.
-        rows_next = tl.where(rows_next < 1e-30, rows_scale, rows_next)
-        columns_next = tl.where(columns_next < 1e-30, columns_scale, columns_next)
+        # Zeros have the smallest of all scales, by which the quotients would overflow. 2^-40 of the first pair's scale
+        # is far below what the sum keeps.
+        rows_next = _at_least(rows_next, rows_scale * 9.094947017729282e-13)
+        columns_next = _at_least(columns_next, columns_scale * 9.094947017729282e-13)
         acc = acc * (rows_scale / rows_next)[:, None] * (columns_scale / columns_next)[None, :]
         for start in tl.range(0, IN, B):
             acc = tl.dot(x1.load([first, start]), w1.load([expert * OUT + column, start]).T, acc)
