@@ -17,7 +17,7 @@ from surogate_core.kernels.experts import route
 
 def row(rate: float, **fields: Any) -> dict[str, Any]:
     found = {"tokens_per_second": rate, "milliseconds": 10.0, "gemm_tflops": 800.0, "gflop_per_token": 15.0}
-    return {**found, "setup_seconds": 1.0, "peak_gib": 2.0, "imbalance": None, "losses": [2.0, 1.0], **fields}
+    return {**found, "setup_seconds": 1.0, "reserved_gib": 2.0, "imbalance": None, "losses": [2.0, 1.0], **fields}
 
 
 def test_every_line_is_one_that_gpu_lora_takes() -> None:

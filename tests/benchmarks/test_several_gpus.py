@@ -135,7 +135,7 @@ def test_bits_are_those_of_the_fabric(
     monkeypatch.setattr(driver, "copy", lambda *_: None)
     monkeypatch.setattr(equal_bits, "train", train)
     jobs = [[dataclasses.asdict(equal_bits.LORA), {"case": "LoRA", "world": 2}]]
-    work = {"jobs": jobs, "fabric": fabric, "place": str(tmp_path), "device": "cpu"}
+    work = {"jobs": jobs, "fabric": fabric, "lines": str(tmp_path / "lines"), "device": "cpu"}
     with nullcontext() if right else pytest.raises(AssertionError, match=f"{copied} copies by copy engines"):
         equal_bits.train_all(work, Mesh(world=2))
 

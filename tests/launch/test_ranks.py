@@ -265,6 +265,7 @@ def test_each_rank_has_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "4",
         "CUDA_VISIBLE_DEVICES": "3,0,1,2",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "3",
         "GLOO_SOCKET_IFNAME": tmp_path.name,
         "NCCL_SOCKET_IFNAME": tmp_path.name,
