@@ -34,7 +34,11 @@ def two_weights(first_OI: Tensor, scale_O: Tensor, second_OI: Tensor, x_NI: Tens
 
 @pytest.mark.parametrize(
     ("compiler", "recompute"),
-    [("fx", False), ("fx", True), ("inductor", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
+    [
+        ("fx", False),
+        ("fx", True),
+        *(pytest.param("inductor", value, marks=pytest.mark.slow) for value in (False, True)),
+    ],
 )
 def test_products_of_a_program(compiler: str, recompute: bool) -> None:
     values = [random(O, I), random(O, seed=1), random(O, I, seed=2), random(N, I, seed=3)]

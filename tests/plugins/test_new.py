@@ -23,10 +23,8 @@ def make(kind: str, name: str, tmp_path: Path) -> tuple[Path, Environment]:
     return package, environment
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", [pytest.param("monitor", id="monitor, quick"), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_package_installs_is_discovered_and_passes_its_tests(kind: str, tmp_path: Path) -> None:
     package, environment = make(kind, "first-try", tmp_path)
     shown = environment.run("surogate_core.cli.main", "plugins", "show", f"{kind}-first-try", "--json", cwd=tmp_path)

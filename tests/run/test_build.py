@@ -59,6 +59,7 @@ def test_named_parts_and_a_budget_bound_the_choices(load: Load) -> None:
     assert capped[-1].recompute
 
 
+@pytest.mark.slow
 def test_less_memory_chooses_more_recomputation_and_it_fits(
     load: Load, installed: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,7 @@ def test_twenty_lora_steps_and_the_exported_adapter(
     assert tiny.relative_error(plain, logits) > 100 * TOLERANCE, "the adapter must matter"
 
 
+@pytest.mark.slow
 def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_testsuite_property: Record) -> None:
     model = reference(tied=False, bias=True)
     engine = engine_of(model)
