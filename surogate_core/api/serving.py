@@ -42,7 +42,7 @@ def serve(
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
         from surogate_core.run.texts import counted
-        from surogate_core.serve.loading import Serving, listen, load
+        from surogate_core.serve.loading import Serving, check_address, listen, load
 
         if token is not None and not is_token(token):
             fix = f"at least {LEAST_TOKEN} letters, digits and signs"
@@ -50,6 +50,9 @@ def serve(
         for key, value in (("context", context), ("slots", slots)):
             if value is not None:
                 counted(key, value)
+        if adapters is not None and not isinstance(adapters, Mapping):
+            raise UserError('adapters: is no mapping. Fix: adapters={"shop": "runs/a"}')
+        check_address(host, port)
         source = with_keywords(None, {key: plain(value) for key, value in keys.items()})
         registry = registry_for(Arguments(config_file=source))
         flags = flags_of(sampling)

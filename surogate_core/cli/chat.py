@@ -45,7 +45,7 @@ In the chat:
   /reset               a new conversation
   /undo                take the last message and its answer back
   /save FILE           write the conversation as a row of a data set
-  /quit                end; Ctrl-D does too. Ctrl-C ends an answer
+  /quit                end the chat, as Ctrl-D does. Ctrl-C ends an answer
 
 Lines of standard input are messages if it is not a terminal.
 """
@@ -197,12 +197,12 @@ def _ready(words: Words, registry: Registry) -> tuple[dict[str, Prepared], Prepa
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.chat import chat_of
     from surogate_core.run.adapters import NotSharedError, prepare_beside
-    from surogate_core.run.generation import named, prepare, quantised_note, with_adapter
+    from surogate_core.run.generation import named, on_its_base, prepare, quantised_note, with_adapter
 
     adapters = words.lists.get("--adapter", [])
     if adapters and len(words.models) > 1:
         raise UserError("surogate chat --adapter: adapters are on one model. Fix: name one MODEL")
-    chosen = {word: named(word) for word in words.models}
+    chosen = {word: named(word, fix=on_its_base("surogate chat")) for word in words.models}
     if adapters:
         chosen = {adapter: with_adapter(words.models[0], adapter) for adapter in adapters}
     configs = {
@@ -245,8 +245,10 @@ def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
         for partner in partners:
             if len(partners) > 1:
                 print(f"[{partner.name}]")
-            partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
+            reply = partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
             print(flush=True)
+            if not reply:
+                print("note: the answer is empty.", file=sys.stderr)
     except SurogateError:
         # All keep the same questions.
         for partner, messages in zip(partners, before, strict=True):
@@ -271,8 +273,8 @@ def _command(text: str, partners: Sequence[Partner], system: str | None) -> str 
             system = (rest.strip() or None) if word == "/system" else system
             for partner in partners:
                 partner.reset(system)
-            about = f" with the system message: {system}" if system else ""
-            print(f"A new conversation{about}.", file=sys.stderr)
+            about = f" with the system message: {system}" if system else "."
+            print(f"A new conversation{about}", file=sys.stderr)
         case _:
             near = get_close_matches(word, ("/help", "/system", "/reset", "/undo", "/save", "/quit"), n=1)
             raise UserError(f"{word}: there is no such command. Fix: {near[0] if near else '/help'}")
@@ -305,3 +307,5 @@ def _lines() -> Iterator[str]:
         except EOFError:
             print(file=sys.stderr)
             return
+        except KeyboardInterrupt:  # one that came too late for an answer must not end the conversation
+            print("\n/quit or Ctrl-D ends the chat.", file=sys.stderr)

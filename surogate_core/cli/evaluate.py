@@ -81,6 +81,8 @@ FLAGS = Flags(
     samples=True,
 )
 _ROWS = frozenset({"datasets", "dataset", "validation_datasets"})
+_MERGED = "surogate merge {word} --base-model BASE --output DIR, then evaluate DIR"
+"""How an adapter that names no base is evaluated."""
 _ELSEWHERE = ("from_scratch=false", "adapter_path=null", "output_dir=null")
 """What a run's own configuration says of where it began and ended, and its result does not."""
 
@@ -101,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
-    from surogate_core.files.atomic import ensure_writable, replace_file
+    from surogate_core.files.atomic import ensure_writable_file, replace_file
 
     output, samples = (
         Path(words.texts[flag]).expanduser() if flag in words.texts else None
@@ -109,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     )
     for path, flag in ((output, "--output"), (samples, "--samples-output")):
         if path is not None:
-            ensure_writable(path.parent, key=flag)
+            ensure_writable_file(path, key=flag)
     lines, plain = _tasks(words, samples) if "--tasks" in words.lists else _losses(words)
     text = json.dumps(plain, indent=1)
     print(text if "--json" in words.switches else lines)
@@ -240,7 +242,7 @@ def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> L
     files = {model: given or config_of_run(model) for model in models}
     first = next((file for file in files.values() if file is not None), None)
     return Loader(
-        found={model: named(model) for model in models},
+        found={model: named(model, fix=_MERGED) for model in models},
         files=files,
         words=words,
         given=given,

@@ -122,8 +122,11 @@ def _sorted(tasks: Sequence[str], registry: Registry) -> tuple[list[str], dict[s
     others: dict[str, list[str]] = {}
     for task in tasks:
         source, colon, name = task.partition(":")
-        if Path(task).expanduser().exists() or not colon:
+        if Path(task).expanduser().exists() or (Path(task).suffix and not colon):
             files.append(task)
+        elif not colon:
+            others_of = "".join(f", or --tasks {name}:{task}" for name in sorted(known))
+            raise UserError(f"--tasks {task}: there is no such file. Fix: --tasks FILE.jsonl{others_of}")
         elif source not in known:
             missing = registry.explain_missing("eval", source, known)
             fix = missing.fix or "name a file of JSON lines"

@@ -87,13 +87,13 @@ def _generate(words: Words, model: str) -> int:
     from surogate_core.cli.progress import shown_progress
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
-    from surogate_core.files.atomic import ensure_writable
+    from surogate_core.files.atomic import ensure_writable_file
     from surogate_core.run.generation import named, prepare, quantised_note, rollout_of, with_adapter
     from surogate_core.run.texts import generate_texts, memory_notes, requests_of, settings_of, usual_slots
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
-        ensure_writable(output.parent, key="--output")
+        ensure_writable_file(output, key="--output")
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
     overrides = [*found.overrides, *words.overrides]
     registry = registry_for(Arguments(overrides=overrides))
@@ -175,6 +175,8 @@ def _wanted(words: Words, prepared: Prepared) -> Wanted:
     several = words.counts.get("--samples", 1) > 1
     sampling = sampling_of(words.sampling, prepared.sampling, sampled=several)
     stops = words.lists.get("--stop", [])
+    if "" in stops:
+        raise UserError("--stop: is empty. Fix: give the text before which a completion ends.")
     return Wanted(
         max_new_tokens=words.counts.get("--max-new-tokens", 256),
         samples=words.counts.get("--samples", 1),

@@ -144,8 +144,9 @@ def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:
     from surogate_core.cli.progress import shown_progress
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
-    from surogate_core.serve.loading import Serving, listen, load
+    from surogate_core.serve.loading import Serving, check_address, listen, load
 
+    check_address(host, port)
     registry = registry_for(Arguments(overrides=words.overrides))
     serving = Serving(
         model=words.models[0],

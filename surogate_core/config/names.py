@@ -85,8 +85,15 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
         return Problem(key=key, message=planned.MESSAGE, where=where)
     fix = missing.fix
     if not fix.startswith("pip install"):
-        fix = _peers_fix(group, name, where, key) or fix or ("datasets=FILE_OR_HUB_ID" if group == "dataset" else "")
+        fix = _peers_fix(group, name, where, key) or fix or _PLACES.get(group, "")
     return Problem(key=key, message=missing.message, where=where, fix=fix, needs=missing.needs)
+
+
+_PLACES = {
+    "dataset": "datasets=FILE_OR_HUB_ID",
+    "model": "name a model's directory, or OWNER/NAME on the hub",
+}
+"""What to name instead of a name that is like no known one, for groups that take places too."""
 
 
 def _peers_fix(group: str, name: str, where: str, key: str) -> str:

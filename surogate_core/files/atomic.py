@@ -77,6 +77,16 @@ def ensure_writable(directory: Path, *, key: str) -> None:
         raise disk_error(error, what=key, path=directory, fix=f"set {key} to a directory you may write in") from error
 
 
+def ensure_writable_file(file: Path, *, key: str) -> None:
+    """Prove that `file` can be written, and make its directory; `key` is the flag that named it.
+
+    Raises `UserError` or `MachineError`, so that a command ends before its work and not after it.
+    """
+    if file.is_dir():
+        raise UserError(f"{key} {file}: is a directory. Fix: name a file, such as {key} {file / 'output.jsonl'}")
+    ensure_writable(file.parent, key=key)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -53,6 +53,13 @@ def run_directory(name: str | Path) -> Path:
     return link.parent / target
 
 
+def among_runs(path: Path) -> bool:
+    """Whether a path that is no directory means a run, and not a hub id: it is in ``runs/``, or there are runs beside
+    it.
+    """
+    return path.parent == RUNS or (path.parent != Path() and any(path.parent.glob("*/run.json")))
+
+
 def config_of_run(name: str | Path) -> Path | None:
     """The config.yaml of a run, or of the run that a checkpoint, an adapter or a model is part of; None without one."""
     path = run_directory(name)

@@ -20,7 +20,7 @@ from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.files import atomic
 from surogate_core.files.runs import run_directory
 from surogate_core.hf.lora_files import fold
-from surogate_core.run.generation import Named, Prepared, named, prepare, with_adapter
+from surogate_core.run.generation import Named, Prepared, named, on_its_base, prepare, with_adapter
 from surogate_core.run.merge import merge_warnings
 
 if TYPE_CHECKING:
@@ -119,7 +119,10 @@ def convert(
     A former file stays until the new one is complete. `overrides` and `config_file`: keys of a run, as for
     `surogate generate`. `progress` receives the bytes written and in total. Raises `UserError` or `MachineError`.
     """
-    found = with_adapter(word, adapter) if adapter is not None else named(word, command="surogate export")
+    if adapter is not None:
+        found = with_adapter(word, adapter)
+    else:
+        found = named(word, fix=on_its_base("surogate export"))
     prepared = prepare(
         found, load_run_config([*found.overrides, *overrides], config_file=config_file, registry=registry), registry
     )

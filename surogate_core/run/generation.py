@@ -21,7 +21,7 @@ from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import SurogateError, UserError
 from surogate_core.files.paths import is_hub_id
-from surogate_core.files.runs import config_of_run, run_directory
+from surogate_core.files.runs import among_runs, config_of_run, run_directory
 from surogate_core.generate.weights import Weights
 from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, another_base, check_merging
 from surogate_core.hf.weights import generation_config_in
@@ -67,13 +67,20 @@ def with_adapter(word: str, adapter: str) -> Named:
     return replace(base, stack=tuple(stack), files=used, notes=notes)
 
 
-def named(word: str, *, command: str = "surogate generate") -> Named:
+def on_its_base(command: str) -> str:
+    """What to do with an adapter that names no base, for a command that takes ``--adapter``."""
+    return command + " BASE --adapter {word}, with its base as BASE"
+
+
+def named(word: str, *, fix: str = on_its_base("surogate generate")) -> Named:
     """A Hugging Face directory, a run, a checkpoint with an adapter, an adapter, or a hub id.
 
-    `command`: the one that takes ``--adapter``, for a message.
+    `fix`: what to do with an adapter that names no base; ``{word}`` stands for the adapter.
     """
     path = run_directory(word)
     if not path.is_dir():
+        if among_runs(path):
+            raise UserError(f"{word}: there is no such run. Fix: name the output_dir of a run.")
         if path.exists() or not is_hub_id(word.partition("@")[0]):
             what = "is a file" if path.exists() else "there is no such directory"
             raise UserError(f"{word}: {what}. Fix: name a model's directory, a run, an adapter, or a hub id.")
@@ -83,7 +90,7 @@ def named(word: str, *, command: str = "surogate generate") -> Named:
             return Named(overrides=(f"model={encode(str(place))}",), files=place)
     stack, used = open_trained(path, key="model")
     top = stack[-1]
-    repo, revision = named_base(own_base(top, used, fix=f"{command} BASE --adapter {word}, with its base as BASE"))
+    repo, revision = named_base(own_base(top, used, fix=fix.format(word=word)))
     overrides = [f"model={encode(repo)}"]
     if not Path(repo).expanduser().is_dir() and (revision or top.base_commit):
         overrides.append(f"model.revision={encode(str(revision or top.base_commit))}")
@@ -198,6 +205,8 @@ def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
     lora, resolved, notes = _lora(resolved, DTYPES[config.lora_dtype])
     check_weights(config, replace(resolved, adapter=None), lora)
     tokenizer, said = _tokenizer(config, found, resolved)
+    if resolved.weights is None:
+        said = (*said, f"The weights of {resolved.title} are random. A directory or a hub id has trained ones.")
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
         own = resolved.weights.generation_config()

@@ -67,7 +67,7 @@ def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[Lor
             f"{key} {path}: neither an adapter ({lora_files.CONFIG}) nor a checkpoint of Surogate is here. "
             f"Fix: name a run's output directory, one of its checkpoints, or a PEFT adapter."
         )
-    return _of_checkpoint(checkpoint, key), checkpoint.path
+    return _of_checkpoint(checkpoint, key, path), checkpoint.path
 
 
 def _newest_checkpoint(path: Path) -> Path | None:
@@ -98,10 +98,7 @@ def _later_checkpoint(trained: Path, steps: Any) -> Path | None:
     return newest if later else None
 
 
-_NOTHING_TO_MERGE = (
-    "{key} {path}: a checkpoint without LoRA has nothing to merge; its masters are full weights. "
-    "Fix: let the run finish, which exports them."
-)
+_NOTHING_TO_MERGE = "{path}: all weights were trained, so there is nothing to merge. Fix: {fix}."
 _NO_ADAPTER = {
     "--adapter": "--adapter {path}: has no adapter, all weights were trained. Fix: name it as MODEL.",
     "model": (
@@ -112,11 +109,15 @@ _NO_ADAPTER = {
 """What is said of a checkpoint without LoRA that is named by a key."""
 
 
-def _of_checkpoint(checkpoint: Checkpoint, key: str) -> list[LoraAdapter]:
+def _of_checkpoint(checkpoint: Checkpoint, key: str, named: Path) -> list[LoraAdapter]:
+    """The stack of a checkpoint. `named`: the directory that the user named."""
     essential = checkpoint.state.get("essential", {})
     rank, alpha = essential.get("lora_rank"), essential.get("lora_alpha")
     if not essential.get("lora") or not rank or not alpha:
-        raise UserError(_NO_ADAPTER.get(key, _NOTHING_TO_MERGE).format(key=key, path=checkpoint.path))
+        exported = checkpoint.path.absolute().parent / "model"
+        whole = (exported / "config.json").is_file()
+        fix = f"use {exported}, the whole model" if whole else "let the run end, which writes the whole model"
+        raise UserError(_NO_ADAPTER.get(key, _NOTHING_TO_MERGE).format(path=named, fix=fix))
     below: list[LoraAdapter] = []
     if (stacked := checkpoint.state.get("adapter")) is not None:
         below = lora_files.open_stack(Path(stacked["path"]), key=f"{key} {checkpoint.path}, whose adapter_path")

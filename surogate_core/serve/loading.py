@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,15 @@ from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import UserError
 from surogate_core.run.adapters import Adapters, prepare_beside
-from surogate_core.run.generation import Prepared, named, prepare, quantised_note, rollout_of, with_adapter
+from surogate_core.run.generation import (
+    Prepared,
+    named,
+    on_its_base,
+    prepare,
+    quantised_note,
+    rollout_of,
+    with_adapter,
+)
 from surogate_core.run.texts import fitting_slots
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import Note, Server
@@ -104,7 +113,7 @@ def load(
 def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[Prepared, dict[str, Prepared]]:
     """(the model, the adapters beside it by name)."""
     model = serving.model
-    base = named(model)
+    base = named(model, fix=on_its_base("surogate serve"))
     config = serving.configure(base.overrides)
     if not serving.adapters:
         prepared = prepare(base, config, registry)
@@ -123,6 +132,24 @@ def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[Prepare
     return prepared, beside
 
 
+def check_address(host: str, port: int) -> None:
+    """Raises `UserError` if a server cannot listen there; called before a model is loaded."""
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise UserError(f"port {port!r}: must be a whole number from 0 to 65535. Fix: port 0, which takes a free one")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    reason = error.strerror or error
+    return UserError(f"surogate serve: cannot listen on {host}:{port}: {reason}. Fix: another --port or --host")
+
+
 def listen(
     models: Mapping[str, Served], worker: Worker, *, host: str, port: int, token: str | None, note: Note
 ) -> Server:
@@ -131,6 +158,4 @@ def listen(
         return Server(models, worker, host=host, port=port, token=token, note=note)
     except OSError as error:
         worker.close()
-        raise UserError(
-            f"surogate serve: cannot listen on {host}:{port}: {error.strerror or error}. Fix: another --port or --host"
-        ) from error
+        raise _cannot_listen(host, port, error) from error

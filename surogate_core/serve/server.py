@@ -269,7 +269,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             ticket.gone = True
             seconds = time.perf_counter() - started
-            self.owner.note(f"{model.name}: {parts.tokens} tokens in {seconds:.1f} s, {state}")
+            tokens = "1 token" if parts.tokens == 1 else f"{parts.tokens} tokens"
+            self.owner.note(f"{model.name}: {tokens} in {seconds:.1f} s, {state}")
 
     def _events(self, ticket: Ticket, parts: _Parts) -> Iterator[None]:
         """Takes what the worker has done, until all completions have ended; yields after each look."""

@@ -14,6 +14,7 @@ from adapters import random_adapter
 
 import surogate
 from surogate_core.errors import UserError
+from surogate_core.serve import loading
 
 GREEDY = {"prompt": "The chain", "max_tokens": 8, "temperature": 0}
 
@@ -63,6 +64,8 @@ def test_adapters_are_models_of_their_own(hf_dir: Path, tmp_path: Path) -> None:
         ({"sampling": {"warmth": 1}}, "warmth"),
         ({"adapters": {"base": "b"}, "name": "base"}, "the model is called base too. Fix: --adapter OTHER=b"),
         ({"engine": "none"}, "--engine none"),
+        ({"port": -4}, "port -4: must be a whole number from 0 to 65535"),
+        ({"adapters": ["runs/a"]}, 'adapters: is no mapping. Fix: adapters={"shop": "runs/a"}'),
     ],
 )
 def test_bad_input(values: dict[str, Any], message: str) -> None:
@@ -70,10 +73,12 @@ def test_bad_input(values: dict[str, Any], message: str) -> None:
         surogate.serve("a/model", device="cpu", **values)
 
 
-def test_a_port_that_is_taken_ends_the_thread(hf_dir: Path) -> None:
-    with (
-        surogate.serve(hf_dir, device="cpu") as server,
-        pytest.raises(UserError, match=r"cannot listen on 127\."),
-    ):
-        surogate.serve(hf_dir, device="cpu", port=server.port)
+def test_a_port_that_is_taken_ends_the_thread(hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with surogate.serve(hf_dir, device="cpu") as server:
+        with pytest.raises(UserError, match=r"cannot listen on 127\."):
+            surogate.serve("no/model/is/read", device="cpu", port=server.port)
+        # It may be taken while the model is loaded, too.
+        monkeypatch.setattr(loading, "check_address", lambda host, port: None)
+        with pytest.raises(UserError, match=r"cannot listen on 127\."):
+            surogate.serve(hf_dir, device="cpu", port=server.port)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("surogate-")]

@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapters import random_adapter
 
 from surogate_core.cli import chat
+from surogate_core.cli.chat import Partner, _answers, _command
 from surogate_core.cli.main import main
 from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
@@ -177,3 +179,33 @@ def test_bad_input_is_one_clear_message(
         out, err = capsys.readouterr()
         assert out == ""
         assert message in err
+
+
+def test_an_empty_answer_and_a_system_message_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    class Silent(Partner):
+        def answer(self, text: str, *, most: int, shown: Callable[[str], None]) -> str:
+            return ""
+
+    nothing: Any = None
+    partner = Silent(name="a", prepared=nothing, engine=nothing, sampling=nothing, context=8)
+    _answers([partner], "Hello", 1)
+    assert capsys.readouterr().err == "note: the answer is empty.\n"
+    assert _command("/system Be kind.", [partner], None) == "Be kind."
+    assert capsys.readouterr().err == "A new conversation with the system message: Be kind.\n"
+
+
+def test_ctrl_c_at_the_prompt_keeps_the_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed: list[Any] = ["Hello", KeyboardInterrupt(), "Why?", EOFError()]
+
+    def line(prompt: str) -> str:
+        one = typed.pop(0)
+        if isinstance(one, BaseException):
+            raise one
+        return str(one)
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert list(chat._lines()) == ["Hello", "Why?"]
+    assert "/quit or Ctrl-D ends the chat." in capsys.readouterr().err

@@ -56,6 +56,8 @@ def test_two_models_are_compared_and_each_completion_is_written(
     [
         (("--tasks", "gone.jsonl"), "--tasks gone.jsonl: cannot be read: No such file or directory"),
         (("--tasks", "TASK", "--tasks", "TASK"), "is named twice"),
+        (("--tasks", "gsm8k"), "--tasks gsm8k: there is no such file. Fix: --tasks FILE.jsonl"),
+        (("--tasks", "TASK", "--samples-output", "/"), "--samples-output /: is a directory. Fix: name a file"),
         (("--tasks", "nothing:a"), "--tasks nothing:a: there is no such file, and"),
         (("--tasks", "TASK", "--match", "close"), "match 'close': is not known. Fix: choose from exact"),
         (("--tasks", "TASK", "--shots", "-1"), "--shots -1: must be at least 0"),

@@ -98,6 +98,12 @@ def test_weights_that_are_not_numbers_are_named(call: Call, model_copy: Path) ->
     assert f"{model_copy}: the model's logits are not numbers: model.norm.weight has NaN or infinity." in err
 
 
+def test_random_weights_are_noted(call: Call) -> None:
+    code, _, err = call("--prompt", "a", model="qwen3", new=1)
+    assert code == 0
+    assert "note: The weights of qwen3 tiny are random. A directory or a hub id has trained ones." in err
+
+
 def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
     _, _, err = call("--prompt", "word " * 84, "--temperature", "0", new=200)
     assert "note: --prompt: the completion ends at the model's last position, 256." in err
@@ -111,7 +117,8 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         (("--prompt", ""), "--prompt: is empty. Fix: give the text to continue."),
         (("--chat", "--prompt", ""), "--prompt: is empty. Fix: give the message to answer."),
         (("--prompt", "word " * 400), "positions end at 256. Fix: shorten it"),
-        (("--prompt", "a", "--stop", ""), "stop: is empty"),
+        (("--prompt", "a", "--stop", ""), "--stop: is empty"),
+        (("--prompt", "a", "--output", "/"), "--output /: is a directory. Fix: name a file"),
         (("--prompt", "a", "--json=false"), "--json: is a switch and takes no value"),
         (("--file", "b", "--chat"), "--chat: it is for --prompt, not for --file"),
         (("--file", "b", "--system", "c"), "--system: it is for --prompt, not for --file"),

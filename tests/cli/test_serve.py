@@ -140,10 +140,10 @@ def test_names_of_adapters(adapters: list[str], message: str) -> None:
         _named_adapters(FLAGS.read(["some/model", *(f"--adapter={word}" for word in adapters)]))
 
 
-def test_a_port_that_is_taken(hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_said_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert main(["serve", str(hf_dir), "device=cpu", f"--port={port}"]) == 2
+        assert main(["serve", "not/here/at/all", "device=cpu", f"--port={port}"]) == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use. Fix: another --port" in capsys.readouterr().err

@@ -36,6 +36,12 @@ Problems = Callable[..., list[Problem]]
         (["zzzzzz=1"], "zzzzzz", "no such key", ""),
         (["recipe=bf61"], "recipe=bf61", "no such recipe; known: bf16", "bf16"),
         (["model=qwn3"], "model=qwn3", "no such model", "qwen3"),
+        (
+            ["model=elsewhere"],
+            "model=elsewhere",
+            "no such model",
+            "name a model's directory, or OWNER/NAME on the hub",
+        ),
         (["monitor=[jsnl]"], "monitor=jsnl", "no such monitor", "jsonl"),
         (["dataset=embeded"], "dataset=embeded", "no such", "embedded"),
         (["dataset=alpaca_en"], "dataset=alpaca_en", "no such", "datasets=FILE_OR_HUB_ID"),

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run import texts
-from surogate_core.run.generation import Prepared, named, prepare, quantised_note, with_adapter
+from surogate_core.run.generation import Prepared, named, on_its_base, prepare, quantised_note, with_adapter
 from surogate_core.run.merge import _of_checkpoint
 from surogate_core.train.checkpoint import Checkpoint
 
@@ -168,6 +169,8 @@ def test_an_adapter_without_a_base_names_the_command(adapter: Path, tmp_path: Pa
     (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
     with pytest.raises(UserError, match=f"Fix: surogate generate BASE --adapter {copy}, with its base as BASE"):
         named(str(copy))
+    with pytest.raises(UserError, match=f"Fix: surogate chat BASE --adapter {copy}, with its base as BASE"):
+        named(str(copy), fix=on_its_base("surogate chat"))
 
 
 def test_a_checkpoint_of_full_training_is_no_adapter(tmp_path: Path) -> None:
@@ -175,10 +178,26 @@ def test_a_checkpoint_of_full_training_is_no_adapter(tmp_path: Path) -> None:
     for key, message in {
         "model": "a checkpoint of full training has no exported model. Fix: name the run's directory, after it has",
         "--adapter": "has no adapter, all weights were trained. Fix: name it as MODEL.",
-        "--checkpoint-dir": "has nothing to merge",
+        "--checkpoint-dir": "nothing to merge. Fix: let the run end, which writes the whole model",
     }.items():
-        with pytest.raises(UserError, match=message):
-            _of_checkpoint(checkpoint, key)
+        with pytest.raises(UserError, match=f"my-run: .*{message}"):
+            _of_checkpoint(checkpoint, key, Path("my-run"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    ended = replace(checkpoint, path=tmp_path / "checkpoint-2")
+    with pytest.raises(UserError, match=f"my-run: .*nothing to merge. Fix: use {tmp_path / 'model'}, the whole model"):
+        _of_checkpoint(ended, "--checkpoint-dir", Path("my-run"))
+
+
+def test_a_run_that_is_not_there_is_not_sought_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "mine" / "first"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for word in ("latest", "runs/latest", "mine/frist"):
+        with pytest.raises(UserError, match=f"{word}: there is no such run. Fix: name the output_dir of a run."):
+            named(word)
+    assert named("owner/latest").overrides == ("model='owner/latest'",)
 
 
 def test_an_adapter_of_a_quantised_base_is_noted(
