@@ -206,7 +206,7 @@ def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
     check_weights(config, replace(resolved, adapter=None), lora)
     tokenizer, said = _tokenizer(config, found, resolved)
     if resolved.weights is None:
-        said = (*said, f"The weights of {resolved.title} are random. A directory or a hub id has trained ones.")
+        said = [*said, f"The weights of {resolved.title} are random. A directory or a hub id has trained ones."]
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
         own = resolved.weights.generation_config()
