@@ -26,6 +26,8 @@ PITCH = 64
 """Rows begin at multiples of 128 bytes."""
 MOST = 4
 """Largest number of projections of a panel."""
+MOST_RANK = 128
+"""Largest rank of an adapter in a panel; a program has all columns of one, a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,8 @@ class PanelShape:
     def fits(self) -> bool:
         """Whether kernels support such a panel."""
         sides = (self.inputs, self.rank, *self.outputs)
-        return all(n % MULTIPLE == 0 for n in sides) and len(self.outputs) <= MOST
+        is_tile = self.rank <= MOST_RANK and self.rank & (self.rank - 1) == 0
+        return is_tile and all(n % MULTIPLE == 0 for n in sides) and len(self.outputs) <= MOST
 
     def allocate(self, device: torch.device, dtype: torch.dtype, *count: int) -> Tensor:
         """A panel of zeros, [Q, P] or, with only adapters, in one row; or `count` of them."""

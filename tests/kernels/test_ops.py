@@ -138,6 +138,9 @@ def test_panels_fit_tensor_cores() -> None:
     assert shape.fits
     assert shape.allocate(torch.device("meta"), torch.bfloat16).shape == (96, 64)
     assert not replace(shape, rank=8).fits
+    assert replace(shape, rank=128).fits
+    assert not replace(shape, rank=48).fits, "kernels have powers of two"
+    assert not replace(shape, rank=256).fits
     assert not replace(shape, outputs=(16, 40)).fits
     assert not replace(shape, outputs=(16,) * 5).fits
 

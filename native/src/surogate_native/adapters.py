@@ -80,7 +80,8 @@ def down(
 ) -> None:
     """u = dropout(x) Aᵀ of all projections into `u_NR` and into `room`; x may have more columns than A."""
     n, inputs = x.shape[0], a_RI.shape[1]
-    tile, step, stages = _down_tile(n, a_RI.shape[0] // slots, slots)
+    rank = a_RI.shape[0] // slots
+    tile, step, stages = _down_tile(n, rank, slots)
     programs.down[triton.cdiv(n, tile) * slots,](
         x,
         a_RI,
@@ -92,13 +93,13 @@ def down(
         a_RI.stride(0),
         room.stride(0),
         IN=inputs,
-        R=a_RI.shape[0] // slots,
+        R=rank,
         S=slots,
         M=tile,
         K=step,
         DROP=p > 0,
         num_warps=4,
-        num_stages=stages,
+        num_stages=_stages(x.device, tile, rank, step, stages, drops=p > 0),
     )
 
 
@@ -110,6 +111,19 @@ def _down_tile(n: int, rank: int, slots: int) -> tuple[int, int, int]:
     if n <= FEW:
         return 16, max(64, 8192 // max(16, rank)), 3
     return (64, 128, 5) if slots > 1 else (32, 256, 5)
+
+
+def large(device: torch.device) -> bool:
+    """Whether it is an sm_90 or sm_100, whose blocks may have 227 KiB of shared memory; others have 99 KiB at least."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _stages(device: torch.device, tile: int, rank: int, step: int, most: int, *, drops: bool) -> int:
+    """How many steps `down` loads ahead, within the shared memory of a block. Results do not depend on it."""
+    wide = large(device)
+    room = (227 if wide else 99) * 1024 - 2 * tile * step * drops  # what is dropped is written once more
+    # Only products of 64 rows read all of them from there; others have one in registers.
+    return max(1, min(most, room // (2 * (tile + rank) * step) + (not wide or tile < 64)))
 
 
 def parts_bytes(n: int, outputs: Sequence[int], rank: int) -> int:
@@ -167,7 +181,7 @@ def gradients(
         ROWS=rows,
         COPY=copy,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if rank <= 64 or large(dy.device) else 2,
     )
     du_NR, db, counters, _ = summed(
         du_parts, db_parts, wide[:, width:] if joined else None, inputs, outputs, rank, scale, dtype=dy.dtype
@@ -233,7 +247,7 @@ def down_gradient(x_NI: Tensor, du_NR: Tensor, counters: Tensor) -> Tensor:
     chunks, rows = triton.cdiv(inputs, COLUMNS), ROWS
     while rows > 128 and chunks * triton.cdiv(n, rows) < PROGRAMS:
         rows //= 2
-    parts = triton.cdiv(n, rows)
+    parts, wide = triton.cdiv(n, rows), triton.next_power_of_2(ranks)
     da = torch.empty((ranks, inputs), dtype=torch.float32, device=x_NI.device)
     programs.down_gradient[chunks, parts](
         x_NI,
@@ -245,12 +259,12 @@ def down_gradient(x_NI: Tensor, du_NR: Tensor, counters: Tensor) -> Tensor:
         x_NI.stride(0),
         IN=inputs,
         RANKS=ranks,
-        WIDE=triton.next_power_of_2(ranks),
+        WIDE=wide,
         M=64,
         C=COLUMNS,
         ROWS=rows,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if wide <= 256 or large(x_NI.device) else 2,
     )
     return da
 

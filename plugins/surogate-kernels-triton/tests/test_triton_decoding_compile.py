@@ -73,3 +73,27 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
             adapt(128, rank, slots, 4096)
     assert {launch.program.__name__ for launch in launches} == PROGRAMS
     check_compiled(launches, capability, tmp_path / "program.cubin")
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("rank", [16, 64, 128])
+def test_adapters_of_every_rank_fit_a_block(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training: many rows, with dropout and without."""
+    from surogate_native import adapters
+
+    monkeypatch.setattr(adapters, "large", lambda device: capability // 10 in (9, 10))
+    rows, inputs, seed = 4096, 2048, empty(1, dtype=torch.int32)
+    with recorded(monkeypatch) as launches:
+        for outputs in ([2048], [2048, 1024, 1024]):
+            slots = len(outputs)
+            x, a, u = empty(rows, inputs + 512), empty(rank * slots, inputs), empty(rows, rank * slots)
+            for p in (0.0, 0.1):
+                adapters.down(x, a, u, x[:, inputs:], seed, slots, p, range(slots))
+            dy, b = empty(rows, sum(outputs) + 512), empty(sum(outputs), rank * slots)
+            adapters.gradients(dy, u, b, inputs, outputs, rank, 1.0)
+            adapters.down_gradient(x[:, :inputs], u, empty(64, dtype=torch.int32))
+            adapters.dropped_gradient(x[:, :inputs], u, seed, slots, 0.1, range(slots))
+            adapters.add_dropped(x[:, :inputs], u, a, seed, slots, 0.1, range(slots))
+    for launch in launches:
+        found = launch.compile(capability).metadata.shared
+        assert found <= SHARED[capability] * 1024, f"{launch.program.__name__} needs {found} bytes"
