@@ -21,6 +21,20 @@ def fault_of(row: Any) -> tuple[str, str] | None:
     return None
 
 
+def parsed_line(line: str, name: str) -> Any:
+    """The value of a line of JSON; raises `UserError` if it is none, or has text that no tokenizer takes."""
+    try:
+        value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name}: has half of a surrogate pair, which is not text. Fix: remove it.") from error
+    except RecursionError as error:
+        raise UserError(f"{name}: is nested too deeply. Fix: one object a line.") from error
+    except ValueError as error:
+        raise UserError(f"{name}: not valid JSON: {error}. Fix: one object a line.") from error
+    return value
+
+
 def prompt_rows(text: str, name: str) -> list[tuple[str, str | dict[str, Any]]]:
     """(name and line, row) of each line of a file. Raises `UserError` for a line that is no prompt."""
     found = []
@@ -28,10 +42,7 @@ def prompt_rows(text: str, name: str) -> list[tuple[str, str | dict[str, Any]]]:
         if not line.strip():
             continue
         where = f"{name}:{place}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not valid JSON: {error}. Fix: one object a line.") from error
+        row = parsed_line(line, where)
         if not isinstance(row, str) and (fault := fault_of(row)) is not None:
             raise UserError(f"{where}: {fault[0]} Fix: {fault[1]}")
         found.append((where, row))

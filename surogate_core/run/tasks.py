@@ -6,7 +6,6 @@ without white space around them and with single spaces inside.
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections import deque
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from surogate_core.errors import UserError
+from surogate_core.files.prompts import parsed_line
 
 Match = Literal["exact", "number", "regex", "choice"]
 MATCHES: tuple[Match, ...] = get_args(Match)
@@ -188,10 +188,7 @@ def _task(file: str, name: str, options: TaskOptions) -> LocalTask:
 
 
 def _row(name: str, line: str, options: TaskOptions) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{name}: not valid JSON: {error}. Fix: one object a line.") from error
+    row = parsed_line(line, name)
     if not isinstance(row, dict):
         raise UserError(f'{name}: is no object. Fix: {{"prompt": "…", "answer": "…"}}')
     prompt, messages = _prompt(name, row, options.prompt)

@@ -116,6 +116,8 @@ def test_files_of_one_name_have_their_paths_as_names(tmp_path: Path) -> None:
     ("bad", "message"),
     [
         ("{", "not valid JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"prompt": "a\\ud800", "answer": "b"}', "has half of a surrogate pair, which is not text. Fix: remove it."),
         ("[1]", "is no object"),
         ({"answer": "1"}, 'has neither a text "prompt" nor a list "messages"; its keys: \'answer\''),
         ({"prompt": " ", "answer": "1"}, "the prompt is empty"),
