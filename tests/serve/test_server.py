@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.generation import named, prepare
 from surogate_core.run.texts import Prompt, Wanted, generate_texts, prompt_of_messages, prompt_of_text, requests_of
 from surogate_core.serve.models import Served
-from surogate_core.serve.server import MOST_BYTES, Server
+from surogate_core.serve.server import MOST_BYTES, MOST_CONNECTIONS, Server
 from surogate_core.serve.worker import Worker
 
 TOKEN = "a-token-of-the-test"
@@ -248,6 +249,17 @@ def test_bodies_that_are_too_long_are_not_read(live: Live, length: str) -> None:
     status, found = live.ask("/v1/completions", b"", method="POST", **headers)
     assert status == 413
     assert "at most" in found["error"]["message"]
+
+
+def test_a_connection_without_a_thread_takes_no_place(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    listening = live.server._http
+    monkeypatch.setattr(ThreadingHTTPServer, "process_request", fail)
+    for _ in range(MOST_CONNECTIONS + 1):
+        with pytest.raises(RuntimeError, match="new thread"):
+            listening.process_request(None, None)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from surogate_native.adapters import large
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.decoding import slot_attention_op
 from surogate_kernels_triton import decoding_programs as programs
-from surogate_kernels_triton.experts_launches import large
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 1024

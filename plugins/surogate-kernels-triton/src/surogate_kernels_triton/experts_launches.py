@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import triton
+from surogate_native.adapters import large
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -71,11 +72,6 @@ SMALL_HIGH = Tile(m=64, c=128, b=32, warps=8, stages=3)
 HIGH = 64
 LARGE_BLOCK, SMALL_BLOCK = 227 * 1024, 99 * 1024
 """Bytes of shared memory that a block may have where `large` holds, and that it has elsewhere at least."""
-
-
-def large(device: torch.device) -> bool:
-    """Whether it is an sm_90 or sm_100, whose blocks may have much shared memory."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def tile_for(device: torch.device, inner: int, *, rank: int, drops: bool = False) -> Tile:
