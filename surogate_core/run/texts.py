@@ -98,6 +98,10 @@ def prompt_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, name: str) 
     """The tokens of a text, with those that the tokenizer puts before every text."""
     if not text:
         raise UserError(f"{name}: is empty. Fix: give the text to continue.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name}: is not Unicode text at character {error.start}. Fix: give text in UTF-8.") from error
     ids = tuple(encode_text(tokenizer, text))
     if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
         ids = ids[:-1]  # what a tokenizer puts behind every text would end it

@@ -98,9 +98,10 @@ class Served:
         """The largest number of new tokens."""
         room = self.context - len(prompt.ids)
         if room < 1:
+            more = ", or start the server with a larger --context" if self.context < self.prepared.context else ""
             raise RequestError(
                 f"{prompt.name}: has {len(prompt.ids):,} tokens, and there is room for {self.context:,} with the "
-                f"completion. Fix: shorten it, or start the server with a larger --context.",
+                f"completion. Fix: shorten it{more}.",
                 param=prompt.name,
                 code="context_length_exceeded",
             )

@@ -115,6 +115,7 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         ((), "there is nothing to continue. Fix: --prompt TEXT"),
         (("--prompt", "a", "--file", "b"), "both --prompt and --file are given"),
         (("--prompt", ""), "--prompt: is empty. Fix: give the text to continue."),
+        (("--prompt", "a\udcff"), "--prompt: is not Unicode text at character 1. Fix: give text in UTF-8."),
         (("--chat", "--prompt", ""), "--prompt: is empty. Fix: give the message to answer."),
         (("--prompt", "word " * 400), "positions end at 256. Fix: shorten it"),
         (("--prompt", "a", "--stop", ""), "--stop: is empty"),

@@ -8,9 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from surogate_core.generate.native import NativeEngine
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.generation import named, prepare
 from surogate_core.run.texts import Prompt, Wanted, generate_texts, prompt_of_messages, prompt_of_text, requests_of
+from surogate_core.serve.asks import RequestError
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import MOST_BYTES, MOST_CONNECTIONS, Server
 from surogate_core.serve.worker import Worker
@@ -340,3 +342,12 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Live, monkey
     connection.request("POST", "/v1/completions", data, {"Authorization": f"Bearer {TOKEN}"})
     last = connection.getresponse().read().decode().rstrip("\n").split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: ")) == answer
+
+
+def test_a_larger_context_is_advised_only_if_the_model_has_one(live: Live) -> None:
+    ask: Any = SimpleNamespace(max_tokens=None)
+    whole = int(live.served.prepared.context)
+    for context, fix in ((CONTEXT, r"larger --context\.$"), (whole, r"Fix: shorten it\.$")):
+        prompt = Prompt(name="prompt", ids=(1,) * context)
+        with pytest.raises(RequestError, match=fix):
+            replace(live.served, context=context)._room(prompt, ask)
