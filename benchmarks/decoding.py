@@ -33,7 +33,7 @@ from replays import Run, cpu_ms, gpu_ms, relative
 from torch import Tensor
 
 from surogate_core.bundles import Sampling
-from surogate_core.generate.sampling import Filters, Rows, choose
+from surogate_core.generate.sampling import Rows, choose
 from surogate_core.kernels import decoding as ops
 from surogate_core.kernels.registry import KernelTable, using
 
@@ -41,7 +41,6 @@ HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "1b": (32, 8, 64), "small": (
 """Name of a model → query heads, key heads, features: Qwen3-0.6B, Qwen3-8B, Llama-3.2-1B."""
 VOCABULARIES = {"0.6b": 151936, "8b": 151936, "1b": 128256, "small": 500}
 CASES = ("attention", "choose", "filters")
-FILTERS: tuple[Filters, ...] = ("sorted", "few", "mass")
 MOST_BYTES = 1 << 30
 """Largest cache for which the reference runs, which copies it in fp32."""
 
@@ -164,7 +163,7 @@ def choice(model: str, rows: int, device: torch.device, dtype: torch.dtype) -> C
 
 
 def filters(model: str, rows: int, device: torch.device, dtype: torch.dtype) -> Case:
-    """Sampling with top-k 20 and top-p 0.95 by `generate.sampling.choose`, in each of its ways."""
+    """Sampling with top-k 20 and top-p 0.95 by `generate.sampling.choose`."""
     vocabulary = VOCABULARIES[model]
 
     def variants() -> Iterator[Variant]:
@@ -172,20 +171,17 @@ def filters(model: str, rows: int, device: torch.device, dtype: torch.dtype) -> 
         logits = torch.randn(rows, vocabulary, device=device, dtype=dtype) * 3
         some = [Sampling(top_k=20, top_p=0.95)] * rows
         chosen = Rows.of(some, [(n, n + 1) for n in range(rows)], range(rows), device)
-        table = KernelTable(device=device)
 
-        def call(how: Filters, kernels: KernelTable) -> Sequence[Tensor]:
+        def call(kernels: KernelTable) -> Sequence[Tensor]:
             with using(kernels):
-                return list(choose(logits, replace(chosen, filters=how)))
+                return list(choose(logits, chosen))
 
-        for how in FILTERS:
-            yield Variant(name=how, run=partial(call, how, table), patches={})
+        yield Variant(name="reference", run=partial(call, KernelTable(device=device)), patches={})
         if has_triton(device):
             from surogate_kernels_triton import sampling
 
             kernels = tuple(replace(k, supports=lambda device, dtype: True) for k in sampling.kernels())
-            run = partial(call, "sorted", KernelTable(device=device, kernels=kernels))
-            yield Variant(name="triton", run=run, patches={})
+            yield Variant(name="triton", run=partial(call, KernelTable(device=device, kernels=kernels)), patches={})
 
     return Case(name="filters", model=model, rows=rows, moved=rows * vocabulary * dtype.itemsize, variants=variants)
 

@@ -67,7 +67,7 @@ class Problem:
     answer: int
     steps: int
     largest: int
-    """Of `LARGEST`."""
+    """One of `LARGEST`."""
     key: bytes
     """A digest of the operations and their numbers, whatever the wording."""
 

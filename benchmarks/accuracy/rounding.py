@@ -37,6 +37,7 @@ from surogate_core.generate.weights import Layer, Weights
 from surogate_core.plugins import load_plugins
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_recipe, resolve_weight_format
+from surogate_core.run.evaluation import ratio_stderr
 from surogate_core.run.generation import named, prepare
 from surogate_core.run.rounding import Roundings
 
@@ -229,9 +230,8 @@ def difference(found: Sequence[Document], exact: Sequence[Document]) -> Differen
     weight = math.fsum(d.weight for d in exact)
     pairs = [(a.loss - b.loss, a.weight) for a, b in zip(found, exact, strict=True)]
     mean = math.fsum(value for value, _ in pairs) / weight
-    spread = math.fsum((value - mean * w) ** 2 for value, w in pairs)
-    stderr = math.sqrt(spread * len(pairs) / (len(pairs) - 1)) / weight if len(pairs) > 1 else math.nan
-    return Difference(loss=math.fsum(d.loss for d in found) / weight, difference=mean, stderr=stderr)
+    loss = math.fsum(d.loss for d in found) / weight
+    return Difference(loss=loss, difference=mean, stderr=ratio_stderr(pairs, mean))
 
 
 # ---------------------------------------------------------------------------------------- the published formulas

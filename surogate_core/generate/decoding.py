@@ -10,7 +10,7 @@ Shape suffixes: N rows, S slots, D features, V vocabulary, B steps of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from surogate_core.engine.assembly import Assembly
 from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Shape, Steps, with_own
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
-from surogate_core.generate.sampling import Filters, Rows, choose, filters_of
+from surogate_core.generate.sampling import Rows, choose, filtered
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
@@ -64,7 +64,7 @@ class Kind:
 
     rows: int
     longest: int
-    filters: Filters
+    filters: bool
     penalty: bool
     """Whether some row has a repetition penalty."""
 
@@ -370,7 +370,6 @@ class SteppedRunner:
         """The token after each prompt."""
         samplings = [s.request.sampling for s in new]
         rows = Rows.of(samplings, [s.key for s in new], [0] * len(new), self.weights.device)
-        rows = replace(rows, filters=filters_of(samplings))
         slots_N = torch.tensor([s.slot for s in new], device=self.weights.device)
         seen_NV = None
         if _penalised(samplings):
@@ -423,14 +422,9 @@ class SteppedRunner:
         return Kind(
             rows=self._rows,
             longest=_longest(self._reach + steps, self.cache.context, shortest=self._shortest),
-            filters=self._filters(samplings),
+            filters=filtered(samplings),
             penalty=_penalised(samplings),
         )
-
-    def _filters(self, samplings: Sequence[Sampling]) -> Filters:
-        found = filters_of(samplings)
-        has_kernel = self.weights.programs.kernels.offers("token_bounds", self.weights.parameters.dtype)
-        return "sorted" if found != "none" and has_kernel else found  # a kernel does the same for all
 
     def _queue(self, kind: Kind, steps: int) -> Block:
         """Let the device run a block for the rows of the buffers."""

@@ -95,17 +95,13 @@ def gumbel(keys_N2: Tensor, numbers_N: Tensor, size: int) -> Tensor:
 
     `keys_N2`, `numbers_N`: int32; the number is that of the token in its completion.
     """
-    return gumbel_of(keys_N2, numbers_N, torch.arange(size, dtype=torch.int32, device=keys_N2.device)[None])
-
-
-def gumbel_of(keys_N2: Tensor, numbers_N: Tensor, tokens_NC: Tensor) -> Tensor:
-    """[N, C] fp32: `gumbel` of some tokens of each row, int32."""
     first_N1, second_N1 = keys_N2[:, :1], keys_N2[:, 1:]
     row_N1 = hashed(first_N1 ^ hashed(second_N1 + numbers_N[:, None] * 0x1E3779B9))
-    bits_NC = hashed(hashed(tokens_NC ^ row_N1) ^ hashed(row_N1 + second_N1))
-    uniform_NC = ((bits_NC.long() & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
+    tokens_1V = torch.arange(size, dtype=torch.int32, device=keys_N2.device)[None]
+    bits_NV = hashed(hashed(tokens_1V ^ row_N1) ^ hashed(row_N1 + second_N1))
+    uniform_NV = ((bits_NV.long() & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     # Small values have the resolution, and they give the large noise that matters.
-    return -torch.log(-torch.log1p(-uniform_NC.clamp(max=1 - 2.0**-24)))
+    return -torch.log(-torch.log1p(-uniform_NV.clamp(max=1 - 2.0**-24)))
 
 
 def noisy(scores_NV: Tensor, temperature_N: Tensor, keys_N2: Tensor, numbers_N: Tensor) -> Tensor:

@@ -147,12 +147,6 @@ def using(table: KernelTable) -> Iterator[KernelTable]:
         _active.reset(token)
 
 
-def offered(op: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel of a pack of the active table would be chosen."""
-    table = _active.get()
-    return table is not None and table.offers(op, dtype)
-
-
 def rewrite(joint: fx.Graph) -> None:
     """Let the active table's packs change a joint graph."""
     table = _active.get()

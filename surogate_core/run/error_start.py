@@ -70,7 +70,7 @@ class ErrorStart:
     roundings: Mapping[str, Rounding]
     """HF name of a module → how its weight is rounded; others start as the source says."""
     scale: float
-    """Of the adapters: alpha / r."""
+    """The adapters' alpha / r."""
     _waiting: dict[str, Tensor] = field(default_factory=dict)
     """HF name of a B → its value, from when its A is asked for until it is."""
 

@@ -146,11 +146,11 @@ def _figures(
     if first is not None and first[0].data == digest:
         pairs = zip(documents, first[1], strict=True)
         difference = loss - first[0].loss
-        difference_stderr = _stderr([(a.loss - b.loss, a.weight) for a, b in pairs], difference)
+        difference_stderr = ratio_stderr([(a.loss - b.loss, a.weight) for a, b in pairs], difference)
     return Evaluation(
         model=name,
         loss=loss,
-        stderr=_stderr([(d.loss, d.weight) for d in documents], loss),
+        stderr=ratio_stderr([(d.loss, d.weight) for d in documents], loss),
         perplexity=math.exp(min(loss, 700)),
         accuracy=sum(d.hits for d in documents) / tokens,
         documents=len(documents),
@@ -161,7 +161,7 @@ def _figures(
     )
 
 
-def _stderr(sums: Sequence[tuple[float, float]], mean: float) -> float:
+def ratio_stderr(sums: Sequence[tuple[float, float]], mean: float) -> float:
     """The standard error of a ratio of sums over documents (Cochran, Sampling Techniques, 1977, section 2.11)."""
     count = len(sums)
     if count < 2:

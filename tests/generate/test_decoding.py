@@ -20,7 +20,7 @@ from surogate_core.generate.cache import shapes_of
 from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager, working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tables_of
-from surogate_core.generate.sampling import filters_of
+from surogate_core.generate.sampling import filtered
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import rollouts, tiny
@@ -29,9 +29,7 @@ PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
 GREEDY = Sampling(temperature=0)
 SAMPLINGS = {
     "plain": Sampling(temperature=1.5),
-    "few": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
-    "mass": Sampling(temperature=1.5, top_p=0.9, min_p=0.01),
-    "sorted": Sampling(temperature=1.5, top_k=64, top_p=0.9),
+    "filters": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
     "penalty": Sampling(temperature=1.2, repetition_penalty=1.5, top_p=0.9),
 }
 
@@ -62,7 +60,6 @@ def same(found: list[Completion], expected: list[Completion]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-@pytest.mark.slow_cases("mass", "sorted")
 @pytest.mark.parametrize("name", list(SAMPLINGS))
 def test_tokens_are_those_of_the_exact_runner(shared, name):
     asked = requests(SAMPLINGS[name])
@@ -170,7 +167,7 @@ def test_a_step_reads_nothing_on_the_host(shared, name):
     kind = Kind(
         rows=16,
         longest=80,
-        filters=filters_of([sampling]),
+        filters=filtered([sampling]),
         penalty=sampling.repetition_penalty != 1,
     )
     with torch.no_grad(), NoHost():

@@ -17,7 +17,7 @@ SCALE = 0.3
 LENGTHS = [1, 7, 20]
 """Positions of each row, its own included."""
 SLOTS = [2, 0, 3]
-"""Of five, the last of which takes rows that do not count."""
+"""Five slots; the last one takes rows that do not count."""
 
 OPS = ["slot_attention", "token_bounds", "choose_tokens"]
 
@@ -137,7 +137,7 @@ def test_tokens_are_those_of_the_largest_sums() -> None:
 
 
 def test_bounds_keep_what_is_kept_of_a_sort() -> None:
-    """Of equal tokens top-p keeps the first ones and top-k all; at temperature 0 nothing is dropped."""
+    """Top-p keeps the first of equal tokens, top-k keeps all of them; temperature 0 drops none."""
     logits = torch.tensor([[0.0, 2.0, 0.0, 1.0, 0.0, 0.0]]).repeat(5, 1)
     heat, k = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 3, 2, 1, 0])
     p, least = torch.tensor([0.75, 1.0, 1.0, 0.1, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.5, 0.3])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from surogate_core.cli.evaluate import prepared_models
 from surogate_core.cli.main import main
 from surogate_core.generate.losses import Document
-from surogate_core.run.evaluation import _figures, _stderr
+from surogate_core.run.evaluation import _figures, ratio_stderr
 
 Run = Callable[..., int]
 Call = Callable[..., list[dict[str, Any]]]
@@ -140,10 +140,10 @@ def test_the_standard_error_is_that_of_a_bootstrap() -> None:
     sums = weights * generator.normal(2.0, 0.7, 400)
     samples = [generator.integers(0, 400, 400) for _ in range(2000)]
     resampled = [sums[s].sum() / weights[s].sum() for s in samples]
-    found = _stderr(list(zip(sums, weights, strict=True)), sums.sum() / weights.sum())
+    found = ratio_stderr(list(zip(sums, weights, strict=True)), sums.sum() / weights.sum())
     assert found == pytest.approx(np.std(resampled), rel=0.1)
-    assert math.isnan(_stderr([(1.0, 1.0)], 1.0))
-    assert _stderr([(2.0, 2.0), (2.0, 1.0)], 4 / 3) == pytest.approx(4 / 9), "by hand"
+    assert math.isnan(ratio_stderr([(1.0, 1.0)], 1.0))
+    assert ratio_stderr([(2.0, 2.0), (2.0, 1.0)], 4 / 3) == pytest.approx(4 / 9), "by hand"
 
 
 def test_other_tokens_are_not_compared() -> None:

@@ -330,7 +330,7 @@ def test_bounds(device: str, vocabulary: int, spread: float, dtype: torch.dtype)
 
 @devices
 def test_bounds_among_equal_tokens(device: str) -> None:
-    """Of equal tokens top-p keeps the first ones, top-k all; infinities are never kept beside others."""
+    """Top-p keeps the first of equal tokens, top-k keeps all of them; infinities are never kept beside others."""
     logits = torch.zeros(5, 6000, device=device)
     logits[1, 4096:] = float("-inf")
     logits[2, [7, 5000]] = 9.0

@@ -46,11 +46,11 @@ class Vocabulary:
     tokens: tuple[str, ...]
     types: tuple[int, ...]
     merges: tuple[str, ...] = ()
-    """Of bytes."""
+    """The merges of a vocabulary of bytes."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Of characters: token → score."""
+    """Token → score, in a vocabulary of characters."""
     has_space_prefix: bool = False
-    """Whether a space is put in front of texts, of characters."""
+    """Whether a space is put in front of texts, in a vocabulary of characters."""
     ids: Mapping[str, int]
     """Role, such as ``eos`` → token id."""
     adds_bos: bool

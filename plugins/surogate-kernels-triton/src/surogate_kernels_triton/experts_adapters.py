@@ -45,16 +45,7 @@ def _rows(
 
 
 @_rows.register_fake
-def _(
-    x: Tensor,
-    order_R: Tensor | None,
-    ends_E: Tensor,
-    a: Sequence[Tensor],
-    choices: int,
-    seed: Tensor | None,
-    p: float,
-    salts: Sequence[int],
-) -> list[Tensor]:
+def _(x: Tensor, order_R: Tensor | None, ends_E: Tensor, a: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     rows = x.shape[0] if order_R is None else order_R.shape[0]
     u_RL = x.new_empty(rows, len(a) * a[0].shape[1])
     return [u_RL] if order_R is None else [u_RL, x.new_empty(rows, x.shape[1])]
@@ -88,17 +79,7 @@ def _rows_backward(
 
 @_rows_backward.register_fake
 def _(
-    dx_RI: Tensor,
-    du_RL: Tensor,
-    x: Tensor,
-    order_R: Tensor | None,
-    slot_NK: Tensor | None,
-    ends_E: Tensor,
-    a: Sequence[Tensor],
-    choices: int,
-    seed: Tensor | None,
-    p: float,
-    salts: Sequence[int],
+    dx_RI: Tensor, du_RL: Tensor, x: Tensor, order_R: Any, slot_NK: Any, ends_E: Any, a: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape), x.new_empty(len(a), *a[0].shape, dtype=torch.float32)
 

@@ -52,13 +52,9 @@ def _(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
-    scales: Sequence[Tensor],
+    scales: Any,
     a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scale: float,
-    seed: Tensor | None,
-    p: float,
-    salts: Sequence[int],
+    *rest: Any,
 ) -> list[Tensor]:
     out_NO = x_RI.new_empty(slot_NK.shape[0], w_EOI.shape[1])
     return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
@@ -112,14 +108,10 @@ def _(
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
-    scales: Sequence[Tensor],
+    scales: Any,
     a: Sequence[Tensor],
     b: Sequence[Tensor],
-    u: Sequence[Tensor],
-    scale: float,
-    seed: Tensor | None,
-    p: float,
-    salts: Sequence[int],
+    *rest: Any,
 ) -> list[Tensor]:
     found = [x_RI.new_empty(*x_RI.shape), torch.empty_like(weights_NK, memory_format=torch.contiguous_format)]
     if a:

@@ -95,14 +95,9 @@ def _(
     order_R: Tensor | None,
     ends_E: Tensor,
     weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
+    scales: Any,
     a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scale: float,
-    choices: int,
-    seed: Tensor | None,
-    p: float,
-    salts: Sequence[int],
+    *rest: Any,
 ) -> list[Tensor]:
     rows = x.shape[0] if order_R is None else order_R.shape[0]
     found = [x.new_empty(rows, w.shape[1]) for w in weights]
@@ -154,21 +149,17 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dys: Sequence[Tensor],
+    dys: Any,
     x: Tensor,
-    order_R: Tensor | None,
-    slot_NK: Tensor | None,
-    ends_E: Tensor,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
+    order_R: Any,
+    slot_NK: Any,
+    ends_E: Any,
+    weights: Any,
+    scales: Any,
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     u_RL: Tensor | None,
-    scale: float,
-    choices: int,
-    seed: Tensor | None,
-    p: float,
-    salts: Sequence[int],
+    *rest: Any,
 ) -> list[Tensor]:
     found = [x.new_empty(*x.shape)]
     if u_RL is not None:

@@ -44,6 +44,11 @@ class Tile:
         """Such as ``128x256x64w8s3`` or, with the copy engine, ``128x256x64w8s3c``."""
         return f"{self.m}x{self.c}x{self.b}w{self.warps}s{self.stages}" + "c" * self.copied
 
+    def named(self, inputs: int, outputs: int, rank: int) -> dict[str, int]:
+        """Sizes of a product as its program takes them."""
+        sizes = {"IN": inputs, "OUT": outputs, "L": rank, "M": self.m, "C": self.c, "B": self.b}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
+
     @classmethod
     def of(cls, name: str) -> Tile:
         """The tile of a name."""
@@ -342,17 +347,10 @@ def grouped_sum(
         x_row=x[0].stride(0),
         u_row=unused.stride(0),
         **(dropout or no_dropout(table_T4)).named,
-        IN=inputs,
-        OUT=outputs,
         K=0 if order_R is None else choices,
-        L=rank,
         S=max(len(b), 1),
         PAIRS=len(x),
-        M=tile.m,
-        C=tile.c,
-        B=tile.b,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.named(inputs, outputs, rank),
         **({"BACKWARD": backward} if copied else strides),
     )
     return y_RO
@@ -443,19 +441,12 @@ def grouped_codes(
         inverse=1 / scale if scale else 0.0,
         x_row=x[0][0].stride(0),
         u_row=unused.stride(0),
-        IN=inputs,
-        OUT=outputs,
         B_L=outputs if backward else 1,
         B_O=1 if backward else rank,
         K=0 if order_R is None else choices,
-        L=rank,
         S=max(len(b), 1),
         PAIRS=len(x),
-        M=tile.m,
-        C=tile.c,
-        B=tile.b,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.named(inputs, outputs, rank),
     )
     return y_RO
 

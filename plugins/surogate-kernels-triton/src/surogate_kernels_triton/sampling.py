@@ -82,14 +82,7 @@ def _choose(
 
 
 @_choose.register_fake
-def _(
-    logits_NV: Tensor,
-    temperature_N: Tensor,
-    keys_N2: Tensor,
-    numbers_N: Tensor,
-    bounds_N: Tensor | None,
-    lasts_N: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(logits_NV: Tensor, temperature_N: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return temperature_N.new_empty(len(logits_NV), dtype=torch.int64), torch.empty_like(temperature_N)
 
 
